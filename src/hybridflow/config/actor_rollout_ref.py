@@ -1,0 +1,91 @@
+"""`actor_rollout_ref.*`: the policy that trains, the engine that generates with it, and the reference it is held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
+from hybridflow.config.schema import group, key
+
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: str = key("vanilla", "policy loss by name, or path.py:name")
+    options: dict[str, Any] = key({}, "further parameters of the loss")
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    strategy: Literal["fsdp", "fsdp2"] = key("fsdp2", "training engine; fsdp is an alias of fsdp2")
+    ppo_mini_batch_size: int = key(256, "prompts (whole groups) per optimizer step", minimum=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(None, "at most this many rows in one forward/backward; null: only the token limit", minimum=1)
+    ppo_max_token_len_per_gpu: int = key(16_384, "at most this many tokens in one forward/backward (hard)", minimum=1)
+    ppo_epochs: int = key(1, "passes over each batch", minimum=1)
+    shuffle: bool = key(True, "deal the groups into mini-batches in a seeded random order; false: in order")
+    grad_clip: float | None = key(1.0, "largest gradient norm; null: no clipping", above=0)
+    clip_ratio: float = key(0.2, "PPO's epsilon on both sides", minimum=0)
+    clip_ratio_low: float | None = key(None, "epsilon below 1; null: clip_ratio", minimum=0)
+    clip_ratio_high: float | None = key(None, "epsilon above 1 (clip-higher: 0.28); null: clip_ratio", minimum=0)
+    clip_ratio_c: float = key(3.0, "dual clip: bound of the loss where the advantage is negative", above=1)
+    loss_agg_mode: LossAggMode | None = key(None, "how token losses become one number; null: the policy loss's own (vanilla: token-mean)")
+    loss_scale_factor: float | None = key(None, "divisor of seq-mean-token-sum-norm; null: data.max_response_length", above=0)
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus")
+    use_kl_loss: bool = key(False, "add a KL term against the reference to the loss")
+    kl_loss_coef: float = key(0.001, "weight of the KL term", minimum=0)
+    kl_loss_type: str = key("low_var_kl", "KL estimator: kl|k1, abs, mse|k2, low_var_kl|k3; with + the gradient is k2's")
+    policy_loss: PolicyLossConfig = group(PolicyLossConfig)
+    optim: OptimConfig = group(OptimConfig)
+    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
+
+    @property
+    def clip_low(self) -> float:
+        """Epsilon below 1 that is in force."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Epsilon above 1 that is in force."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, "at most this many rows in one forward; null: only the token limit", minimum=1)
+    log_prob_max_token_len_per_gpu: int | None = key(None, "at most this many tokens in one forward; null: the actor's limit", minimum=1)
+
+
+@dataclass(frozen=True)
+class ValKwargsConfig:
+    do_sample: bool = key(False, "sample in validation; false: greedy")
+    temperature: float = key(0.0, "temperature in validation when do_sample is true", minimum=0)
+    top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)
+    top_p: float = key(1.0, "keep the smallest set of tokens with this probability", above=0, maximum=1)
+    n: int = key(1, "responses per validation prompt", minimum=1)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: Literal["native"] = key("native", "generation engine")
+    n: int = key(1, "responses per prompt (the size of a group)", minimum=1)
+    temperature: float = key(1.0, "sampling temperature", above=0)
+    top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)
+    top_p: float = key(1.0, "keep the smallest set of tokens with this probability", above=0, maximum=1)
+    do_sample: bool = key(True, "sample; false: greedy")
+    ignore_eos: bool = key(False, "go on after the end token, up to max_response_length")
+    max_num_seqs: int = key(256, "rows decoded together", minimum=1)
+    max_num_batched_tokens: int = key(8192, "prompt tokens prefilled together", minimum=1)
+    gpu_memory_utilization: float = key(0.5, "share of the device's memory that the KV cache may fill up to", above=0, maximum=1)
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, "at most this many rows in one forward of old log-probs; null: only the token limit", minimum=1)
+    log_prob_max_token_len_per_gpu: int | None = key(None, "at most this many tokens in that forward; null: the actor's limit", minimum=1)
+    val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    model: ModelConfig = group(ModelConfig)
+    actor: ActorConfig = group(ActorConfig)
+    rollout: RolloutConfig = group(RolloutConfig)
+    ref: RefConfig = group(RefConfig)

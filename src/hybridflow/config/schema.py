@@ -1,0 +1,31 @@
+"""How a key is declared: its default, its one-line meaning and its bounds stand together, once."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, field
+from typing import Any
+
+
+def key(default: Any, meaning: str, *, minimum: float | None = None, maximum: float | None = None, above: float | None = None) -> Any:
+    """Declare a configuration key.
+
+    `minimum`/`maximum` are inclusive bounds and `above` an exclusive lower bound, checked by the converter on numbers.
+    A mutable default (list, dict) is copied for each instance. `default=MISSING` makes the key mandatory.
+    """
+    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "above": above}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(cls: type[Any], **defaults: Any) -> Any:
+    """Declare a nested block of keys; `defaults` replace some of the block's own."""
+    return field(default_factory=lambda: cls(**defaults))
+
+
+def meaning(f: Field[Any]) -> str:
+    """The one-line meaning of a declared key ('' for a block)."""
+    return str(f.metadata.get("meaning", ""))
+
+
+__all__ = ["MISSING", "group", "key", "meaning"]

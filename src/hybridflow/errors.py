@@ -1,0 +1,56 @@
+"""Every error that is a user's to mend. One tree, so that `except HybridFlowError` catches them all.
+
+    HybridFlowError
+    ├── ConfigError        a key, a value, or two values that do not go together
+    ├── DataError          a file, a column or a row of the data
+    ├── ModelError         a model folder, a tokenizer, an architecture we cannot run
+    ├── RewardError        a reward function that raised, hung or returned something unusable
+    ├── RolloutError       one request or the generation engine
+    ├── TrainingError      the optimisation went wrong (loss or gradient not finite, too often)
+    ├── CheckpointError    a checkpoint that is missing, damaged or does not fit
+    └── WorkerError        a worker failed; holds role, rank and step, and the first traceback
+
+A message says what was got, what was wanted and what to set. Broken invariants of our own are `assert`s, not these.
+"""
+
+from __future__ import annotations
+
+
+class HybridFlowError(Exception):
+    """Base of all errors that a user can act on."""
+
+
+class ConfigError(HybridFlowError):
+    """A configuration key or value is wrong, or two of them do not go together."""
+
+
+class DataError(HybridFlowError):
+    """A data file, column or row cannot be used."""
+
+
+class ModelError(HybridFlowError):
+    """A model folder, tokenizer or architecture cannot be used."""
+
+
+class RewardError(HybridFlowError):
+    """A reward function raised, ran past its deadline or returned something that is no score."""
+
+
+class RolloutError(HybridFlowError):
+    """A generation request or the engine that serves it failed."""
+
+
+class TrainingError(HybridFlowError):
+    """The optimisation cannot go on."""
+
+
+class CheckpointError(HybridFlowError):
+    """A checkpoint is missing, damaged or belongs to another run."""
+
+
+class WorkerError(HybridFlowError):
+    """A worker failed: `role`, `rank` and `method` say where."""
+
+    def __init__(self, message: str, *, role: str = "", rank: int = -1, method: str = "") -> None:
+        super().__init__(message)
+        self.role, self.rank, self.method = role, rank, method

@@ -1,0 +1,170 @@
+"""Numbers of a step that know how they reduce.
+
+    micro-batches, mini-batches, ranks ──add_*/update──► Metrics ──to_floats──► {name: float} for the trackers
+
+Tensors stay tensors (float64, detached, 0-d) until `to_floats`, which reads each device once: adding a metric never makes the host wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Scalar: TypeAlias = "float | Tensor"
+Kind = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: how it reduces, its value so far, and for a mean the denominator."""
+
+    kind: Kind
+    value: Scalar
+    denominator: Scalar = 1.0
+
+    def join(self, other: Metric) -> Metric:
+        """This metric and a later part of the same one."""
+        if self.kind == "mean":
+            return Metric("mean", self.value + other.value, self.denominator + other.denominator)
+        if self.kind == "sum":
+            return Metric("sum", self.value + other.value)
+        if self.kind == "last":
+            return other
+        return Metric(self.kind, _extreme(self.kind, self.value, other.value))
+
+
+class Metrics:
+    """Metrics by name; each keeps its own reduction, so merging parts gives what one pass over everything would have given.
+
+    Example: two micro-batches with 3 of 10 and 1 of 30 tokens clipped::
+
+        metrics.add_mean("actor/pg_clipfrac", 3, 10)
+        metrics.add_mean("actor/pg_clipfrac", 1, 30)
+        metrics.to_floats()  # {"actor/pg_clipfrac": 0.1}, not the mean of the two fractions
+    """
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add_mean(self, name: str, numerator: Scalar, denominator: Scalar = 1.0) -> None:
+        """Add `numerator` over `denominator` counted items; what comes out is Σ numerators / Σ denominators."""
+        self._add(name, Metric("mean", _scalar(numerator), _scalar(denominator)))
+
+    def add_sum(self, name: str, value: Scalar) -> None:
+        """Add to a total."""
+        self._add(name, Metric("sum", _scalar(value)))
+
+    def add_max(self, name: str, value: Scalar) -> None:
+        """Keep the largest; a NaN wins over every number."""
+        self._add(name, Metric("max", _scalar(value)))
+
+    def add_min(self, name: str, value: Scalar) -> None:
+        """Keep the smallest; a NaN wins over every number."""
+        self._add(name, Metric("min", _scalar(value)))
+
+    def add_last(self, name: str, value: Scalar) -> None:
+        """Keep the newest, for what is a setting and not a measurement (learning rate, coefficient, epoch)."""
+        self._add(name, Metric("last", _scalar(value)))
+
+    def update(self, other: Metrics | Mapping[str, Scalar]) -> None:
+        """Join another part into this one, metric by metric; a plain mapping is taken as newest values."""
+        if isinstance(other, Metrics):
+            for name, metric in other._metrics.items():
+                self._add(name, metric)
+        else:
+            for name, value in other.items():
+                self.add_last(name, value)
+
+    @classmethod
+    def merge(cls, parts: Iterable[Metrics]) -> Metrics:
+        """All parts joined in their order, into a new object."""
+        merged = cls()
+        for part in parts:
+            merged.update(part)
+        return merged
+
+    def average_sums(self, names: Iterable[str]) -> None:
+        """Close a mini-batch: each of the named sums (shares of its micro-batches) becomes one observation of a mean over mini-batches."""
+        for name in names:
+            if name in self._metrics:
+                assert self._metrics[name].kind == "sum", f"metric {name!r} is a {self._metrics[name].kind}, not a sum"
+                self._metrics[name] = Metric("mean", self._metrics[name].value, 1.0)
+
+    def to_floats(self) -> dict[str, float]:
+        """Reduced values in the order in which they were first added; a mean over nothing (0 of 0) is left out, a NaN stays."""
+        values = _read([part for metric in self._metrics.values() for part in (metric.value, metric.denominator)])
+        reduced: dict[str, float] = {}
+        for (name, metric), value, denominator in zip(self._metrics.items(), values[0::2], values[1::2]):
+            if metric.kind != "mean":
+                reduced[name] = value
+            elif denominator != 0:
+                reduced[name] = value / denominator
+            elif value != 0:  # also where the numerator is NaN: something went wrong and must be seen
+                reduced[name] = math.nan
+        return reduced
+
+    def _add(self, name: str, metric: Metric) -> None:
+        held = self._metrics.get(name)
+        if held is not None:
+            assert held.kind == metric.kind, f"metric {name!r} was a {held.kind} and is now added as a {metric.kind}"
+        self._metrics[name] = metric if held is None else held.join(metric)
+
+    def __ior__(self, other: Metrics | Mapping[str, Scalar]) -> Metrics:
+        self.update(other)
+        return self
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._metrics
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(self._metrics)})"
+
+
+def _is_tensor(value: Scalar) -> bool:
+    return hasattr(value, "detach")
+
+
+def _scalar(value: Scalar) -> Scalar:
+    """A float, or a detached 0-d float64 tensor (a copy: later in-place changes of the caller's tensor must not reach us)."""
+    if not _is_tensor(value):
+        return float(value)
+    import torch
+
+    assert value.numel() == 1, f"a metric is one number, got a tensor of shape {tuple(value.shape)}: reduce it first"  # type: ignore[union-attr]
+    return value.detach().reshape(()).to(torch.float64, copy=True)  # type: ignore[union-attr]
+
+
+def _extreme(kind: Kind, first: Scalar, second: Scalar) -> Scalar:
+    if _is_tensor(first) or _is_tensor(second):
+        import torch
+
+        device = first.device if _is_tensor(first) else second.device  # type: ignore[union-attr]
+        pick = torch.maximum if kind == "max" else torch.minimum  # both let a NaN through
+        return pick(*(torch.as_tensor(value, dtype=torch.float64, device=device) for value in (first, second)))
+    if math.isnan(first) or math.isnan(second):
+        return math.nan
+    return max(first, second) if kind == "max" else min(first, second)
+
+
+def _read(values: list[Scalar]) -> list[float]:
+    """The values as floats; the tensors of a device come over in one copy."""
+    by_device: dict[object, list[int]] = {}
+    for index, value in enumerate(values):
+        if _is_tensor(value):
+            by_device.setdefault(value.device, []).append(index)  # type: ignore[union-attr]
+    floats = [math.nan if _is_tensor(value) else float(value) for value in values]
+    if by_device:
+        import torch
+
+        for indices in by_device.values():
+            for index, number in zip(indices, torch.stack([values[i] for i in indices]).tolist()):  # type: ignore[misc]
+                floats[index] = number
+    return floats

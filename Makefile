@@ -1,0 +1,36 @@
+# `make demo` and `make test` work from a bare clone: each sets up .venv once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test test-slow check format clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+demo: setup  ## watch a small language model learn arithmetic by GRPO (ALGO=ppo for PPO, SEED=n for another seed)
+	$(BIN)/hybridflow demo $(if $(ALGO),--algo $(ALGO)) $(if $(SEED),--seed $(SEED))
+
+test: setup  ## the tests of a working day
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2
+
+test-slow: setup  ## the end-to-end runs that are too long for a working day; CI runs them too
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2
+
+check: setup  ## style, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

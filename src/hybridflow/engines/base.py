@@ -1,0 +1,67 @@
+"""What a training engine promises: a forward over rows, an optimizer step over a mini-batch, and its whole state.
+
+    rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► outputs [b, R] ──loss──► gradients ──step──► parameters
+
+The engine never sees an algorithm: what the module is asked for is a `ForwardFn`, what is minimised a `LossFn`, both handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import PackedBatch
+
+ForwardFn = Callable[[nn.Module, PackedBatch], dict[str, Tensor]]
+"""(module, packed rows) -> named outputs, each [M], one entry for each predicted token."""
+
+LossFn = Callable[[dict[str, Tensor], DataProto], tuple[Tensor, Metrics]]
+"""(outputs by name, each [b, R]; the micro-batch) -> (its share of the mini-batch's loss, 0-d; metrics)."""
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """How much one forward may hold; whichever limit binds first."""
+
+    max_tokens: int
+    """Tokens, a hard cap."""
+    max_rows: int | None = None
+    """Rows; None: no limit."""
+
+
+@dataclass(frozen=True)
+class MiniBatchResult:
+    """What one optimizer step did."""
+
+    metrics: Metrics
+    applied: bool
+    """False where the loss or the gradient was not finite, or nothing was left to learn from: parameters are untouched."""
+
+
+class TrainEngine(Protocol):
+    """One model in training. Implementations: `engines/fsdp`."""
+
+    module: nn.Module
+    device: torch.device
+
+    def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
+        """Outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is predicted."""
+        ...
+
+    def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> MiniBatchResult:
+        """One optimizer step on the rows of `batch`, whose `loss` shares sum to the mini-batch's loss."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Module, optimizer and schedule: all that a resumed engine needs to go on to the bit."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; CheckpointError names what does not fit."""
+        ...

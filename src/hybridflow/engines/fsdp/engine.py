@@ -1,0 +1,164 @@
+"""One model in training: packed micro-batches, one optimizer step for each mini-batch, a guard against numbers that are not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.config.model import OptimConfig
+from hybridflow.engines.base import BatchLimits, ForwardFn, LossFn, MiniBatchResult
+from hybridflow.engines.fsdp.optimizer import MasterAdamW
+from hybridflow.engines.fsdp.schedule import learning_rate
+from hybridflow.errors import CheckpointError, TrainingError
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.balancing import split_micro_batches
+from hybridflow.protocol.packing import pack
+from hybridflow.protocol.randomness import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPEngine:
+    """Implements `TrainEngine` for one process.
+
+    `name` prefixes the metrics (`actor`, `critic`). An optimizer step whose loss or gradient norm is not finite changes nothing: it is
+    reported, its rows are written to `dump_dir`, and after `max_nonfinite_steps` of them in a row a TrainingError ends the run.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        optim: OptimConfig | None,
+        total_steps: int = 0,
+        grad_clip: float | None = None,
+        seed: int = 0,
+        max_nonfinite_steps: int = 3,
+        dump_dir: Path | None = None,
+    ) -> None:
+        self.module, self.name, self.optim = module, name, optim
+        self.device = next(module.parameters()).device
+        self.optimizer = None if optim is None else MasterAdamW(module.named_parameters(), optim)
+        self.total_steps = total_steps if optim is None or optim.total_training_steps < 0 else optim.total_training_steps
+        self.grad_clip, self.seed = grad_clip, seed
+        self.max_nonfinite_steps, self.dump_dir = max_nonfinite_steps, dump_dir
+        self.num_steps = 0  # optimizer steps applied
+        self.num_calls = 0  # optimizer steps tried: keys the dropout
+        self.nonfinite_in_a_row = 0
+        self.has_dropout = _has_dropout(module)
+
+    @torch.no_grad()
+    def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
+        """Outputs of all rows without gradients, each [B, R] float on the CPU."""
+        self.module.eval()
+        results: dict[str, Tensor] = {}
+        for indices, micro in self._micro_batches(batch, limits):
+            packed = pack(micro)
+            for key, value in forward(self.module, packed).items():
+                rows = packed.unpack(value).cpu()
+                whole = results.setdefault(key, rows.new_zeros(len(batch), rows.shape[1]))
+                whole[indices] = rows
+        return results
+
+    def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> MiniBatchResult:
+        """One optimizer step on the rows of `batch`."""
+        assert self.optimizer is not None and self.optim is not None, f"{self.name} was built without an optimizer"
+        self.module.train()
+        self.optimizer.zero_grad()
+        metrics = Metrics()
+        total = torch.zeros((), dtype=torch.float64)
+        for number, (_, micro) in enumerate(self._micro_batches(batch, limits)):
+            if self.has_dropout:  # keyed, so that a resumed or repeated step draws the same masks
+                torch.manual_seed(derive_seed(self.seed, f"dropout/{self.name}", self.num_calls, number))
+            packed = pack(micro)
+            outputs = {key: packed.unpack(value) for key, value in forward(self.module, packed).items()}
+            share, micro_metrics = loss(outputs, micro)
+            share.backward()  # type: ignore[no-untyped-call]
+            total += share.detach().double().cpu()
+            metrics.update(micro_metrics)
+        self.num_calls += 1
+        return self._step(batch, float(total), metrics)
+
+    def _micro_batches(self, batch: DataProto, limits: BatchLimits) -> list[tuple[list[int], DataProto]]:
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        bins = split_micro_batches(lengths, max_tokens=limits.max_tokens, max_rows=limits.max_rows)
+        return [(indices, batch.select_idxs(indices).to(self.device)) for indices in bins]
+
+    def _step(self, batch: DataProto, loss: float, metrics: Metrics) -> MiniBatchResult:
+        assert self.optimizer is not None and self.optim is not None
+        norm = self.optimizer.gradient_norm()
+        grad_norm = float(norm)
+        lr = learning_rate(self.num_steps, self.optim, self.total_steps)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        metrics.add_sum(f"{self.name}/num_skipped_steps", 0.0 if finite else 1.0)
+        if not finite:
+            self.optimizer.zero_grad()
+            self._report_not_finite(batch, loss, grad_norm)
+            return MiniBatchResult(metrics, applied=False)
+        self.nonfinite_in_a_row = 0
+        metrics.add_mean(f"{self.name}/grad_norm", grad_norm)
+        metrics.add_last(f"{self.name}/lr", lr)
+        if self.grad_clip is not None and grad_norm > self.grad_clip:
+            self.optimizer.scale_gradients(self.grad_clip / (norm + 1e-6))
+        self.optimizer.step(lr)
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        return MiniBatchResult(metrics, applied=True)
+
+    def _report_not_finite(self, batch: DataProto, loss: float, grad_norm: float) -> None:
+        self.nonfinite_in_a_row += 1
+        where = "not written (no folder given)"
+        if self.dump_dir is not None:
+            folder = self.dump_dir / f"{self.name}_call_{self.num_calls}"
+            batch.save_to_disk(folder)
+            where = str(folder)
+        text = (
+            f"{self.name}: optimizer step skipped, loss {loss}, gradient norm {grad_norm} "
+            f"({self.nonfinite_in_a_row} in a row of at most {self.max_nonfinite_steps}); its rows: {where}"
+        )
+        if self.nonfinite_in_a_row >= self.max_nonfinite_steps:
+            raise TrainingError(
+                f"{text}. The run stops. Look for a broken reward or a learning rate that is too high; "
+                "trainer.max_nonfinite_steps sets how many are allowed."
+            )
+        logger.warning(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Module, optimizer and counters."""
+        return {
+            "model": dict(self.module.state_dict()),
+            "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
+            "scheduler": {"num_steps": self.num_steps, "num_calls": self.num_calls, "nonfinite_in_a_row": self.nonfinite_in_a_row},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state_dict()`, in place: whoever shares the module sees the new weights."""
+        own = self.module.state_dict()
+        if set(own) != set(state["model"]):
+            odd = sorted(set(own) ^ set(state["model"]))[:3]
+            raise CheckpointError(f"The checkpoint's model has other parameters than this {self.name}, for example {odd}.")
+        for key, value in state["model"].items():
+            if own[key].shape != value.shape:
+                raise CheckpointError(f"{self.name}: {key} is {tuple(value.shape)} in the checkpoint and {tuple(own[key].shape)} here.")
+            own[key].copy_(value)
+        if self.optimizer is not None and "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        counters = state.get("scheduler", {})
+        self.num_steps = int(counters.get("num_steps", 0))
+        self.num_calls = int(counters.get("num_calls", 0))
+        self.nonfinite_in_a_row = int(counters.get("nonfinite_in_a_row", 0))
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
+        return True
+    config = getattr(module, "config", None)
+    return any(getattr(config, key, 0) for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"))

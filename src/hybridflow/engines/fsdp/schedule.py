@@ -1,0 +1,32 @@
+"""Learning rate as a pure function of the optimizer step, so that a resume needs no scheduler object."""
+
+from __future__ import annotations
+
+import math
+
+from hybridflow.config.model import OptimConfig
+
+
+def warmup_steps(config: OptimConfig, total_steps: int) -> int:
+    """Steps of linear warm-up: the absolute number where given, else the share of all steps."""
+    if config.lr_warmup_steps >= 0:
+        return config.lr_warmup_steps
+    return int(config.lr_warmup_steps_ratio * total_steps)
+
+
+def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (the first is 0).
+
+    Warm-up reaches `lr` at its last step; then constant, a line, or half-cosine(s) down to `min_lr_ratio * lr` at `total_steps`.
+    """
+    warmup = warmup_steps(config, total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.lr_scheduler_type == "linear":
+        factor = 1.0 - progress
+    else:
+        factor = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)

@@ -1,0 +1,1 @@
+"""The loops: PPO and its kin, supervised fine-tuning, the demo."""

@@ -1,0 +1,54 @@
+"""What a batch says about itself: scores, rewards, lengths, and how far rollout and training disagree. Names are verl's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.workers.bridge import explained_variance
+
+
+def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
+    """critic/{score,rewards,advantages,returns}, response_length, prompt_length; with a critic also values and explained variance."""
+    rows, metrics = batch.batch, Metrics()
+    mask, loss_mask = rows["response_mask"], rows["loss_mask"]
+    spread(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1))
+    spread(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1))
+    spread(metrics, "critic/advantages", rows["advantages"][loss_mask])
+    spread(metrics, "critic/returns", rows["returns"][loss_mask])
+    if has_critic:
+        spread(metrics, "critic/values", rows["values"][loss_mask])
+        metrics.add_mean("critic/vf_explained_var", explained_variance(rows["values"], rows["returns"], loss_mask))
+    width = rows["responses"].shape[1]
+    spread(metrics, "response_length", rows["attention_mask"][:, -width:].sum(-1))
+    spread(metrics, "prompt_length", rows["attention_mask"][:, :-width].sum(-1))
+    truncated = sum(reason == "length" for reason in batch.non_tensor_batch["finish_reason"])
+    metrics.add_mean("response_length/clip_ratio", float(truncated), float(len(batch)))
+    metrics.add_sum("perf/total_num_tokens", float(rows["attention_mask"].sum()))
+    metrics.add_mean("training/loss_tokens_ratio", float(loss_mask.sum()), float(mask.sum()))
+    return metrics
+
+
+def rollout_difference(batch: DataProto) -> Metrics:
+    """How far the log-probs of generation are from the ones that training computes, on sampled tokens. Always measured."""
+    rows, metrics = batch.batch, Metrics()
+    mask = rows["response_mask"]
+    rollout, trained = rows["rollout_log_probs"][mask], rows["old_log_probs"][mask]
+    if rollout.numel() == 0:
+        return metrics
+    log_difference, difference = (rollout - trained).abs(), (rollout.exp() - trained.exp()).abs()
+    metrics.add_max("training/rollout_log_probs_diff_max", log_difference.max())
+    metrics.add_max("training/rollout_probs_diff_max", difference.max())
+    metrics.add_mean("training/rollout_probs_diff_mean", difference.sum(), float(difference.numel()))
+    return metrics
+
+
+def spread(metrics: Metrics, name: str, values: Tensor) -> None:
+    """Mean, largest and smallest of `values`; nothing where there are none."""
+    values = values.detach().to(torch.float64)
+    if values.numel():
+        metrics.add_mean(f"{name}/mean", values.sum(), float(values.numel()))
+        metrics.add_max(f"{name}/max", values.max())
+        metrics.add_min(f"{name}/min", values.min())

@@ -1,0 +1,70 @@
+"""The actor: the policy in training, and the typed group by which the driver calls it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
+from hybridflow.engines import BatchLimits, ForwardFn, TrainEngine
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import PackedBatch
+from hybridflow.workers.bridge import policy_loss
+from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.state import StatefulWorker
+
+POLICY_COLUMNS = ("input_ids", "attention_mask", "responses")
+UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "old_log_probs", "advantages")
+
+
+def policy_forward(temperature: float, with_entropy: bool) -> ForwardFn:
+    """Ask a PolicyModel for log-probs, and entropy if wanted, at the rollout's temperature."""
+
+    def forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
+        outputs = module(packed, temperature=temperature, with_entropy=with_entropy)
+        named: dict[str, Tensor] = {"log_probs": outputs.log_probs}
+        if outputs.entropy is not None:
+            named["entropy"] = outputs.entropy
+        return named
+
+    return forward
+
+
+class ActorWorker(StatefulWorker):
+    """Holds the policy's engine. Its module is the one that generates."""
+
+    def __init__(self, engine: TrainEngine, config: ActorConfig, *, temperature: float, log_prob_limits: BatchLimits) -> None:
+        super().__init__(engine)
+        self.config, self.temperature, self.log_prob_limits = config, temperature, log_prob_limits
+        self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """old_log_probs and entropys, both [B, R] float32 nats, under the weights as they are."""
+        outputs = self.engine.forward(batch, policy_forward(self.temperature, with_entropy=True), self.log_prob_limits)
+        return DataProto.from_dict({"old_log_probs": outputs["log_probs"], "entropys": outputs["entropy"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
+        """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
+        forward = policy_forward(self.temperature, with_entropy=self.config.entropy_coeff != 0.0)
+        return self.engine.train_mini_batch(batch, forward, policy_loss(self.config, scale), self.limits).metrics
+
+
+class ActorGroup(WorkerGroup[ActorWorker]):
+    """The driver's view of the actor."""
+
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """See `ActorWorker.log_probs`."""
+        return self.call(ActorWorker.log_probs, batch.select([*POLICY_COLUMNS], []))
+
+    def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
+        """Epochs × mini-batches of optimizer steps."""
+        columns = [*UPDATE_COLUMNS, *(key for key in ("ref_log_prob", "rollout_is_weights") if key in batch.batch.keys())]
+
+        def step(mini: DataProto, scale: LossScale) -> Metrics:
+            return self.call(ActorWorker.update_mini_batch, mini, scale=scale)
+
+        return update_by_mini_batches(batch, columns, plan, step, name="actor")

@@ -1,0 +1,60 @@
+"""The critic: the value model of PPO, and its typed group."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.config.critic import CriticConfig
+from hybridflow.controller import Dispatch, WorkerGroup, register
+from hybridflow.engines import BatchLimits, TrainEngine
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import PackedBatch
+from hybridflow.workers.actor import POLICY_COLUMNS
+from hybridflow.workers.bridge import critic_loss
+from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.state import StatefulWorker
+
+UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "values", "returns")
+
+
+def value_forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
+    """Ask a ValueModel for its values."""
+    return {"values": module(packed)}
+
+
+class CriticWorker(StatefulWorker):
+    """Holds the value model's engine."""
+
+    def __init__(self, engine: TrainEngine, config: CriticConfig, *, forward_limits: BatchLimits, loss_scale_factor: float | None) -> None:
+        super().__init__(engine)
+        self.config, self.forward_limits, self.loss_scale_factor = config, forward_limits, loss_scale_factor
+        self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def values(self, batch: DataProto) -> DataProto:
+        """values [B, R] float32: what is expected from the state in which each response token is chosen."""
+        return DataProto.from_dict(self.engine.forward(batch, value_forward, self.forward_limits))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
+        """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
+        loss = critic_loss(self.config, scale, self.loss_scale_factor)
+        return self.engine.train_mini_batch(batch, value_forward, loss, self.limits).metrics
+
+
+class CriticGroup(WorkerGroup[CriticWorker]):
+    """The driver's view of the critic."""
+
+    def values(self, batch: DataProto) -> DataProto:
+        """See `CriticWorker.values`."""
+        return self.call(CriticWorker.values, batch.select([*POLICY_COLUMNS], []))
+
+    def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
+        """Epochs × mini-batches of optimizer steps."""
+
+        def step(mini: DataProto, scale: LossScale) -> Metrics:
+            return self.call(CriticWorker.update_mini_batch, mini, scale=scale)
+
+        return update_by_mini_batches(batch, UPDATE_COLUMNS, plan, step, name="critic")

@@ -1,0 +1,62 @@
+"""Which rows make a mini-batch: whole groups, in an order that depends on (seed, step, epoch) and on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.randomness import generator
+
+
+@dataclass(frozen=True)
+class MiniBatchPlan:
+    """How a batch is cut into optimizer steps."""
+
+    groups: int
+    """Prompts (whole groups) in a mini-batch."""
+    epochs: int
+    shuffle: bool
+    seed: int
+    step: int
+    """The training step: with the seed and the epoch it keys the order."""
+
+
+def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[int]]:
+    """Row indices of each mini-batch, over all epochs; the last one of an epoch may be smaller.
+
+    Ranks and balancing play no part here, so the same groups meet in an optimizer step on any number of devices.
+    """
+    groups: dict[str, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    members = list(groups.values())
+    for epoch in range(plan.epochs):
+        order = list(range(len(members)))
+        if plan.shuffle:
+            order = torch.randperm(len(members), generator=generator(plan.seed, "mini_batch", plan.step, epoch)).tolist()
+        for start in range(0, len(order), plan.groups):
+            yield [row for index in order[start : start + plan.groups] for row in members[index]]
+
+
+def update_by_mini_batches(
+    batch: DataProto, columns: Sequence[str], plan: MiniBatchPlan, update: Callable[[DataProto, LossScale], Metrics], *, name: str
+) -> Metrics:
+    """Call `update(rows, counts)` for each mini-batch in turn; one with nothing to learn from is counted and left out.
+
+    The counts are of the whole mini-batch, so that neither ranks nor micro-batches change the loss.
+    """
+    metrics, rows = Metrics(), batch.select([*columns], [])
+    for indices in mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan):
+        mini = rows.select_idxs(indices)
+        scale = LossScale.count(mini.batch["loss_mask"])
+        if scale.num_tokens == 0:
+            metrics.add_sum(f"{name}/num_empty_mini_batches", 1.0)
+            continue
+        metrics.update(update(mini, scale))
+        metrics.add_sum(f"{name}/num_updates", 1.0)
+    return metrics

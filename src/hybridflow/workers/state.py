@@ -1,0 +1,25 @@
+"""What every worker with an engine can do: give and take its checkpoint state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.controller import Dispatch, Worker, register
+from hybridflow.engines import TrainEngine
+
+
+class StatefulWorker(Worker):
+    """A worker that owns one training engine."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def state_dict(self) -> dict[str, Any]:
+        """The engine's whole state."""
+        return self.engine.state_dict()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state, in place."""
+        self.engine.load_state_dict(state)

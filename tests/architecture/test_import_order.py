@@ -1,0 +1,92 @@
+"""A room imports only from lines above its own; heavy libraries have one door each; there are no cycles."""
+
+from __future__ import annotations
+
+import graphlib
+
+from sources import imports, sources
+
+LINES = [
+    ["errors"],
+    ["config", "protocol", "algorithms"],
+    ["distributed", "observability", "sandbox"],
+    ["controller", "data", "kernels", "tools"],
+    ["models"],
+    ["engines", "rollout"],
+    ["weight_sync", "checkpoint", "environments", "rewards"],
+    ["agent"],
+    ["workers"],
+    ["trainer", "merger"],
+    ["cli", "model_merger"],
+]
+LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
+
+DOORS = {
+    "ray": ("controller.ray",),
+    "vllm": ("rollout.vllm",),
+    "sglang": ("rollout.sglang",),
+    "megatron": ("engines.megatron",),
+    "transformers": ("models", "data.tokenizer", "rollout.hf"),
+    "wandb": ("observability.trackers.wandb",),
+    "mlflow": ("observability.trackers.mlflow",),
+    "swanlab": ("observability.trackers.swanlab",),
+    "tensorboard": ("observability.trackers.tensorboard",),
+    "reasoning_gym": ("data.tasks.reasoning_gym",),
+    "math_verify": ("rewards.math",),
+    "hydra": ("config.load", "config.overrides"),
+}
+
+
+def own(target: str) -> str | None:
+    return target.removeprefix("hybridflow.") if target.startswith("hybridflow.") else None
+
+
+def test_every_room_has_its_line() -> None:
+    rooms = {source.room for source in sources() if source.module and source.module != "__init__"}
+    assert rooms <= set(LINE_OF), f"rooms without a place in the import order: {sorted(rooms - set(LINE_OF))}"
+
+
+def test_a_room_imports_only_from_lines_above() -> None:
+    wrong = []
+    for found in imports():
+        room, target = found.module.split(".")[0], own(found.target)
+        if target is None or room == "__init__" or found.module == "":
+            continue
+        other = target.split(".")[0]
+        if other != room and LINE_OF[other] >= LINE_OF[room]:
+            wrong.append(f"{found.module}:{found.line} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_heavy_libraries_come_through_their_door() -> None:
+    wrong = []
+    for found in imports():
+        doors = DOORS.get(found.target.split(".")[0])
+        if doors and not any(found.module == door or found.module.startswith(door + ".") for door in doors):
+            wrong.append(f"{found.module}:{found.line} imports {found.target}; its door is {' or '.join(doors)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_light_rooms_stay_light() -> None:
+    heavy = {"config": {"torch", "ray", "transformers"}, "algorithms": {"tensordict", "transformers", "ray", "numpy"}}
+    wrong = [f"{f.module}:{f.line} imports {f.target}" for f in imports() if f.target.split(".")[0] in heavy.get(f.module.split(".")[0], set())]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_own_imports_inside_functions_only_in_build_and_cli() -> None:
+    wrong = []
+    for found in imports():
+        allowed = found.module.split(".")[-1] == "build" or found.module.split(".")[0] == "cli"
+        if found.in_function and own(found.target) and not allowed:
+            wrong.append(f"{found.module}:{found.line} imports {found.target} inside a function")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_form_no_cycle() -> None:
+    modules = {source.module for source in sources()}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for found in imports():
+        target = own(found.target)
+        if target in modules and target != found.module and not found.in_function and not found.type_checking:
+            graph[found.module].add(target)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle

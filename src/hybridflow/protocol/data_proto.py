@@ -1,0 +1,363 @@
+"""DataProto: the rows that flow between the controller and the workers.
+
+In: tensors and Python values from the loader, the rollout and the workers, all with one entry a row. Out: the same rows, cut,
+joined, reordered. Rows carry `uid` (their group) and `row_id` (themselves) through all of it. Field names, shapes and units are in
+`protocol/fields.py`; padded tensors become packed tokens in `protocol/packing.py`.
+
+Methods that change the object they are called on, as users of verl expect: `union` and `|=`, `pop`, `rename`, `reorder`,
+`narrow_loss_mask`, `fresh_row_ids`. All others leave it alone and return a new one; `meta_info` is copied, never shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast, overload
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from hybridflow.protocol import storage
+from hybridflow.protocol.columns import BatchError, ObjectArray, first_difference, join, object_array, row_indices, same
+from hybridflow.protocol.randomness import generator
+
+
+@dataclass
+class DataProtoItem:
+    """One row: `item["responses"]` looks in the tensors, then in the other columns."""
+
+    batch: dict[str, Tensor]
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.batch[key] if key in self.batch else self.non_tensor_batch[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.batch or key in self.non_tensor_batch
+
+    def keys(self) -> list[str]:
+        """Names of all fields of the row."""
+        return [*self.batch, *self.non_tensor_batch]
+
+
+class DataProto:
+    """Rows with tensor fields, other fields and facts about the batch as a whole.
+
+    Example: `DataProto.from_dict({"values": torch.zeros(2, 3)}, {"uid": ["a", "b"]})` has 2 rows; `data.batch["values"]` is [2, 3].
+    """
+
+    batch: TensorDict
+    """Tensors whose first dim is the row."""
+    non_tensor_batch: dict[str, ObjectArray]
+    """Arrays of Python objects, one a row."""
+    meta_info: dict[str, Any]
+    """Facts of the whole batch."""
+
+    def __init__(
+        self,
+        batch: TensorDict | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.non_tensor_batch = {name: object_array(column, name) for name, column in (non_tensor_batch or {}).items()}
+        self.meta_info = deepcopy(dict(meta_info or {}))
+        if batch is None:
+            num_rows = len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
+            batch = TensorDict({}, batch_size=[num_rows])
+        self.batch = batch
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        """Raise BatchError where a field has another number of rows than the batch."""
+        for name, column in self.non_tensor_batch.items():
+            if len(column) != len(self):
+                raise BatchError(f"field {name!r} has {len(column)} rows but the batch has {len(self)}")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return cast("dict[str, Tensor]", dict(self.batch.items()))
+
+    # ---- making -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """Rows from named tensors [B, ...] and named sequences of B values. Raises BatchError where row counts differ."""
+        columns = {name: object_array(column, name) for name, column in (non_tensors or {}).items()}
+        num_rows: int | None = None
+        for name, value in (tensors or {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                raise BatchError(f"field {name!r} must be a tensor with one entry a row, got {type(value).__name__}")
+        for name, rows in [*((n, len(t)) for n, t in (tensors or {}).items()), *((n, len(c)) for n, c in columns.items())]:
+            if num_rows is not None and rows != num_rows:
+                raise BatchError(f"field {name!r} has {rows} rows but the fields before it have {num_rows}")
+            num_rows = rows
+        return cls(TensorDict(dict(tensors or {}), batch_size=[num_rows or 0]), columns, meta_info)
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+        """Rows from one dictionary: tensors become tensor fields, all else becomes columns of objects."""
+        tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+        return cls.from_dict(tensors, {name: value for name, value in data.items() if name not in tensors}, meta_info)
+
+    @classmethod
+    def concat(cls, parts: Sequence[DataProto]) -> DataProto:
+        """Rows of all parts in order; parts without rows are passed over.
+
+        `meta_info` is joined and must agree, except `metrics`, which becomes the list of the parts' entries.
+        Raises BatchError for no parts, differing fields, widths or facts.
+        """
+        if not parts:
+            raise BatchError("cannot concatenate: no parts were given")
+        meta_info = _join_meta([part.meta_info for part in parts])
+        filled = [part for part in parts if len(part)] or [parts[0]]
+        names, columns = set(filled[0].batch.keys()), set(filled[0].non_tensor_batch)
+        for index, part in enumerate(filled[1:], start=1):
+            odd = (names ^ set(part.batch.keys())) | (columns ^ set(part.non_tensor_batch))
+            if odd:
+                raise BatchError(f"cannot concatenate: parts 0 and {index} do not both have {sorted(odd)}")
+        return cls.from_dict(
+            {name: join(name, [part.batch[name] for part in filled]) for name in filled[0]._tensors()},
+            {name: np.concatenate([part.non_tensor_batch[name] for part in filled]) for name in filled[0].non_tensor_batch},
+            meta_info,
+        )
+
+    # ---- looking ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return int(self.batch.batch_size[0])
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.batch.keys() or key in self.non_tensor_batch  # noqa: SIM118
+
+    def __repr__(self) -> str:
+        fields = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self.batch.items()]
+        return f"DataProto({len(self)} rows; {', '.join([*fields, *self.non_tensor_batch])}; meta_info {list(self.meta_info)})"
+
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: slice | Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | Tensor) -> DataProto: ...
+    def __getitem__(self, item: Any) -> DataProto | DataProtoItem:
+        """A row for an integer; rows for a slice, a list, an array or a tensor of integers, or a boolean mask."""
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if not isinstance(item, int | np.integer):
+            return self.select_idxs(item)
+        row = int(row_indices([int(item)], len(self))[0])
+        return DataProtoItem(
+            {name: tensor[row] for name, tensor in self._tensors().items()},
+            {name: column[row] for name, column in self.non_tensor_batch.items()},
+            deepcopy(self.meta_info),
+        )
+
+    # ---- choosing rows ------------------------------------------------------------------------------------------
+
+    def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | Tensor) -> DataProto:
+        """The rows at `idxs`, in that order; a boolean mask keeps the rows where it is true."""
+        index = row_indices(idxs, len(self))
+        tensors = {name: tensor[index.to(tensor.device)] for name, tensor in self._tensors().items()}
+        columns = {name: column[index.numpy()] for name, column in self.non_tensor_batch.items()}
+        return DataProto(TensorDict(tensors, batch_size=[len(index)]), columns, self.meta_info)
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Rows `start` to `end`, as Python slices count. Tensors are views of this object's."""
+        if step is not None and step < 1:
+            return self.select_idxs(range(*slice(start, end, step).indices(len(self))))
+        where = slice(start, end, step)
+        tensors = {name: tensor[where] for name, tensor in self._tensors().items()}
+        columns = {name: column[where] for name, column in self.non_tensor_batch.items()}
+        return DataProto(TensorDict(tensors, batch_size=[len(range(len(self))[where])]), columns, self.meta_info)
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Exactly `chunks` pieces whose sizes differ by at most one, longer ones first; with few rows the last ones are empty."""
+        if chunks < 1:
+            raise BatchError(f"cannot cut {len(self)} rows into {chunks} pieces: at least 1 is needed")
+        each, longer = divmod(len(self), chunks)
+        cuts = [index * each + min(index, longer) for index in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in pairwise(cuts)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Pieces of `split_size` rows, the last one with what is left."""
+        if split_size < 1:
+            raise BatchError(f"cannot split {len(self)} rows into pieces of {split_size}: at least 1 row is needed")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Each row `repeat_times` times: `a a b b` interleaved, else `a b a b`. Row ids repeat too (see `fresh_row_ids`)."""
+        if repeat_times < 0:
+            raise BatchError(f"cannot repeat rows {repeat_times} times")
+        rows = torch.arange(len(self))
+        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+
+    def reorder(self, indices: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> DataProto:
+        """Put this object's rows in the order `indices`, a permutation of all rows; returns it."""
+        index = row_indices(indices, len(self))
+        if sorted(index.tolist()) != list(range(len(self))):
+            raise BatchError(f"reorder needs each of the {len(self)} rows once, got {len(index)} indices; use select_idxs to pick rows")
+        moved = self.select_idxs(index)
+        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
+        return self
+
+    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
+        """Mini-batches of `mini_batch_size` rows (the last of an epoch may be smaller), `epochs` times over.
+
+        With a seed each epoch has its own order, keyed by (seed, epoch); without, rows come in order.
+        """
+        if mini_batch_size < 1:
+            raise BatchError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
+        for epoch in range(epochs):
+            order = torch.arange(len(self))
+            if seed is not None:
+                order = torch.randperm(len(self), generator=generator(seed, "make_iterator", epoch))
+            for start in range(0, len(self), mini_batch_size):
+                yield self.select_idxs(order[start : start + mini_batch_size])
+
+    # ---- choosing fields ----------------------------------------------------------------------------------------
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """Only the fields named; None keeps all of a kind. Raises BatchError naming a field that is missing."""
+        tensors = _pick("tensor field", self._tensors(), batch_keys)
+        columns = _pick("non-tensor field", self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = _pick("meta_info entry", self.meta_info, meta_info_keys)
+        return DataProto(TensorDict(tensors, batch_size=[len(self)]), columns, meta_info)
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> DataProto:
+        """Take the named fields out of this object and return them as one of their own."""
+        taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for name in batch_keys:
+            del self.batch[name]
+        for name in non_tensor_batch_keys:
+            del self.non_tensor_batch[name]
+        for name in meta_info_keys:
+            del self.meta_info[name]
+        return taken
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Give fields of this object new names; returns it."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        kept = {*self.batch.keys(), *self.non_tensor_batch} - set(old)
+        missing, taken = [name for name in old if name not in self], sorted(kept & set(new))
+        if len(old) != len(new) or len(set(new)) != len(new) or missing or taken:
+            raise BatchError(f"cannot rename {old} to {new}: missing {missing}, already there {taken}")
+        names = dict(zip(old, new, strict=True))
+        self.batch = TensorDict({names.get(name, name): tensor for name, tensor in self._tensors().items()}, batch_size=[len(self)])
+        self.non_tensor_batch = {names.get(name, name): column for name, column in self.non_tensor_batch.items()}
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the fields and facts of `other` to this object; returns it.
+
+        A name that both have must hold the same values (NaN equals NaN): BatchError names the field and the first row that differs.
+        """
+        if not _fields(self):
+            self.batch = TensorDict({}, batch_size=[len(other)])
+        if len(self) != len(other) and _fields(other):
+            raise BatchError(f"cannot join a batch of {len(self)} rows with one of {len(other)}")
+        mine, theirs = _fields(self), _fields(other)
+        for name in mine.keys() & theirs.keys():
+            row = first_difference(mine[name], theirs[name])
+            if row is not None:
+                raise BatchError(f"field {name!r} is on both sides and differs, first in row {row}: `|=` only adds fields")
+        for name in self.meta_info.keys() & other.meta_info.keys():
+            if not same(self.meta_info[name], other.meta_info[name]):
+                raise BatchError(f"meta_info[{name!r}] is on both sides and differs: {self.meta_info[name]!r}, {other.meta_info[name]!r}")
+        for name, value in theirs.items():
+            if name in mine:
+                continue
+            if isinstance(value, Tensor):
+                self.batch[name] = value
+            else:
+                self.non_tensor_batch[name] = value
+        self.meta_info |= deepcopy(other.meta_info)
+        return self
+
+    def __ior__(self, other: DataProto) -> DataProto:
+        return self.union(other)
+
+    def __or__(self, other: DataProto) -> DataProto:
+        return self.select().union(other)
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """The same rows with tensors on `device`."""
+        tensors = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        return DataProto(TensorDict(tensors, batch_size=[len(self)]), self.non_tensor_batch, self.meta_info)
+
+    # ---- what rows carry ----------------------------------------------------------------------------------------
+
+    def fresh_row_ids(self) -> DataProto:
+        """Give every row whose `row_id` an earlier row has a new one above the largest; number from 0 where there are none."""
+        ids = self.batch["row_id"].tolist() if "row_id" in self else list(range(len(self)))
+        free = max(ids, default=-1) + 1
+        seen: set[int] = set()
+        for row, row_id in enumerate(ids):
+            if row_id in seen:
+                ids[row], free = free, free + 1
+            seen.add(ids[row])
+        self.batch["row_id"] = torch.tensor(ids, dtype=torch.int64)
+        return self
+
+    def narrow_loss_mask(self, keep: Tensor) -> DataProto:
+        """Learn only where `keep` [B, R] bool is true as well; the one way to change `loss_mask`, which starts as `response_mask`."""
+        mask = self.batch["loss_mask" if "loss_mask" in self else "response_mask"].bool()
+        if keep.shape != mask.shape or keep.dtype != torch.bool:
+            raise BatchError(f"keep must be bool {tuple(mask.shape)}, got {keep.dtype} {tuple(keep.shape)}")
+        self.batch["loss_mask"] = mask & keep.to(mask.device)
+        return self
+
+    # ---- disk ---------------------------------------------------------------------------------------------------
+
+    def save_to_disk(self, folder: str | Path) -> None:
+        """Write `tensors.safetensors` and `meta.json` into `folder`. Raises BatchError naming a field that JSON cannot hold."""
+        columns = {name: column.tolist() for name, column in self.non_tensor_batch.items()}
+        storage.write(Path(folder), self._tensors(), columns, self.meta_info, len(self))
+
+    @classmethod
+    def load_from_disk(cls, folder: str | Path) -> DataProto:
+        """Read what `save_to_disk` wrote. Raises DataError for a folder that is missing, incomplete or damaged."""
+        tensors, columns, meta_info, num_rows = storage.read(Path(folder))
+        return cls(TensorDict(tensors, batch_size=[num_rows]), columns, meta_info)
+
+
+def _fields(data: DataProto) -> dict[str, Tensor | ObjectArray]:
+    return {**data._tensors(), **data.non_tensor_batch}
+
+
+def _pick(what: str, fields: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    missing = [name for name in names or () if name not in fields]
+    if missing:
+        raise BatchError(f"no {what} {missing[0]!r}: the batch has {sorted(fields)}")
+    return dict(fields) if names is None else {name: fields[name] for name in names}
+
+
+def _join_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for index, part in enumerate(parts):
+        for name, value in part.items():
+            if name == "metrics":
+                joined.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+            elif name in joined and not same(joined[name], value):
+                raise BatchError(f"cannot concatenate: meta_info[{name!r}] is {joined[name]!r} before and {value!r} in part {index}")
+            else:
+                joined[name] = value
+    return joined

@@ -1,0 +1,89 @@
+"""The field table: what each field of a batch is, who writes it and who reads it.
+
+B rows = prompts × n, P prompt tokens, R response tokens, T = P + R. Padded tensors are how the driver stores them: prompts
+left-padded, responses right-padded; workers pack. `describe` turns the table into text for documents and messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridflow.protocol.columns import BatchError
+
+
+@dataclass(frozen=True)
+class Field:
+    """One line of the table."""
+
+    name: str
+    axes: str
+    """"B", "B,P", "B,R" or "B,T"."""
+    dtype: str
+    """A torch dtype by name, or "object" for a column of Python values."""
+    unit: str
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+    meaning: str
+
+
+_ROWS = (
+    Field("prompts", "B,P", "int64", "token id", ("collate",), ("rollout", "viewer"), "prompt tokens, left-padded"),
+    Field("responses", "B,R", "int64", "token id", ("collate",), ("engines", "rewards"), "response tokens, right-padded"),
+    Field("input_ids", "B,T", "int64", "token id", ("collate",), ("engines",), "prompts and responses side by side"),
+    Field("attention_mask", "B,T", "bool", "", ("collate",), ("engines",), "true on tokens, false on padding"),
+    Field(
+        "response_mask", "B,R", "bool", "", ("collate",), ("rewards", "advantages"), "true only on tokens the policy sampled; never changes"
+    ),
+    Field(
+        "loss_mask",
+        "B,R",
+        "bool",
+        "",
+        ("collate", "correction", "filters"),
+        ("advantages", "losses", "metrics"),
+        "subset of response_mask that may still be learned from; narrowed only by narrow_loss_mask",
+    ),
+    Field("rollout_log_probs", "B,R", "float32", "nats", ("rollout",), ("correction", "metrics"), "log-probabilities when sampled"),
+    Field("policy_version", "B,R", "int32", "version", ("rollout",), ("correction", "buffer"), "version of the weights that sampled it"),
+    Field("row_id", "B", "int64", "", ("collate",), ("advantages", "metrics"), "the row itself; a resampled duplicate gets a fresh one"),
+    Field("rm_scores", "B", "float32", "score", ("reward model",), ("rewards",), "reward model's score; [B, R] where it is dense"),
+    Field("token_level_scores", "B,R", "float32", "score", ("rewards",), ("KL penalty", "metrics"), "on the last sampled token or dense"),
+    Field("token_level_rewards", "B,R", "float32", "score", ("KL penalty",), ("advantages",), "scores less the KL penalty"),
+    Field("old_log_probs", "B,R", "float32", "nats", ("actor",), ("policy losses", "correction"), "log-probabilities before the update"),
+    Field("ref_log_prob", "B,R", "float32", "nats", ("reference",), ("KL penalty", "KL loss"), "log-probabilities of the reference"),
+    Field("values", "B,R", "float32", "score", ("critic",), ("advantages", "value loss"), "read at the position that predicts the token"),
+    Field("advantages", "B,R", "float32", "score", ("advantages",), ("policy losses",), "better than expected by; 0 outside the mask"),
+    Field("returns", "B,R", "float32", "score", ("advantages",), ("value loss",), "what the value should have been"),
+    Field(
+        "rollout_is_weights",
+        "B,R",
+        "float32",
+        "ratio",
+        ("correction",),
+        ("policy losses",),
+        "importance against the rollout policy",
+    ),
+    Field("uid", "B", "object", "str", ("collate",), ("advantages", "filters", "metrics"), "group: the responses of one prompt share it"),
+    Field("finish_reason", "B", "object", "str", ("rollout",), ("filters", "metrics"), "stop, length or abort"),
+    Field("data_source", "B", "object", "str", ("data",), ("rewards", "validation"), "name of the data set"),
+    Field("reward_model", "B", "object", "dict", ("data",), ("rewards",), "style and ground_truth"),
+    Field("extra_info", "B", "object", "dict", ("data",), ("rewards",), "further facts of the data row"),
+)
+
+FIELDS: dict[str, Field] = {row.name: row for row in _ROWS}
+
+
+def field(name: str) -> Field:
+    """The table's line for a field. Raises BatchError for a name that is not in it (per-key scores are a user's own)."""
+    if name not in FIELDS:
+        raise BatchError(f"no field {name!r} in the field table: it has {', '.join(FIELDS)}")
+    return FIELDS[name]
+
+
+def describe() -> str:
+    """The table as Markdown."""
+    lines = ["| field | axes | dtype | unit | written by | read by | meaning |", "|---|---|---|---|---|---|---|"]
+    for row in _ROWS:
+        people = (", ".join(row.writers), ", ".join(row.readers))
+        lines.append(f"| `{row.name}` | [{row.axes}] | {row.dtype} | {row.unit} | {people[0]} | {people[1]} | {row.meaning} |")
+    return "\n".join(lines)

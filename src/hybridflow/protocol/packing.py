@@ -1,0 +1,148 @@
+"""Between padded rows and packed tokens.
+
+`make_rows` turns token lists into the padded columns that the driver holds (prompts left-padded, responses right-padded).
+`pack` turns those columns into the tokens of a forward pass, with no padding in them; `PackedBatch.unpack` brings what the
+model says of each response token back to [B, R].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hybridflow.protocol.columns import BatchError
+from hybridflow.protocol.data_proto import DataProto
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The rows of a micro-batch one after the other, without padding: N tokens in all, M of them predicted.
+
+    Example: rows `[1 2 | 3 4]` and `[5 | 6]` (prompt | response) give input_ids `1 2 3 4 5 6`, position_ids `0 1 2 3 0 1`,
+    lengths `(4, 2)`, targets `3 4 6` and predict_index `1 2 4`.
+    """
+
+    input_ids: Tensor
+    """[N] int64."""
+    position_ids: Tensor
+    """[N] int64, from 0 in each row."""
+    lengths: tuple[int, ...]
+    """Tokens of each row; their sum is N."""
+    predict_index: Tensor
+    """[M] int64: which of the N positions predicts the target, the one before it."""
+    targets: Tensor
+    """[M] int64: the attended response tokens, tool and environment tokens included."""
+    rows: Tensor
+    """[M] int64: row of the target in [B, R]."""
+    columns: Tensor
+    """[M] int64: column of the target in [B, R]."""
+    shape: tuple[int, int]
+    """(B, R)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return int(self.input_ids.shape[0])
+
+    def unpack(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """Values [M] at their places in [B, R], `fill` elsewhere; gradients flow back to `values`."""
+        out = torch.full(self.shape, fill, dtype=values.dtype, device=values.device)
+        return out.index_put((self.rows.to(values.device), self.columns.to(values.device)), values)
+
+    def gather(self, field: Tensor) -> Tensor:
+        """The entries [M] of a padded field [B, R] at the targets: the opposite of `unpack`."""
+        return field[self.rows.to(field.device), self.columns.to(field.device)]
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with its tensors on `device`."""
+        names = ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def pack(batch: DataProto) -> PackedBatch:
+    """Drop the padding of `input_ids` [B, T] by `attention_mask` [B, T]; the last R columns are `responses` [B, R].
+
+    Raises BatchError for a row without tokens, a response without a prompt token before it (nothing predicts its first token),
+    and for `responses` that are not the tail of `input_ids`.
+    """
+    input_ids, responses = batch.batch["input_ids"], batch.batch["responses"]
+    attended = batch.batch["attention_mask"].bool()
+    num_rows, width = responses.shape
+    start = input_ids.shape[1] - width
+    if start < 0 or attended.shape != input_ids.shape or len(input_ids) != num_rows:
+        raise BatchError(
+            f"cannot pack: input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attended.shape)}, responses {tuple(responses.shape)}; "
+            "wanted [B, P+R], [B, P+R] and [B, R]"
+        )
+    lengths = tuple(attended.sum(dim=1).tolist())
+    if 0 in lengths:
+        raise BatchError(f"cannot pack: row {lengths.index(0)} has no attended token")
+    in_row = attended.cumsum(dim=1) - 1  # place of each token in its row
+    in_all = (attended.reshape(-1).cumsum(dim=0) - 1).reshape(attended.shape)  # and among the N
+    rows, columns = attended[:, start:].nonzero(as_tuple=True)
+    targets = responses[rows, columns]
+    if not torch.equal(targets, input_ids[rows, start + columns]):
+        raise BatchError("cannot pack: `responses` differs from the last columns of `input_ids`; change both together")
+    orphans = in_row[rows, start + columns] == 0
+    if bool(orphans.any()):
+        raise BatchError(f"cannot pack: row {int(rows[orphans][0])} has no prompt token, so nothing predicts its first response token")
+    return PackedBatch(
+        input_ids=input_ids[attended],
+        position_ids=in_row[attended],
+        lengths=lengths,
+        predict_index=in_all[rows, start + columns] - 1,
+        targets=targets,
+        rows=rows,
+        columns=columns,
+        shape=(num_rows, width),
+    )
+
+
+def make_rows(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    pad_id: int,
+    *,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+    response_masks: Sequence[Sequence[int]] | None = None,
+) -> dict[str, Tensor]:
+    """Padded columns from token lists: prompts to the right edge of [B, P], responses to the left edge of [B, R].
+
+    Returns `prompts` [B, P], `responses` [B, R], `input_ids` [B, P+R] int64, `attention_mask` [B, P+R], `response_mask` [B, R] bool.
+    Widths default to the longest row. `response_masks` marks the tokens the policy sampled (default: all).
+    Raises BatchError where the lists do not match or a row is longer than the width asked for.
+    """
+    masks = response_masks if response_masks is not None else [[1] * len(row) for row in responses]
+    if not len(prompts) == len(responses) == len(masks):
+        raise BatchError(f"rows do not match: {len(prompts)} prompts, {len(responses)} responses, {len(masks)} response masks")
+    for row, (tokens, mask) in enumerate(zip(responses, masks, strict=True)):
+        if len(tokens) != len(mask):
+            raise BatchError(f"row {row}: {len(tokens)} response tokens but {len(mask)} mask values")
+    prompt_ids, prompt_mask = _pad(prompts, pad_id, prompt_width, "prompt", left=True)
+    response_ids, response_attended = _pad(responses, pad_id, response_width, "response", left=False)
+    sampled, _ = _pad(masks, 0, response_ids.shape[1], "response mask", left=False)
+    return {
+        "prompts": prompt_ids,
+        "responses": response_ids,
+        "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
+        "attention_mask": torch.cat([prompt_mask, response_attended], dim=1),
+        "response_mask": sampled.bool(),
+    }
+
+
+def _pad(rows: Sequence[Sequence[int]], pad_id: int, width: int | None, what: str, *, left: bool) -> tuple[Tensor, Tensor]:
+    longest = max((len(row) for row in rows), default=0)
+    width = longest if width is None else width
+    if longest > width:
+        raise BatchError(f"a {what} of {longest} tokens does not fit into a width of {width}")
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for index, row in enumerate(rows):
+        where = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[index, where] = torch.as_tensor(list(row), dtype=torch.int64)
+        mask[index, where] = True
+    return ids, mask

@@ -1,0 +1,34 @@
+"""Extra rows so that a count divides, and their removal. Extra rows carry an empty `loss_mask`, so they teach nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.protocol.columns import BatchError
+from hybridflow.protocol.data_proto import DataProto
+
+
+def pad_to_divisor(data: DataProto, n: int) -> tuple[DataProto, int]:
+    """Repeat the first rows at the end until the number of rows divides by n; returns the batch and how many were added.
+
+    Where there is a `loss_mask` or `response_mask`, the added rows have a `loss_mask` of zeros. An empty batch stays empty.
+    """
+    if n < 1:
+        raise BatchError(f"cannot pad {len(data)} rows to a multiple of {n}")
+    pad_size = -len(data) % n
+    if pad_size == 0:
+        return data, 0
+    rows = torch.arange(len(data) + pad_size) % len(data)
+    padded = data.select_idxs(rows)
+    if "loss_mask" in data or "response_mask" in data:
+        keep = torch.ones_like(padded.batch["loss_mask" if "loss_mask" in data else "response_mask"], dtype=torch.bool)
+        keep[len(data) :] = False
+        padded.narrow_loss_mask(keep)
+    return padded, pad_size
+
+
+def unpad(data: DataProto, pad_size: int) -> DataProto:
+    """Drop the last `pad_size` rows."""
+    if not 0 <= pad_size <= len(data):
+        raise BatchError(f"cannot drop {pad_size} of {len(data)} rows")
+    return data.slice(0, len(data) - pad_size) if pad_size else data

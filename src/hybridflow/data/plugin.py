@@ -1,0 +1,106 @@
+"""Objects from outside: "path/to/file.py:name" or "package.module:name" in, the object out.
+
+The one form in which a user's reward, estimator, policy loss, dataset, sampler or task is named, everywhere.
+A file is imported once per content: the same path gives the same module (and so the same classes) in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hybridflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+WANTED = "wanted path/to/file.py:name or package.module:name"
+
+
+def load_object(spec: str, *, key: str = "") -> Any:
+    """The object that `spec` names; `key` is the configuration key to name in messages.
+
+    Raises ConfigError if the file or module does not exist, raises while it is imported, or has no such name.
+    """
+    where = f"{key}: " if key else ""
+    location, colon, name = spec.rpartition(":")
+    if not colon or not location or not name or "/" in name or "\\" in name or name.endswith(".py"):
+        raise ConfigError(f"{where}got {spec!r}, {WANTED}")
+    module = load_module(location, key=key)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+            raise ConfigError(f"{where}{location} has no name {name!r}; it defines: {names}")
+        found = getattr(found, part)
+    return found
+
+
+def load_module(location: str, *, key: str = "") -> ModuleType:
+    """Import a Python file (a path that ends in .py) or a module by its dotted name.
+
+    Raises ConfigError if it does not exist or raises while it is imported.
+    """
+    where = f"{key}: " if key else ""
+    if location.endswith(".py"):
+        return _load_file(Path(location).expanduser(), where)
+    if "/" in location or "\\" in location:
+        raise ConfigError(f"{where}{location} is not a Python file (its name must end in .py); {WANTED}")
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        if error.name and (location == error.name or location.startswith(error.name + ".")):
+            raise ConfigError(f"{where}no module named {error.name!r}; for a file, write its path with .py at the end") from error
+        raise ConfigError(f"{where}importing {location} failed: {_last_line(error)}") from error
+    except Exception as error:  # a user's module: anything may come out of it
+        raise ConfigError(f"{where}importing {location} failed: {_last_line(error)}") from error
+
+
+def _load_file(path: Path, where: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{where}no file {path} (looked in {Path.cwd()})")
+    path = path.resolve()
+    name = f"hybridflow_plugin_{path.stem}_{hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    file_spec = importlib.util.spec_from_file_location(name, path)
+    assert file_spec is not None and file_spec.loader is not None, f"no import loader for {path}"
+    module = importlib.util.module_from_spec(file_spec)
+    sys.modules[name] = module  # before execution: dataclasses and pickling look their module up by name
+    try:
+        file_spec.loader.exec_module(module)
+    except Exception as error:  # a user's file: anything may come out of it
+        del sys.modules[name]
+        raise ConfigError(f"{where}importing {path} failed: {_last_line(error)}") from error
+    logger.info("loaded %s", path)
+    return module
+
+
+def _last_line(error: Exception) -> str:
+    """The traceback's last line, with the line of the user's code that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return traceback.format_exception_only(error)[-1].strip() + place
+
+
+def join_spec(path: str | None, name: str | None, *, key: str) -> str | None:
+    """One "path:name" from two keys, of which the path may already carry the name; None if there is no path.
+
+    Raises ConfigError if neither key gives a name, or only the name is set.
+    """
+    if not path:
+        if name:
+            raise ConfigError(f"{key}: a name ({name}) without a file or module; set the path too")
+        return None
+    if name:
+        return path if path.endswith(f":{name}") else f"{path}:{name}"
+    location, colon, last = path.rpartition(":")
+    if not colon or not location or "/" in last or "\\" in last:
+        raise ConfigError(f"{key}: {path} does not say which object to take; write {path}:name or set the name")
+    return path

@@ -1,0 +1,78 @@
+"""Loading a user's object: what comes back, and what each mistake says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.data.plugin import join_spec, load_object
+from hybridflow.errors import ConfigError
+
+
+def test_object_from_file_is_loaded_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class A:\n    def f(self): return 3\n")
+    first = load_object(f"{file}:A")
+    assert first().f() == 3
+    assert load_object(f"{file}:A") is first
+    assert load_object(f"{file}:A.f") is first.f
+
+
+def test_changed_file_is_loaded_anew(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("VALUE = 1\n")
+    assert load_object(f"{file}:VALUE") == 1
+    file.write_text("VALUE = 2\n")
+    assert load_object(f"{file}:VALUE") == 2
+
+
+def test_object_from_module() -> None:
+    assert load_object("math:sqrt")(9.0) == 3.0
+
+
+def test_file_with_dataclass_and_annotations_imports(tmp_path: Path) -> None:
+    file = tmp_path / "d.py"
+    file.write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass D:\n    x: int = 1\n")
+    assert load_object(f"{file}:D")().x == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("no_colon", "wanted path/to/file.py:name"),
+        ("mine.py", "wanted path/to/file.py:name"),
+        ("/no/such/file.py:f", "no file /no/such/file.py"),
+        ("no_such_module_at_all:f", "no module named 'no_such_module_at_all'"),
+        ("math:no_such_name", "math has no name 'no_such_name'"),
+        ("some/folder:f", "must end in .py"),
+    ],
+)
+def test_mistakes_are_named(spec: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_object(spec, key="data.custom_cls")
+    assert str(caught.value).startswith("data.custom_cls: ")
+
+
+def test_import_that_raises_shows_the_last_line(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text("x = 1\ny = x / 0\n")
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError: division by zero \(at .*bad.py:2\)"):
+        load_object(f"{file}:y")
+    file.write_text("def f(:\n")
+    with pytest.raises(ConfigError, match="SyntaxError"):
+        load_object(f"{file}:f")
+    file.write_text("import no_such_package_here\n")
+    with pytest.raises(ConfigError, match="no_such_package_here"):
+        load_object(f"{file}:f")
+
+
+def test_join_spec() -> None:
+    assert join_spec(None, None, key="k") is None
+    assert join_spec("a.py", "f", key="k") == "a.py:f"
+    assert join_spec("a.py:f", "f", key="k") == "a.py:f"
+    assert join_spec("a.py:f", None, key="k") == "a.py:f"
+    with pytest.raises(ConfigError, match="which object"):
+        join_spec("a.py", None, key="k")
+    with pytest.raises(ConfigError, match="set the path"):
+        join_spec(None, "f", key="k")

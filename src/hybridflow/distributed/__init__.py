@@ -1,0 +1,1 @@
+"""Devices, process groups, meshes and collectives."""

@@ -1,0 +1,1 @@
+"""Hugging Face causal language models as policies and value functions: one attention, one log-prob head."""

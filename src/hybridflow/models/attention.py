@@ -1,0 +1,318 @@
+"""The one attention function, for packed training and for cached generation.
+
+Transformers calls `attention` from every layer; the `layout` that came in through `model(..., layout=...)` says which tokens
+see which, so no mask is ever built by transformers. `PackedLayout` is for whole rows packed one after the other (training,
+scoring, prefill); the slot layout of generation has the same `attend`. Sliding windows, soft-capped scores, attention sinks,
+grouped key-value heads and value heads of another size are honoured; a keyword nobody knows is an error, never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from hybridflow.errors import ModelError
+
+ATTENTION_NAME = "hybridflow"
+
+KeyValueSink = Callable[[int, Tensor, Tensor], None]
+"""Takes (layer_idx, key [1, KV, N, D], value [1, KV, N, Dv]) of a packed pass."""
+
+# What transformers passes down that changes nothing here: the layout holds positions and causality, rotary embedding is done.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "past_key_values",
+        "use_cache",
+        "output_router_logits",
+        "num_items_in_batch",
+        "return_dict",
+    }
+)
+
+
+class Layout(Protocol):
+    """Which tokens see which: query [1|B, H, Q, D] in, attended values [1|B, Q, H, Dv] out."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        layer_idx: int,
+    ) -> Tensor: ...
+
+
+def register() -> str:
+    """Make `attention` known to transformers and return its name there."""
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    return ATTENTION_NAME
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    layout: Layout | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `layout` says: query [1|B, H, Q, D], key and value [1|B, KV, Q, D|Dv] -> ([1|B, Q, H, Dv], None).
+
+    Raises ModelError without a layout and for anything passed that would have to change the result and is not known here.
+    """
+    name = type(module).__name__
+    if layout is None:
+        raise ModelError(
+            f"{name} called the {ATTENTION_NAME!r} attention without a layout, so it cannot tell rows apart: run the model through "
+            "PolicyModel or ValueModel, or call model.set_attn_implementation('sdpa') to use it alone"
+        )
+    if attention_mask is not None:
+        raise ModelError(
+            f"{name} built an attention mask of shape {tuple(attention_mask.shape)}; the layout already says which tokens see which"
+        )
+    if dropout:
+        raise ModelError(
+            f"{name} asks for attention dropout {dropout}: log-probs would not be reproducible; set attention_dropout=0 in override_config"
+        )
+    if unknown.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{name} wants attention in both directions; only causal language models can be trained here")
+    _refuse_unknown(name, unknown)
+    attended = layout.attend(
+        query,
+        key,
+        value,
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        layer_idx=int(getattr(module, "layer_idx", 0)),
+    )
+    return attended, None
+
+
+def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:
+    left = {key: value for key, value in unknown.items() if key not in _WITHOUT_EFFECT and value is not None and value is not False}
+    if left:
+        told = ", ".join(f"{key}={type(value).__name__}" for key, value in left.items())
+        raise ModelError(
+            f"{name} passes to attention what is not implemented here ({told}); dropping it would change its log-probs. Use rollout.name=hf"
+        )
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    *,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Plain attention, softmax in float32 or better: query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv].
+
+    `allowed` is bool and broadcasts to [B, 1, 1, Q, K] from the right, or to [B, Q, K] when it has three axes. `softcap` c turns a
+    score x into c·tanh(x/c) (Gemma 2); `sinks` [H] add one score per head that takes weight and gives no value (gpt-oss).
+    """
+    batch, heads, num_queries, dim = query.shape
+    kv_heads = key.shape[1]
+    scaling = dim**-0.5 if scaling is None else scaling
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, num_queries, dim)
+    scores = (grouped @ key[:, :, None].transpose(-2, -1)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if allowed is not None:
+        allowed = allowed[:, None, None] if allowed.dim() == 3 else allowed
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        extra = sinks.to(scores.dtype).view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, num_queries, 1)
+        weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights.to(value.dtype) @ value[:, :, None]).reshape(batch, heads, num_queries, value.shape[-1])
+
+
+class PackedLayout:
+    """Causal attention inside each of the rows that lie packed in one sequence [1, N].
+
+    Rows of similar length share a bucket, right-padded to its longest; every bucket is one attention call. What padding
+    computes is never read: causality hides padded keys from real queries, and padded queries are dropped. Index tensors are
+    made once per micro-batch and serve all layers.
+    """
+
+    def __init__(
+        self, num_tokens: int, buckets: list[tuple[int, int]], gather: Tensor | None, restore: Tensor | None, padding: Tensor | None
+    ) -> None:
+        self.num_tokens, self.buckets = num_tokens, buckets  # buckets: (rows, longest)
+        self._gather, self._restore, self._padding = gather, restore, padding
+        self._windows: dict[tuple[int, int], Tensor] = {}
+        self.kv_sink: KeyValueSink | None = None
+
+    @classmethod
+    def build(cls, lengths: Sequence[int], device: torch.device | str = "cpu", kv_sink: KeyValueSink | None = None) -> PackedLayout:
+        """The layout of rows with these token counts, in the order in which they are packed."""
+        assert len(lengths) > 0 and min(lengths) > 0, f"a packed row needs at least one token, got lengths {list(lengths)}"
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        if len(set(lengths)) == 1:  # no padding and no reordering: a plain reshape
+            layout = cls(starts[-1], [(len(lengths), lengths[0])], None, None, None)
+            layout.kv_sink = kv_sink
+            return layout
+        buckets = make_buckets(lengths)
+        parts: list[Tensor] = []
+        for bucket in buckets:
+            longest = lengths[bucket[-1]]
+            first = torch.tensor([starts[row] for row in bucket])[:, None]
+            last = torch.tensor([lengths[row] - 1 for row in bucket])[:, None]
+            # a padded place repeats the row's last token: finite, and never read
+            offsets = torch.arange(longest)[None]
+            place = torch.where(offsets <= last, first + offsets, -(first + last) - 1)
+            parts.append(place.reshape(-1))
+        signed = torch.cat(parts)
+        real = signed >= 0
+        gather = torch.where(real, signed, -signed - 1)
+        restore = torch.empty(starts[-1], dtype=torch.int64)
+        restore[gather[real]] = real.nonzero()[:, 0]
+        padding = (~real).nonzero()[:, 0]
+        layout = cls(
+            starts[-1],
+            [(len(bucket), lengths[bucket[-1]]) for bucket in buckets],
+            gather.to(device),
+            restore.to(device),
+            padding.to(device) if len(padding) else None,
+        )
+        layout.kv_sink = kv_sink
+        return layout
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        layer_idx: int,
+    ) -> Tensor:
+        """query [1, H, N, D], key [1, KV, N, D], value [1, KV, N, Dv] -> [1, N, H, Dv]."""
+        assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
+        if self.kv_sink is not None:
+            self.kv_sink(layer_idx, key, value)
+        tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, D]
+        if self._gather is not None:
+            assert self._restore is not None
+            tokens = [_Spread.apply(x, self._gather, self._restore) for x in tokens]
+        done, offset = [], 0
+        for rows, longest in self.buckets:
+            q, k, v = (x[offset : offset + rows * longest].unflatten(0, (rows, longest)).transpose(1, 2) for x in tokens)
+            window = sliding_window if sliding_window is not None and sliding_window < longest else None
+            attended = self._bucket(q, k, v, scaling, window, softcap, sinks)
+            done.append(attended.transpose(1, 2).flatten(0, 1))  # [rows * longest, H, Dv]
+            offset += rows * longest
+        out = done[0] if len(done) == 1 else torch.cat(done)
+        if self._gather is not None:
+            out = _Collect.apply(out, self._gather, self._restore, self._padding)
+        return out[None]
+
+    def _bucket(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if softcap is not None or sinks is not None:
+            allowed = self._allowed(query.shape[2], window, query.device)
+            return masked_attention(query, key, value, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
+        grouped = query.shape[1] != key.shape[1]
+        if window is None:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+        allowed = self._allowed(query.shape[2], window, query.device)
+        return scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scaling, enable_gqa=grouped)
+
+    def _allowed(self, length: int, window: int | None, device: torch.device) -> Tensor:
+        """[length, length] bool: not in the future, and one of the `window` newest tokens (itself included)."""
+        known = self._windows.get((length, window or 0))
+        if known is None:
+            places = torch.arange(length, device=device)
+            behind = places[:, None] - places[None]
+            known = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+            self._windows[(length, window or 0)] = known
+        return known
+
+
+def make_buckets(lengths: Sequence[int], *, waste: float = 1.15, tiny: int = 256) -> list[list[int]]:
+    """Row indices by length, cut so that a bucket padded to its longest row holds at most `waste` times its real tokens.
+
+    A bucket of up to `tiny` padded tokens is never cut: one more attention call would cost more than the padding.
+    """
+    buckets: list[list[int]] = []
+    real = 0
+    for row in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        length = lengths[row]
+        padded = (len(buckets[-1]) + 1) * length if buckets else 0
+        if buckets and (padded <= waste * (real + length) or padded <= tiny):
+            buckets[-1].append(row)
+            real += length
+        else:
+            buckets.append([row])
+            real = length
+    return buckets
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens [N, ...] to padded buckets [P, ...]. Padding gets no gradient, so the backward pass is a gather too (an indexed
+    addition, torch's own backward of a gather, is about twenty times slower on CPU)."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, gather: Tensor, restore: Tensor) -> Tensor:
+        ctx.save_for_backward(restore)
+        return tokens.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (restore,) = ctx.saved_tensors
+        return grads[0].index_select(0, restore), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Padded buckets [P, ...] back to tokens [N, ...]: the opposite of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, gather: Tensor, restore: Tensor, padding: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gather, padding)
+        return padded.index_select(0, restore)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        gather, padding = ctx.saved_tensors
+        out = grads[0].index_select(0, gather)
+        if padding is not None:
+            out.index_fill_(0, padding, 0)
+        return out, None, None, None

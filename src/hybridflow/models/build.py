@@ -1,0 +1,166 @@
+"""From a Hugging Face folder or hub name to a model that trains and generates, checked before it is used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from hybridflow.errors import ModelError
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.probe import probe_policy
+from hybridflow.models.progress import without_progress_bars
+from hybridflow.models.value import ValueModel
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def build_policy(
+    path: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
+    probe: bool = True,
+) -> PolicyModel:
+    """Load a causal LM as a policy on `device`; `dtype` auto is float32 on CPU and bfloat16 on CUDA.
+
+    `probe` compares its log-probs with plain attention once, so that an architecture we would run wrongly is refused.
+    Raises ModelError saying what is missing from the folder, or why the architecture cannot be used.
+    """
+    hf = _load(path, device, dtype, trust_remote_code, override_config)
+    policy = PolicyModel(hf)
+    if probe:
+        probe_policy(policy)
+    if gradient_checkpointing:
+        enable_gradient_checkpointing(hf)
+    return policy
+
+
+def build_value(
+    path: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
+    probe: bool = True,
+) -> ValueModel:
+    """Load the backbone of a causal LM with a fresh scalar head that says 0; arguments and errors are `build_policy`'s."""
+    hf = _load(path, device, dtype, trust_remote_code, override_config)
+    if probe:
+        probe_policy(PolicyModel(hf))
+    if gradient_checkpointing:
+        enable_gradient_checkpointing(hf)
+    return ValueModel(hf)
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The model's configuration with `override_config` merged in; ModelError where there is none or it is not known."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model folder {folder} has no config.json: give a Hugging Face model folder (found: {_listing(folder)})")
+    elif folder.exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
+        raise ModelError(
+            f"model path {str(path)!r} is no folder: give a Hugging Face model folder or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    try:
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the configuration of model {str(path)!r}: {_first_lines(error)}") from error
+    for name, value in (override_config or {}).items():
+        if not hasattr(config, name):
+            raise ModelError(f"override_config: {type(config).__name__} has no entry {name!r}")
+        current = getattr(config, name)
+        setattr(config, name, {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value)
+    return config
+
+
+def resolve_dtype(dtype: str, device: torch.device | str) -> torch.dtype:
+    """`auto` is float32 on CPU (half precision is 60 times slower there) and bfloat16 on CUDA."""
+    if dtype == "auto":
+        return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported: use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def enable_gradient_checkpointing(hf: PreTrainedModel) -> None:
+    """Recompute each layer in the backward pass instead of keeping its activations (only in training mode)."""
+    hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _load(
+    path: str | Path, device: torch.device | str, dtype: str, trust_remote_code: bool, override_config: dict[str, Any] | None
+) -> PreTrainedModel:
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
+        raise ModelError(f"model {str(path)!r} has model_type {config.model_type!r}, which is no causal language model of transformers")
+    folder = Path(path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        other = [p.name for p in folder.glob("*.bin")]
+        hint = f"; {other[0]} is a pickle, which is never loaded: convert it to safetensors" if other else f" (found: {_listing(folder)})"
+        raise ModelError(f"model folder {folder} has no weights: *.safetensors is missing{hint}")
+    try:
+        with without_progress_bars():
+            hf, info = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                config=config,
+                dtype=resolve_dtype(dtype, device),
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(f"cannot load model {str(path)!r}: {_first_lines(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"model {str(path)!r} lacks {len(missing)} weights its configuration asks for, the first {missing[0]!r}: they would be random"
+        )
+    if info.get("mismatched_keys"):
+        raise ModelError(
+            f"model {str(path)!r}: weights of another shape than its configuration says: {sorted(info['mismatched_keys'])[:3]}"
+        )
+    _without_dropout(hf)
+    model: PreTrainedModel = hf.to(device)
+    return model
+
+
+def _without_dropout(hf: PreTrainedModel) -> None:
+    """Dropout would make the log-probs of training differ from those of rollout, so it is switched off."""
+    names = {
+        name for name in vars(hf.config) if name.endswith(("dropout", "pdrop", "drop")) and isinstance(getattr(hf.config, name), float)
+    }
+    active = sorted(name for name in names if getattr(hf.config, name))
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "activation_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for name in active:
+        setattr(hf.config, name, 0.0)
+    if active:
+        logger.info("dropout of the model (%s) is set to 0: policy-gradient ratios need reproducible log-probs", ", ".join(active))
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    return ", ".join(names[:8]) + (" …" if len(names) > 8 else "") if names else "an empty folder"
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]

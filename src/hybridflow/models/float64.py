@@ -1,0 +1,55 @@
+"""Float64 models, for tests of invariance: the places where Hugging Face code asks for float32 get float64 instead.
+
+Norms, rotary embeddings, routers and softmaxes are written with `.float()` or `dtype=torch.float32`, which would leave a
+float64 model with float32's rounding. Each layer's forward runs under a mode that widens such requests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+class _Float64Mode(TorchFunctionMode):
+    """Reads every request for float32 as one for float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        wide = {key: _wider(value) for key, value in (kwargs or {}).items()}
+        return func(*(_wider(value) for value in args), **wide)
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def compute_in_float64(hf: PreTrainedModel) -> None:
+    """Make a float64 model compute in float64 throughout (a second call changes nothing). Its layers are wrapped one by one, so that recomputation by gradient
+    checkpointing, which calls a layer alone, does the same."""
+    for module in hf.modules():
+        if module is hf.base_model or isinstance(module, GradientCheckpointingLayer):
+            _wrap(module)
+
+
+def _wrap(module: nn.Module) -> None:
+    forward = module.forward
+    if getattr(forward, "in_float64", False):
+        return
+
+    @functools.wraps(forward)
+    def widened(*args: Any, **kwargs: Any) -> Any:
+        with _Float64Mode():
+            return forward(*args, **kwargs)
+
+    widened.in_float64 = True  # type: ignore[attr-defined]
+    module.forward = widened  # type: ignore[method-assign]

@@ -1,0 +1,160 @@
+"""The one log-prob function: what training computes of a token and what rollout keeps of it come from here.
+
+`token_log_probs` goes from hidden states to log-probs and entropy a chunk of tokens at a time, so that logits of shape
+[tokens, vocabulary] never exist for a whole micro-batch; the backward pass makes each chunk's logits again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PretrainedConfig
+
+CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What some models do to the head's output: x -> softcap·tanh(scale·x / softcap), each part where the model has it."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig) -> LogitTransform:
+        """Read `final_logit_softcapping` (Gemma), `logit_scale` (Cohere) and `logits_scaling` (Granite divides, HyperCLOVA X multiplies)."""
+        kind = str(getattr(config, "model_type", ""))
+        scale = 1.0
+        if kind.startswith("cohere"):
+            scale = float(getattr(config, "logit_scale", None) or 1.0)
+        elif (scaling := getattr(config, "logits_scaling", None)) is not None:
+            scale = float(scaling) if kind == "hyperclovax" else 1.0 / float(scaling)
+        return cls(scale, getattr(config, "final_logit_softcapping", None))
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        """Head output [..., V] -> logits [..., V] in float32 or better."""
+        logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def log_probs_from_logits(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) at the targets: logits [M, V] float32 or better, targets [M] int64 -> [M], nats."""
+    scaled = logits if temperature == 1.0 else logits / temperature
+    return scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each target, and the entropy of the distribution it was drawn from.
+
+    hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> (log_probs [M], entropy [M] or None), both in nats and
+    float32 (float64 stays float64), of softmax(z / temperature) with z = hidden·weightᵀ + bias after `LogitTransform`.
+    A chunk of tokens holds at most `chunk_bytes` of logits (and at least one token).
+    """
+    assert temperature > 0, f"temperature {temperature} must be above 0"
+    assert hidden.dim() == 2 and targets.shape == hidden.shape[:1], (
+        f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not match"
+    )
+    transform = LogitTransform(logit_scale, softcap)
+    chunk = chunk_tokens(weight.shape[0], hidden.dtype, chunk_bytes)
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, transform, chunk)
+    return log_probs, entropy if with_entropy else None
+
+
+def chunk_tokens(vocabulary: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """How many tokens' logits fit into `chunk_bytes`, at least 1."""
+    return max(1, chunk_bytes // (vocabulary * torch.promote_types(dtype, torch.float32).itemsize))
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """d logp_t/dz_v = [v = t] − p_v and d H/dz_v = −p_v (log p_v + H), with z already divided by the temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        transform: LogitTransform,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = torch.empty(len(hidden), dtype=kind, device=hidden.device)
+        entropy = torch.empty(len(hidden) if with_entropy else 0, dtype=kind, device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            logits = transform(linear(hidden[part], weight, bias))
+            log_probs[part] = log_probs_from_logits(logits, targets[part], temperature)
+            if with_entropy:
+                log_p = torch.log_softmax(logits / temperature, dim=-1)
+                entropy[part] = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        ctx.settings = (temperature, with_entropy, transform, chunk)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        temperature, with_entropy, transform, chunk = ctx.settings
+        grad_log_probs, grad_entropy = grads
+        kind = grad_log_probs.dtype
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # accumulated in float32 or better: a sum over chunks in bfloat16 would lose the small ones
+        grad_weight = torch.zeros(weight.shape, dtype=kind, device=weight.device) if wants_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=kind, device=bias.device) if bias is not None and wants_bias else None
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            logits = transform(linear(hidden[part], weight, bias))
+            log_p = torch.log_softmax(logits / temperature, dim=-1)
+            grad = log_p.exp()
+            if with_entropy:
+                grad_z = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_log_probs[part, None])
+                grad.mul_(grad_z).neg_()
+            else:
+                grad.mul_(-grad_log_probs[part, None])
+            grad.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
+            slope = transform.scale / temperature
+            if transform.softcap is not None:
+                grad.mul_(1 - (logits / transform.softcap).square_())
+            grad.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad_raw = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_raw @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_raw, hidden[part])
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 5,
+        )
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total [V, H] += gradᵀ [V, m] · hidden [m, H]."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.T, hidden)
+    else:
+        total += grad.T @ hidden

@@ -1,0 +1,58 @@
+"""The critic's network: the backbone of a causal LM and one number per predicted token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.models.float64 import compute_in_float64
+from hybridflow.models.policy import packed_hidden, use_attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from hybridflow.protocol.packing import PackedBatch
+
+
+class ValueModel(nn.Module):
+    """V(state before token t), read at the position that predicts token t. The head starts at zero, so the first values are 0."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        """Take the backbone of the causal LM `hf`; its output head is left behind."""
+        super().__init__()
+        use_attention(hf)
+        self.backbone: PreTrainedModel = hf.base_model
+        if self.dtype == torch.float64:
+            compute_in_float64(hf)
+        kind = torch.promote_types(self.dtype, torch.float32)
+        self.head = nn.Linear(hf.config.hidden_size, 1, dtype=kind, device=self.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The backbone's Hugging Face configuration."""
+        return self.backbone.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.backbone.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The backbone's compute dtype; the head's is float32 or better."""
+        return next(self.backbone.parameters()).dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of backbone and head."""
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(self, packed: PackedBatch) -> Tensor:
+        """Values [M] of the predicted tokens, in reward units, float32 or better."""
+        states = packed_hidden(self.backbone, packed, self.device)
+        values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0]
+        return values

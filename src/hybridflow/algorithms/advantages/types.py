@@ -1,0 +1,78 @@
+"""What an advantage estimator gives, and what its table entry says of what it needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Both [B, R] float, in units of the score, 0 outside the mask."""
+
+    advantages: Tensor
+    """How much better each token did than expected."""
+    returns: Tensor
+    """What the value at each token should have been."""
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """A function with what it needs, as data: trainers and checks ask here.
+
+    `hybridflow.config` must not load torch and so has names and needs of its own; a test keeps the two in step.
+    """
+
+    function: Callable[..., Any]
+    needs: tuple[str, ...]
+    """Fields and parameters it cannot do without; it gets its arguments by these names."""
+    takes: tuple[str, ...] = ()
+    """Further ones that it takes where they are there."""
+    needs_critic: bool = False
+    """True: `values` of a critic."""
+    needs_group: bool = False
+    """True: two or more responses a prompt (`rollout.n` ≥ 2)."""
+    takes_all: bool = False
+    """True: everything that is there."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *, needs_group: bool = False) -> AdvantageEstimator:
+        """Read the needs of a function off its signature: arguments without a default are needed, the others taken if there."""
+        named = [p for p in inspect.signature(function).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        needs = tuple(p.name for p in named if p.default is p.empty)
+        return cls(
+            function,
+            needs=needs,
+            takes=tuple(p.name for p in named if p.default is not p.empty),
+            needs_critic="values" in needs,
+            needs_group=needs_group,
+            takes_all=any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()),
+        )
+
+    def __call__(self, available: Mapping[str, Any]) -> Advantages:
+        """Call the function with what it names out of `available` (fields of the batch, `group_ids`, parameters).
+
+        Raises ConfigError where a needed name is not there, and where the result is not two tensors [B, R].
+        """
+        missing = [name for name in self.needs if name not in available]
+        if missing:
+            raise ConfigError(f"advantage estimator {self.name} needs {', '.join(missing)}; there are {', '.join(sorted(available))}")
+        names = available.keys() if self.takes_all else [name for name in (*self.needs, *self.takes) if name in available]
+        result = self.function(**{name: available[name] for name in names})
+        if isinstance(result, tuple) and len(result) == 2:  # a user's own may return a plain pair
+            result = Advantages(*result)
+        shape = available["response_mask"].shape
+        if not isinstance(result, Advantages) or result.advantages.shape != shape or result.returns.shape != shape:
+            raise ConfigError(f"advantage estimator {self.name} must return Advantages(advantages, returns), both {tuple(shape)}")
+        return result
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return str(getattr(self.function, "__name__", self.function))

@@ -1,0 +1,118 @@
+"""KL divergence from the reference: estimates from log-probs, the full sum over a vocabulary, and the coefficient's controllers.
+
+Estimators are from John Schulman, "Approximating KL divergence" (2020).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.masked import at_least_float32, zero_outside
+from hybridflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_CHUNK_BYTES = 64 * 2**20
+
+
+def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
+    """An estimate of KL(π ‖ π_ref) at each sampled token, [B, R] float, nats.
+
+    With x = log_prob and y = ref_log_prob, [B, R] float, nats: `kl`, `k1`: x − y · `abs`: |x − y| · `mse`, `k2`: ½(x − y)² ·
+    `low_var_kl`, `k3`: e^d − d − 1 with d = clamp(y − x, ±20), the result clamped to ±10. A name that ends in `+` has that
+    estimator's value and the gradient of k2, which is the gradient of the KL in expectation.
+    With a mask [B, R] bool the result is 0 outside it, whatever stands there. Raises ConfigError for another kind.
+    """
+    base = kind.removesuffix("+")
+    if base not in KL_KINDS:
+        way_out = ": the sum over the vocabulary needs logits, see full_kl" if base == "full" else ""
+        raise ConfigError(f"unknown KL estimator {kind!r}{way_out}: choose from {', '.join(KL_KINDS)}, with + for the gradient of k2")
+    x, y = at_least_float32(log_prob), at_least_float32(ref_log_prob)
+    if mask is not None:
+        x, y = zero_outside(x, mask), zero_outside(y, mask)
+    value = _estimate(x, y, base)
+    if kind == base:
+        return value
+    k2 = _estimate(x, y, "k2")
+    return value.detach() + (k2 - k2.detach())
+
+
+def _estimate(x: Tensor, y: Tensor, kind: str) -> Tensor:
+    if kind in ("kl", "k1"):
+        return x - y
+    if kind == "abs":
+        return (x - y).abs()
+    if kind in ("mse", "k2"):
+        return 0.5 * (x - y).square()
+    d = (y - x).clamp(-20.0, 20.0)
+    return (d.expm1() - d).clamp(-10.0, 10.0)
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Σ_v π(v)·(log π(v) − log π_ref(v)) [M] float, nats, from logits [M, V]; a token of probability 0 counts 0.
+
+    Works through rows in chunks, so that its float32 copies stay small where no gradient is asked for.
+    """
+    rows = max(1, _CHUNK_BYTES // (8 * max(1, logits.shape[-1])))
+    parts = [_full_kl(ours, theirs) for ours, theirs in zip(torch.split(logits, rows), torch.split(ref_logits, rows), strict=True)]
+    return torch.cat(parts) if parts else at_least_float32(logits).sum(-1)
+
+
+def _full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    ours, theirs = at_least_float32(logits).log_softmax(-1), at_least_float32(ref_logits).log_softmax(-1)
+    probs = ours.exp()
+    return (probs * torch.where(probs > 0, ours - theirs, 0.0)).sum(-1)
+
+
+class FixedKLController:
+    """A coefficient that stays. On resume the configured one holds, so that it can be changed between runs."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def update(self, current_kl: float, num_rows: int) -> None:
+        """Nothing moves."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient, for the record."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep the configured coefficient; say so where the checkpoint had another."""
+        if state["value"] != self.value:
+            logger.warning("the checkpoint's KL coefficient is %s; going on with the configured %s", state["value"], self.value)
+
+
+class AdaptiveKLController:
+    """A coefficient that steers the KL to `target` (Ziegler et al., 1909.08593).
+
+    β ← β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon). β is part of the checkpoint.
+    """
+
+    def __init__(self, value: float, target: float = 0.1, horizon: int = 10_000) -> None:
+        if target <= 0 or horizon < 1:
+            raise ConfigError(f"the adaptive KL controller needs target_kl above 0 and horizon of at least 1, got {target} and {horizon}")
+        self.value, self.target, self.horizon = value, target, horizon
+
+    def update(self, current_kl: float, num_rows: int) -> None:
+        """Move after use: `current_kl` is the mean over rows of the token mean, in nats; `num_rows` the rows it was taken over."""
+        if not math.isfinite(current_kl):
+            logger.warning("KL to the reference is %s: the coefficient stays at %s", current_kl, self.value)
+            return
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * num_rows / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the checkpoint's coefficient."""
+        self.value = float(state["value"])

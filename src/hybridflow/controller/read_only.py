@@ -1,0 +1,60 @@
+"""What keeps driver and workers of one process apart, as two processes would be, without copying a tensor.
+
+`isolate` gives the other side its own containers around the same tensors, so that adding, removing or replacing a field stays
+where it was done. `TensorVersions` notices a tensor that was written in place, by PyTorch's own version counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hybridflow.protocol import DataProto
+
+
+def isolate(value: Any) -> Any:
+    """The same value in containers of its own: DataProto, dict, list, tuple and the columns of objects; tensors are shared."""
+    if isinstance(value, DataProto):
+        columns = {name: isolate(column) for name, column in value.non_tensor_batch.items()}
+        return DataProto(value.batch.clone(recurse=False), columns, value.meta_info)
+    if type(value) is dict:
+        return {key: isolate(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return [isolate(entry) for entry in value]
+    if type(value) is tuple:
+        return tuple(isolate(entry) for entry in value)
+    if isinstance(value, np.ndarray):
+        copy = value.copy()
+        if copy.dtype == object:
+            copy[...] = np.frompyfunc(isolate, 1, 1)(value)
+        return copy
+    return value
+
+
+class TensorVersions:
+    """Remembers how often each tensor inside a value had been written when it was taken."""
+
+    def __init__(self, value: Any) -> None:
+        self._seen = [(name, tensor, tensor._version) for name, tensor in _tensors(value, "") if not tensor.is_inference()]
+
+    def changed(self) -> list[str]:
+        """Names of the tensors written since."""
+        return [name for name, tensor, version in self._seen if tensor._version != version]
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, DataProto):
+        for key, tensor in value.batch.items():
+            if isinstance(tensor, Tensor):
+                yield str(key), tensor
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _tensors(entry, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _tensors(entry, f"{name}[{index}]")

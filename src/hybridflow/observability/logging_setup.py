@@ -1,0 +1,63 @@
+"""Where log lines go: one handler on the root logger, our own at the chosen level, third parties from warnings on.
+
+logging.getLogger(anything) ──► rich handler (terminal, does not break a live progress bar) or plain lines on stderr (pipes, CI)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from hybridflow.errors import ConfigError
+
+_HANDLER_NAME = "hybridflow"
+_NOISY = ("transformers", "huggingface_hub", "httpx", "urllib3", "filelock", "fsspec", "datasets", "torch.distributed", "matplotlib")
+
+console = Console()
+"""The terminal of a run: log lines, step lines and the progress bar share it, so that they do not overwrite each other."""
+
+
+def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
+    """Send log lines to the terminal; `rich=None` decides by whether stdout is one. Calling it again replaces the first set-up.
+
+    Raises ConfigError for a level that `logging` does not know.
+    """
+    numeric = logging.getLevelNamesMapping().get(str(level).upper())
+    if numeric is None:
+        raise ConfigError(f"log level {level!r} is unknown: use DEBUG, INFO, WARNING or ERROR")
+    handler = _rich_handler() if (console.is_terminal if rich is None else rich) else _plain_handler()
+    handler.name = _HANDLER_NAME
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if h.name == _HANDLER_NAME]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("hybridflow").setLevel(numeric)
+    logging.captureWarnings(True)
+    quieten_third_parties()
+
+
+def quieten_third_parties() -> None:
+    """Let libraries that chat on import or on loading a model speak only of errors; their own environment variables win where set."""
+    # transformers gives its own logger a handler and a level when it is first imported, so the variables must stand before that
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not console.is_terminal:  # in a log file a bar is a thousand lines; on a terminal a long download must show that it moves
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _rich_handler() -> logging.Handler:
+    return RichHandler(console=console, show_path=False, rich_tracebacks=False, markup=False, log_time_format="%H:%M:%S")
+
+
+def _plain_handler() -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    return handler

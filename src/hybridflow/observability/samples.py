@@ -1,0 +1,117 @@
+"""Prompts and responses of a step, as JSONL files that people and the report read.
+
+    scored batch ──sample_rows──► one dict a response ──SampleWriter──► {folder}/{step}.jsonl
+
+A row holds step, uid, row_id, prompt, response, score, finish_reason, data_source, ground_truth and the per-key scores. With
+`token_level` it also holds `tokens`, a dict of equally long lists over the response's tokens: text, rollout_log_probs, old_log_probs,
+advantages, response_mask, loss_mask (those that the batch has).
+"""
+
+from __future__ import annotations
+
+import json
+import numbers
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hybridflow.protocol import DataProto
+
+SampleRow = Mapping[str, Any]
+TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages", "values", "response_mask", "loss_mask")
+_NO_SCORES = {"uid", "finish_reason", "data_source", "reward_model", "extra_info", "index", "raw_prompt", "ability"}
+
+
+class SampleWriter:
+    """Writes the samples of each step into `folder`, one file a step; a step written again (after a resume) replaces its file."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot create the sample folder {self.folder}: {error}: set another folder") from error
+
+    def write(self, rows: Sequence[SampleRow], step: int) -> Path:
+        """Write the rows of a step, whole or not at all, and return the file."""
+        target = self.folder / f"{step}.jsonl"
+        partial = target.with_suffix(".jsonl.partial")
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
+        os.replace(partial, target)
+        return target
+
+
+def sample_rows(
+    batch: DataProto,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    token_level: bool = False,
+    max_rows: int | None = None,
+) -> list[dict[str, Any]]:
+    """The rows of a scored batch as plain dicts, the first `max_rows` of them.
+
+    `decode` turns token ids into text with special tokens (a tokenizer's `decode`). The score is the sum of token_level_scores [B, R] over
+    the response.
+    """
+    count = len(batch) if max_rows is None else min(len(batch), max_rows)
+    columns = {name: batch.batch[name][:count].cpu() for name in batch.batch.keys()}  # noqa: SIM118  a TensorDict is no mapping
+    prompt_width = columns["prompts"].shape[1]
+    attended = columns["attention_mask"].bool()
+    pieces: dict[int, str] = {}
+    rows = []
+    for index in range(count):
+        prompt = columns["prompts"][index][attended[index, :prompt_width]].tolist()
+        here = attended[index, prompt_width:]
+        response = columns["responses"][index][here].tolist()
+        row = {"row_id": int(columns["row_id"][index])} if "row_id" in columns else {}
+        row |= {"prompt": decode(prompt), "response": decode(response), "num_tokens": len(response)}
+        if "token_level_scores" in columns:
+            row["score"] = float(columns["token_level_scores"][index].sum())
+        row |= _non_tensors(batch, index)
+        if token_level:
+            row["tokens"] = _token_columns(columns, index, here, response, decode, pieces)
+        rows.append(row)
+    return rows
+
+
+def _non_tensors(batch: DataProto, index: int) -> dict[str, Any]:
+    """uid, finish_reason, source, ground truth, and every further column that holds a number: the per-key scores."""
+    columns = batch.non_tensor_batch
+    row: dict[str, Any] = {name: columns[name][index] for name in ("uid", "finish_reason", "data_source") if name in columns}
+    if "reward_model" in columns and isinstance(columns["reward_model"][index], Mapping):
+        row["ground_truth"] = columns["reward_model"][index].get("ground_truth")
+    scores = {name: column[index] for name, column in columns.items() if name not in _NO_SCORES}
+    return row | {name: _plain(value) for name, value in scores.items() if isinstance(value, numbers.Real) or hasattr(value, "item")}
+
+
+def _token_columns(
+    columns: Mapping[str, Tensor],
+    index: int,
+    here: Tensor,
+    response: list[int],
+    decode: Callable[[Sequence[int]], str],
+    pieces: dict[int, str],
+) -> dict[str, list[Any]]:
+    for token in response:
+        if token not in pieces:
+            pieces[token] = decode([token])
+    tokens: dict[str, list[Any]] = {"text": [pieces[token] for token in response]}
+    for name in TOKEN_FIELDS:
+        if name in columns:
+            values = columns[name][index][here].tolist()
+            # six digits are enough to look at and halve the file
+            tokens[name] = [int(value) if isinstance(value, bool) else float(f"{value:.6g}") for value in values]
+    return tokens
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: arrays and tensors as lists, their scalars as numbers, anything else as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value) if not isinstance(value, numbers.Real) else value

@@ -1,0 +1,103 @@
+"""What a tracker is, and the set of them that a run writes to."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.observability.health import HealthWatch
+
+logger = logging.getLogger(__name__)
+
+SampleRow = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker may want to know of its run.
+
+    run_dir: the run folder, which exists
+    project, experiment: names for grouping
+    config: the resolved configuration, nested
+    total_steps: the last step, for the time left; None where unknown
+    resume_step: the step of the checkpoint this run goes on from; None for a fresh run
+    """
+
+    run_dir: Path
+    project: str = "hybridflow"
+    experiment: str = "run"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int | None = None
+    resume_step: int | None = None
+
+
+class Tracker:
+    """Takes the metrics of each step, in rising order of steps; samples and closing are optional."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a step."""
+        raise NotImplementedError
+
+    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        """Show validation samples (`prompt`, `response`, `score`, `ground_truth`, …), where the tracker can."""
+
+    def close(self) -> None:
+        """Flush and let go."""
+
+
+class Trackers(Tracker):
+    """All trackers of a run as one, with health warnings logged on the way."""
+
+    def __init__(self, trackers: Iterable[Tracker]) -> None:
+        self.trackers = list(trackers)
+        self._health = HealthWatch()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for tracker in self.trackers:
+            tracker.log(metrics, step)
+        for warning in self._health.new_warnings(metrics, step):
+            logger.warning(warning)
+
+    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        for tracker in self.trackers:
+            tracker.log_samples(rows, step)
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Import a tracker's library, or raise ConfigError naming the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.logger lists {extra!r}, but its library cannot be imported ({error}): "
+            f"pip install 'hybridflow[{extra}]', or take {extra!r} out of trainer.logger"
+        ) from error
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as dotted keys."""
+    entries: dict[str, Any] = {}
+    for name, value in config.items():
+        entries |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return entries
+
+
+def remembered_id(file: Path, resumed: bool) -> str | None:
+    """The remote run's id kept in the run folder, when this run goes on from an earlier one."""
+    return file.read_text(encoding="utf-8").strip() if resumed and file.exists() else None

@@ -1,0 +1,76 @@
+"""`trainer.logger` becomes trackers: names ──build_trackers──► Trackers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.trainer import TrainerConfig
+from hybridflow.errors import ConfigError
+from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
+from hybridflow.observability.trackers.console import ConsoleTracker
+from hybridflow.observability.trackers.jsonl import JsonlTracker
+from hybridflow.observability.trackers.mlflow import MlflowTracker
+from hybridflow.observability.trackers.swanlab import SwanlabTracker
+from hybridflow.observability.trackers.tensorboard import TensorBoardTracker
+from hybridflow.observability.trackers.wandb import WandbTracker
+
+logger = logging.getLogger(__name__)
+
+TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
+    "console": ConsoleTracker,
+    "jsonl": JsonlTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanlabTracker,
+}
+
+
+def build_trackers(
+    names: str | Sequence[str],
+    run_dir: str | Path,
+    project: str = "hybridflow",
+    experiment: str = "run",
+    config_dict: Mapping[str, Any] | None = None,
+    *,
+    total_steps: int | None = None,
+    resume_step: int | None = None,
+    explicit: bool | None = None,
+) -> Trackers:
+    """The trackers of a run, `jsonl` always among them.
+
+    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). `explicit` says whether the user named the
+    trackers; None: yes, unless they are the default list, of which a missing tensorboard is skipped.
+    Raises ConfigError for an unknown name, a library that is not installed or a run folder that cannot be written.
+    """
+    chosen = [names] if isinstance(names, str) else list(names)
+    for name in chosen:
+        if name not in TRACKERS:
+            raise ConfigError(f"trainer.logger: {name!r} is no tracker: use some of {', '.join(TRACKERS)}")
+    if explicit is None:
+        explicit = chosen != TrainerConfig().logger
+    run = RunInfo(_writable(Path(run_dir)), project, experiment, config_dict or {}, total_steps, resume_step)
+    built: list[Tracker] = []
+    for name in dict.fromkeys(["jsonl", *chosen]):
+        try:
+            built.append(TRACKERS[name](run))
+        except ConfigError as error:
+            if name != "tensorboard" or explicit:
+                Trackers(built).close()
+                raise
+            logger.info("no TensorBoard files: %s", error.__cause__ or error)
+    return Trackers(built)
+
+
+def _writable(run_dir: Path) -> Path:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"the run folder {run_dir} cannot be written: {error}: set trainer.default_local_dir") from error
+    return run_dir

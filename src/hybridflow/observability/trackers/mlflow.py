@@ -1,0 +1,68 @@
+"""MLflow. By default a local store in the run folder (`mlflow.db`, artifacts in `mlruns/`); MLFLOW_TRACKING_URI sends it elsewhere.
+
+SQLite and not plain files: MLflow keeps its file store in maintenance mode and refuses it from 3.13 on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, flat, import_extra, remembered_id
+
+_MAX_PARAMS = 100  # a call
+_MAX_PARAM_LENGTH = 500  # characters; longer ones are cut
+_MAX_METRICS = 1000  # a call
+
+
+class MlflowTracker(Tracker):
+    """Scalars, the configuration as parameters, validation samples as JSON artifacts; a resumed run goes on under the same id.
+
+    MLflow allows no `@` in a name: `mean@4` becomes `mean_at_4`. Raises ConfigError where mlflow is missing.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        mlflow = import_extra("mlflow", "mlflow")
+        self._entities = import_extra("mlflow.entities", "mlflow")
+        folder = run.run_dir.resolve()
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = mlflow.MlflowClient(tracking_uri=uri or f"sqlite:///{folder / 'mlflow.db'}")
+        id_file = run.run_dir / "mlflow_run_id.txt"
+        run_id = remembered_id(id_file, run.resume_step is not None)
+        if run_id is None:
+            experiment_id = self._experiment_id(run.project, None if uri else (folder / "mlruns").as_uri())
+            run_id = self._client.create_run(experiment_id, run_name=run.experiment).info.run_id
+            self._log_params(run_id, flat(run.config))
+            id_file.write_text(run_id, encoding="utf-8")
+        self._run_id = run_id
+
+    def _experiment_id(self, name: str, artifact_location: str | None) -> str:
+        experiment = self._client.get_experiment_by_name(name)
+        found = experiment.experiment_id if experiment else self._client.create_experiment(name, artifact_location=artifact_location)
+        return str(found)
+
+    def _log_params(self, run_id: str, config: Mapping[str, object]) -> None:
+        params = iter([self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH]) for key, value in config.items()])
+        while chunk := list(islice(params, _MAX_PARAMS)):
+            self._client.log_batch(run_id, params=chunk)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        entities = iter([self._entities.Metric(_name(key), value, now, step) for key, value in metrics.items()])
+        while chunk := list(islice(entities, _MAX_METRICS)):
+            self._client.log_batch(self._run_id, metrics=chunk)
+
+    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        text = json.dumps([dict(row) for row in rows], indent=1, ensure_ascii=False, default=str)
+        self._client.log_text(self._run_id, text, f"generations/{step}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _name(name: str) -> str:
+    return re.sub(r"[^/\w.\- ]", "_", name.replace("@", "_at_"))

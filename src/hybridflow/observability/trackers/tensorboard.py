@@ -1,0 +1,48 @@
+"""TensorBoard event files in `{run}/tensorboard`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from hybridflow.errors import ConfigError
+from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker
+
+
+class TensorBoardTracker(Tracker):
+    """Scalars, and validation samples as text. Steps after a resumed one are hidden by the purge mark.
+
+    Raises ConfigError where the tensorboard package is missing.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"trainer.logger lists 'tensorboard', but it cannot be imported ({error}): "
+                f"pip install 'hybridflow[tensorboard]', or take it out of trainer.logger"
+            ) from error
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge)
+        if run.config:
+            self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```", 0)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        for index, row in enumerate(rows):
+            self._writer.add_text(
+                f"val/generations/{index}", "\n\n".join(f"**{name}**\n\n    {_code(value)}" for name, value in row.items()), step
+            )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _code(value: object) -> str:
+    """Text as an indented Markdown block, so that nothing in a response is read as markup."""
+    return str(value).replace("\n", "\n    ")

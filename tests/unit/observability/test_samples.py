@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.errors import ConfigError
+from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.observability.samples import SampleWriter, sample_rows
+from hybridflow.protocol import DataProto
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(chr(token) for token in ids)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+@pytest.fixture
+def batch() -> DataProto:
+    """Two rows: '1+1=' → '2.' and '9=' → '9' with padding on the left and on the right."""
+    pad = 0
+    tensors = {
+        "prompts": torch.tensor([ids("1+1="), [pad, pad, *ids("9=")]]),
+        "responses": torch.tensor([ids("2."), [*ids("9"), pad]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]]).bool(),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]).bool(),
+        "rollout_log_probs": torch.tensor([[-0.123456789, -2.0], [-0.5, 7.0]]),
+        "advantages": torch.tensor([[1.0, 1.0], [-1.0, 0.0]]),
+        "token_level_scores": torch.tensor([[0.0, 1.0], [0.25, 0.0]]),
+        "row_id": torch.tensor([4, 5]),
+    }
+    columns = {
+        "uid": ["a", "b"],
+        "finish_reason": ["stop", "length"],
+        "data_source": ["sums", "sums"],
+        "reward_model": [{"style": "rule", "ground_truth": "2"}, {"ground_truth": 9}],
+        "extra_info": [{}, {"x": 1}],
+        "acc": [np.float32(1.0), 0.5],
+    }
+    arrays = {name: np.array(values, dtype=object) for name, values in columns.items()}
+    return DataProto.from_dict(tensors, arrays)
+
+
+def test_rows_hold_text_scores_and_no_padding(batch: DataProto) -> None:
+    first, second = sample_rows(batch, decode)
+    assert first == {
+        "row_id": 4,
+        "prompt": "1+1=",
+        "response": "2.",
+        "num_tokens": 2,
+        "score": 1.0,
+        "uid": "a",
+        "finish_reason": "stop",
+        "data_source": "sums",
+        "ground_truth": "2",
+        "acc": 1.0,
+    }
+    assert (second["prompt"], second["response"], second["score"], second["ground_truth"]) == ("9=", "9", 0.25, 9)
+
+
+def test_token_level_columns_are_as_long_as_the_response(batch: DataProto) -> None:
+    first, second = sample_rows(batch, decode, token_level=True)
+    assert first["tokens"] == {
+        "text": ["2", "."],
+        "rollout_log_probs": [-0.123457, -2.0],
+        "advantages": [1.0, 1.0],
+        "response_mask": [1, 1],
+    }
+    assert second["tokens"] == {"text": ["9"], "rollout_log_probs": [-0.5], "advantages": [-1.0], "response_mask": [1]}
+
+
+def test_writer_makes_one_file_a_step_and_replaces_it(batch: DataProto, tmp_path: Path) -> None:
+    writer = SampleWriter(tmp_path / "samples")
+    writer.write(sample_rows(batch, decode), 3)
+    path = writer.write(sample_rows(batch, decode, max_rows=1), 3)
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["step"] == 3 and json.loads(line)["uid"] == "a"
+    assert [file.name for file in writer.folder.iterdir()] == ["3.jsonl"]
+
+
+def test_writer_holds_numpy_values(tmp_path: Path) -> None:
+    path = SampleWriter(tmp_path).write([{"a": np.float32(0.5), "b": np.arange(2), "c": torch.tensor(1), "d": Path("x")}], 1)
+    assert json.loads(path.read_text()) == {"step": 1, "a": 0.5, "b": [0, 1], "c": 1, "d": "x"}
+
+
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="sample folder"):
+        SampleWriter(tmp_path / "file" / "samples")
+
+
+def test_setup_logging_replaces_its_handler_and_knows_its_levels() -> None:
+    root, ours = logging.getLogger(), logging.getLogger("hybridflow")
+    before, level, our_level = list(root.handlers), root.level, ours.level
+    try:
+        setup_logging("debug", rich=True)
+        setup_logging("warning", rich=False)
+        (handler,) = [h for h in root.handlers if h not in before]
+        assert type(handler) is logging.StreamHandler and ours.getEffectiveLevel() == logging.WARNING
+        with pytest.raises(ConfigError, match="'loud' is unknown"):
+            setup_logging("loud")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+        ours.setLevel(our_level)
+        logging.captureWarnings(False)
+
+
+def test_log_lines_go_to_stderr_and_third_parties_stay_quiet() -> None:
+    code = (
+        "import logging; from hybridflow.observability.logging_setup import setup_logging; setup_logging('INFO');"
+        "logging.getLogger('hybridflow.x').info('ours'); logging.getLogger('transformers').warning('theirs')"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRANSFORMERS", "HF_"))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "INFO hybridflow.x: ours" in done.stderr and "theirs" not in done.stderr and done.stdout == ""

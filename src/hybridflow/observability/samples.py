@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hybridflow.protocol import DataProto
 
 SampleRow = Mapping[str, Any]
+Decode = Callable[[Sequence[int]], str]
 TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages", "values", "response_mask", "loss_mask")
 _NO_SCORES = {"uid", "finish_reason", "data_source", "reward_model", "extra_info", "index", "raw_prompt", "ability"}
 
@@ -51,7 +52,7 @@ class SampleWriter:
 
 def sample_rows(
     batch: DataProto,
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode,
     *,
     token_level: bool = False,
     max_rows: int | None = None,
@@ -62,7 +63,7 @@ def sample_rows(
     the response.
     """
     count = len(batch) if max_rows is None else min(len(batch), max_rows)
-    columns = {name: batch.batch[name][:count].cpu() for name in batch.batch.keys()}  # noqa: SIM118  a TensorDict is no mapping
+    columns: dict[str, Tensor] = {str(name): batch.batch[name][:count].cpu() for name in batch.batch.keys()}  # noqa: SIM118
     prompt_width = columns["prompts"].shape[1]
     attended = columns["attention_mask"].bool()
     pieces: dict[int, str] = {}
@@ -71,7 +72,7 @@ def sample_rows(
         prompt = columns["prompts"][index][attended[index, :prompt_width]].tolist()
         here = attended[index, prompt_width:]
         response = columns["responses"][index][here].tolist()
-        row = {"row_id": int(columns["row_id"][index])} if "row_id" in columns else {}
+        row: dict[str, Any] = {"row_id": int(columns["row_id"][index])} if "row_id" in columns else {}
         row |= {"prompt": decode(prompt), "response": decode(response), "num_tokens": len(response)}
         if "token_level_scores" in columns:
             row["score"] = float(columns["token_level_scores"][index].sum())
@@ -97,7 +98,7 @@ def _token_columns(
     index: int,
     here: Tensor,
     response: list[int],
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode,
     pieces: dict[int, str],
 ) -> dict[str, list[Any]]:
     for token in response:

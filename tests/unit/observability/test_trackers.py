@@ -139,7 +139,7 @@ def test_build_always_writes_jsonl_and_refuses_unknown_names(tmp_path: Path) -> 
 
 def test_build_refuses_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="trainer.default_local_dir"):
+    with pytest.raises(ConfigError, match="the run folder"):
         build_trackers([], tmp_path / "run")
 
 
@@ -172,11 +172,9 @@ class Recorder(ModuleType):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append((name, args, kwargs))
-            return (
-                self
-                if name in ("init", "MlflowClient")
-                else SimpleNamespace(args=args, kwargs=kwargs, experiment_id="7", info=SimpleNamespace(run_id="r1"))
-            )
+            if name in ("init", "MlflowClient"):
+                return self
+            return SimpleNamespace(args=args, experiment_id="7", info=SimpleNamespace(run_id="r1"))
 
         return call
 

@@ -35,9 +35,8 @@ class TensorBoardTracker(Tracker):
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         for index, row in enumerate(rows):
-            self._writer.add_text(
-                f"val/generations/{index}", "\n\n".join(f"**{name}**\n\n    {_code(value)}" for name, value in row.items()), step
-            )
+            text = "\n\n".join(f"**{name}**\n\n    {_code(value)}" for name, value in row.items())
+            self._writer.add_text(f"val/generations/{index}", text, step)
 
     def close(self) -> None:
         self._writer.close()

@@ -1,5 +1,7 @@
 """`actor_rollout_ref.*`: the policy that trains, the engine that generates with it, and the reference it is held to."""
 
+# ruff: noqa: RUF009  (key() and group() make dataclass fields)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ class PolicyLossConfig:
 class ActorConfig:
     strategy: Literal["fsdp", "fsdp2"] = key("fsdp2", "training engine; fsdp is an alias of fsdp2")
     ppo_mini_batch_size: int = key(256, "prompts (whole groups) per optimizer step", minimum=1)
-    ppo_micro_batch_size_per_gpu: int | None = key(None, "at most this many rows in one forward/backward; null: only the token limit", minimum=1)
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "at most this many rows in one forward/backward; null: only the token limit", minimum=1
+    )
     ppo_max_token_len_per_gpu: int = key(16_384, "at most this many tokens in one forward/backward (hard)", minimum=1)
     ppo_epochs: int = key(1, "passes over each batch", minimum=1)
     shuffle: bool = key(True, "deal the groups into mini-batches in a seeded random order; false: in order")
@@ -53,7 +57,9 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class RefConfig:
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, "at most this many rows in one forward; null: only the token limit", minimum=1)
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "at most this many rows in one forward; null: only the token limit", minimum=1
+    )
     log_prob_max_token_len_per_gpu: int | None = key(None, "at most this many tokens in one forward; null: the actor's limit", minimum=1)
 
 
@@ -78,7 +84,9 @@ class RolloutConfig:
     max_num_seqs: int = key(256, "rows decoded together", minimum=1)
     max_num_batched_tokens: int = key(8192, "prompt tokens prefilled together", minimum=1)
     gpu_memory_utilization: float = key(0.5, "share of the device's memory that the KV cache may fill up to", above=0, maximum=1)
-    log_prob_micro_batch_size_per_gpu: int | None = key(None, "at most this many rows in one forward of old log-probs; null: only the token limit", minimum=1)
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "at most this many rows in one forward of old log-probs; null: only the token limit", minimum=1
+    )
     log_prob_max_token_len_per_gpu: int | None = key(None, "at most this many tokens in that forward; null: the actor's limit", minimum=1)
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
 

@@ -1,5 +1,7 @@
 """`data.*`: where prompts come from and how they become batches."""
 
+# ruff: noqa: RUF009  (key() and group() make dataclass fields)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -47,7 +49,9 @@ class DataConfig:
     seed: int | None = key(None, "seed of the shuffling; null: trainer.seed")
     validation_shuffle: bool = key(False, "shuffle the validation rows")
     filter_overlong_prompts: bool = key(False, "leave out prompts over max_prompt_length (counted and shown)")
-    truncation: Literal["error", "left", "right", "middle"] = key("error", "what happens to a prompt over max_prompt_length that was not filtered")
+    truncation: Literal["error", "left", "right", "middle"] = key(
+        "error", "what happens to a prompt over max_prompt_length that was not filtered"
+    )
     trust_remote_code: bool = key(False, "let the tokenizer's own code run")
     custom_cls: CustomClassConfig = group(CustomClassConfig)
     sampler: SamplerConfig = group(SamplerConfig)
@@ -63,7 +67,9 @@ class SFTDataConfig:
     task: TaskConfig = group(TaskConfig)
     tokenizer: str | None = key(None, "tokenizer folder or hub name; null: the model's")
     train_batch_size: int = key(256, "conversations per optimizer step", minimum=1)
-    micro_batch_size_per_gpu: int | None = key(None, "at most this many conversations in one forward; null: only the token limit", minimum=1)
+    micro_batch_size_per_gpu: int | None = key(
+        None, "at most this many conversations in one forward; null: only the token limit", minimum=1
+    )
     max_token_len_per_gpu: int = key(8192, "at most this many tokens in one forward (hard)", minimum=1)
     max_length: int = key(1024, "longest conversation, in tokens", minimum=2)
     truncation: Literal["error", "left", "right", "drop"] = key("error", "what happens to a conversation over max_length")

@@ -1,5 +1,7 @@
 """Model, optimizer and engine keys that actor, critic and SFT share."""
 
+# ruff: noqa: RUF009  (key() and group() make dataclass fields)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ class ModelConfig:
     override_config: dict[str, Any] = key({}, "entries that replace some of the model's config.json, for example rope scaling")
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, a third more time")
     external_lib: str | None = key(None, "module to import before the model is built, for example one that registers it")
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = key("auto", "dtype of the parameters; auto: float32 on CPU, bfloat16 on CUDA")
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = key(
+        "auto", "dtype of the parameters; auto: float32 on CPU, bfloat16 on CUDA"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """`trainer.*`: length of the run, machine, logging, checkpoints."""
 
+# ruff: noqa: RUF009  (key() and group() make dataclass fields)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ Tracker = Literal["console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab
 class TrainerConfig:
     project_name: str = key("hybridflow", "project, for trackers and the run folder")
     experiment_name: str = key("run", "experiment, for trackers and the run folder")
-    default_local_dir: str = key("checkpoints/${trainer.project_name}/${trainer.experiment_name}", "the run folder: config, metrics, samples, report, checkpoints")
+    default_local_dir: str = key(
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "the run folder: config, metrics, samples, report, checkpoints"
+    )
     logger: str | list[Tracker] = key(["console", "tensorboard"], "where metrics go; jsonl is always written into the run folder")
     total_epochs: int = key(30, "passes over the training data", minimum=1)
     total_training_steps: int | None = key(None, "stop after this many steps; null: from total_epochs", minimum=1)
@@ -58,5 +62,3 @@ class SFTTrainerConfig:
     resume_from_path: str | None = key(None, "the global_step_N folder of resume_mode=resume_path")
     max_nonfinite_steps: int = key(3, "stop after this many optimizer steps in a row were skipped as not finite", minimum=1)
     grad_clip: float | None = key(1.0, "largest gradient norm; null: no clipping", above=0)
-
-

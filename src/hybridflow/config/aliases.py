@@ -1,0 +1,75 @@
+"""Other names under which a key is known: older documents, secondary documents, short forms. One printed line each.
+
+    "reward_model.reward_fn.path" ──rewrite──► "reward.custom_reward_function.path"
+
+A rewritten key may itself be an alias; `verl_keys.status` follows the chain.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hybridflow.config.root import PPOConfig, SFTConfig
+
+# (regular expression of the whole path, replacement); the first that matches counts.
+PPO_ALIASES: tuple[tuple[str, str], ...] = (
+    # short forms in which tables of documents write the keys
+    (r"(actor|rollout|ref|model)\.(.+)", r"actor_rollout_ref.\1.\2"),
+    # where the reward lived in older versions
+    (r"reward_model\.reward_fn\.(path|name)", r"reward.custom_reward_function.\1"),
+    (r"custom_reward_function\.(.+)", r"reward.custom_reward_function.\1"),
+    (r"reward_model\.num_examine", r"reward.num_examine"),
+    (r"reward_model\.reward_manager", r"reward.reward_manager.name"),
+    (r"reward_manager\.(.+)", r"reward.reward_manager.\1"),
+    (r"reward_model\.(reward_kwargs|sandbox_fusion)\.(.+)", r"reward.\1.\2"),
+    (r"sandbox_fusion\.(.+)", r"reward.sandbox_fusion.\1"),
+    (r"reward_model\.(.+)", r"reward.reward_model.\1"),
+    # LoRA under the actor
+    (r"actor_rollout_ref\.actor\.peft\.(lora_rank|lora_alpha|target_modules|peft_type)", r"actor_rollout_ref.model.\1"),
+    # rollout
+    (r"actor_rollout_ref\.rollout\.multi_turn\.max_turns", r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
+    (r"actor_rollout_ref\.rollout\.multi_turn\.tool_server", r"actor_rollout_ref.rollout.multi_turn.tool_config_path"),
+    (r"trainer\.prometheus\.(.+)", r"actor_rollout_ref.rollout.prometheus.\1"),
+    (r"actor_rollout_ref\.rollout\.response_length", r"data.max_response_length"),
+    (r"actor_rollout_ref\.rollout\.prompt_length", r"data.max_prompt_length"),
+    # optimizer
+    (r"(actor_rollout_ref\.actor|critic)\.optim\.(warmup_style|lr_scheduler)", r"\1.optim.lr_scheduler_type"),
+    (r"(actor_rollout_ref\.actor|critic)\.optim\.warmup_steps_proportion", r"\1.optim.lr_warmup_steps_ratio"),
+    (r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad", r"\1.grad_clip"),
+    # sizes over all devices, deprecated; with one process they are the sizes per device
+    (r"(actor_rollout_ref\.actor|critic)\.ppo_micro_batch_size", r"\1.ppo_micro_batch_size_per_gpu"),
+    (r"critic\.forward_micro_batch_size", r"critic.forward_micro_batch_size_per_gpu"),
+    (r"actor_rollout_ref\.(rollout|ref)\.log_prob_micro_batch_size", r"actor_rollout_ref.\1.log_prob_micro_batch_size_per_gpu"),
+    # checkpoints
+    (r"(actor_rollout_ref\.actor|critic)\.checkpoint\.contents", r"\1.checkpoint.save_contents"),
+    (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),
+    (r"actor_rollout_ref\.model\.external_libs", r"actor_rollout_ref.model.external_lib"),
+)
+
+SFT_ALIASES: tuple[tuple[str, str], ...] = (
+    (r"optim\.(?:warmup_style|lr_scheduler)", r"optim.lr_scheduler_type"),
+    (r"optim\.(?:warmup_steps_proportion|warmup_steps_ratio)", r"optim.lr_warmup_steps_ratio"),
+    (r"optim\.clip_grad", r"trainer.grad_clip"),
+    (r"model\.partial_pretrain", r"model.path"),
+    (r"data\.micro_batch_size", r"data.micro_batch_size_per_gpu"),
+    (r"data\.multiturn\.messages_key", r"data.messages_key"),
+    (r"checkpoint\.contents", r"checkpoint.save_contents"),
+    (r"trainer\.checkpoint\.(save_contents|load_contents)", r"checkpoint.\1"),
+)
+
+_COMPILED = {
+    PPOConfig: [(re.compile(pattern), new) for pattern, new in PPO_ALIASES],
+    SFTConfig: [(re.compile(pattern), new) for pattern, new in SFT_ALIASES],
+}
+
+
+def rewrite(root: type[Any], path: str, value: Any) -> str | None:
+    """The key that now stands for `path`, or None where `path` is no alias."""
+    if root is PPOConfig and path == "actor_rollout_ref.rollout.dtype" and value == "fp8":
+        return "actor_rollout_ref.rollout.quantization"
+    for pattern, new in _COMPILED[root]:
+        match = pattern.fullmatch(path)
+        if match:
+            return match.expand(new)
+    return None

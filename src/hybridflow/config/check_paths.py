@@ -1,0 +1,107 @@
+"""The checks that look at the file system: data files, model folders, user's own code, resume folders, the run folder.
+
+Each yields one line per problem. Addresses with :// are remote and not looked at here; ~ is the home folder.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridflow.config.data import TaskConfig
+from hybridflow.config.model import ModelConfig
+from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
+TASKS = ("arithmetic_chain",)
+
+
+def is_remote(path: str) -> bool:
+    """Whether an address is for fsspec (hdfs://, s3://, …) and no local path."""
+    return "://" in path
+
+
+def local(path: str) -> Path:
+    """A local path with ~ expanded."""
+    return Path(path).expanduser()
+
+
+def data_problems(train_files: str | list[str], val_files: str | list[str], task: TaskConfig) -> Iterator[str]:
+    """Files and task: exactly one of them for training, and every local file there."""
+    if not train_files and not task.name:
+        yield "no training data: set data.train_files to parquet, json or jsonl files, or data.task.name=arithmetic_chain"
+    if train_files and task.name:
+        yield f"data.train_files={train_files} and data.task.name={task.name} are both set: leave one out"
+    if task.name and task.name not in TASKS and ":" not in task.name:
+        yield f"data.task.name={task.name}: there is arithmetic_chain, reasoning_gym:NAME, or your own path/to/file.py:factory"
+    if task.name and not task.name.startswith("reasoning_gym:"):
+        yield from plugin_problem("data.task.name", task.name)
+    for key, files in (("data.train_files", train_files), ("data.val_files", val_files)):
+        for file in [files] if isinstance(files, str) else files:
+            if not file or is_remote(file):
+                continue
+            if not local(file).is_file():
+                yield f"{key}: there is no file {file}" + (" ($HOME is for the shell to fill in)" if "$" in file else "")
+            elif local(file).suffix.lower() not in DATA_SUFFIXES:
+                yield f"{key}={file}: wanted a file that ends in {', '.join(DATA_SUFFIXES)}"
+
+
+def model_problem(model: ModelConfig, key: str) -> list[str]:
+    """A model path that is missing, or that is written as a local folder and is none."""
+    if not model.path:
+        return [f"{key}.path is not set: give a Hugging Face folder or a hub name, for example {key}.path=Qwen/Qwen2.5-0.5B-Instruct"]
+    problems = []
+    for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
+        if path and not is_remote(path) and not local(path).exists() and _written_as_path(path):
+            problems.append(f"{key}.{name}: there is no folder {path}")
+    return list(dict.fromkeys(problems[:1])) if model.tokenizer_path == model.path else problems
+
+
+def _written_as_path(path: str) -> bool:
+    return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
+
+
+def plugin_problem(key: str, place: str | None, name: str | None = None, needs_name: str = "") -> Iterator[str]:
+    """User code as `path.py:name` or `package.module:name`: the file is there and a name is given."""
+    if not place or (":" not in place and not needs_name and name is None):
+        return
+    path, _, inner = place.rpartition(":") if ":" in place else (place, "", "")
+    if needs_name and not inner and not name:
+        yield f"{key}={place} without a name: set {needs_name}, or write {place}:NAME"
+    if ":" in place and (not inner or not path):
+        yield f"{key}={place}: wanted path/to/file.py:name or package.module:name"
+    elif (path.endswith(".py") or "/" in path) and not is_remote(path) and not local(path).exists():
+        yield f"{key}: there is no file {path}"
+
+
+def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+    """`resume_path` has a path, and the path is a folder."""
+    path = trainer.resume_from_path
+    if trainer.resume_mode != "resume_path":
+        if path:
+            yield f"trainer.resume_from_path={path} with trainer.resume_mode={trainer.resume_mode}: set trainer.resume_mode=resume_path"
+    elif not path:
+        yield "trainer.resume_mode=resume_path without trainer.resume_from_path: set it to a global_step_N folder"
+    elif not local(path).is_dir():
+        yield f"trainer.resume_from_path: there is no folder {path}"
+
+
+def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+    """The run folder, and the folders of samples, can be made and written."""
+    folders = {"trainer.default_local_dir": trainer.default_local_dir}
+    if isinstance(trainer, TrainerConfig):
+        folders |= {f"trainer.{n}": getattr(trainer, n) or "" for n in ("rollout_data_dir", "validation_data_dir")}
+    for key, folder in folders.items():
+        if not folder and key != "trainer.default_local_dir":
+            continue
+        if not folder or is_remote(folder):
+            yield f"{key}={folder}: wanted a local folder"
+            continue
+        try:
+            os.makedirs(local(folder), exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=local(folder)):
+                pass
+        except OSError as error:
+            yield f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you may write"

@@ -1,0 +1,172 @@
+"""From an untyped tree (nested dicts from YAML and overrides) to the frozen dataclasses, with every mistake reported at once.
+
+{"data": {"seed": "x"}} ──convert(PPOConfig, tree)──► PPOConfig, or one ConfigError with a line for each wrong key
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import math
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hybridflow.config.tree import keys_of, to_tree, type_name
+from hybridflow.errors import ConfigError
+
+C = TypeVar("C")
+
+__all__ = ["convert", "raise_all", "suggest", "to_tree"]
+
+
+class _Mismatch(Exception):
+    """A value that does not have the wanted type; the text says what else was wrong with it."""
+
+
+def convert(root: type[C], tree: Mapping[str, Any]) -> C:
+    """Build `root` from nested dicts; keys that are absent take their defaults.
+
+    Raises ConfigError that lists every unknown key (with the nearest known ones), wrong type and value out of bounds.
+    """
+    problems: list[str] = []
+    config = _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
+    raise_all(problems)
+    return config
+
+
+def raise_all(problems: list[str]) -> None:
+    """Raise one ConfigError that holds every line of `problems`; nothing when there is none."""
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  - {line}" for line in problems))
+
+
+def suggest(path: str, known: Iterable[str], limit: int = 3) -> list[str]:
+    """The known dotted paths nearest to `path`, by their whole text or by their last component."""
+    last = path.rsplit(".", 1)[-1].lower()
+    scored: list[tuple[float, str]] = []
+    for candidate in known:
+        whole = difflib.SequenceMatcher(None, path.lower(), candidate.lower()).ratio()
+        tail = difflib.SequenceMatcher(None, last, candidate.rsplit(".", 1)[-1].lower()).ratio()
+        if whole >= 0.8 or tail >= 0.72:
+            scored.append((whole + 1.5 * tail, candidate))
+    best = max((score for score, _ in scored), default=0.0)
+    near = sorted((-score, candidate) for score, candidate in scored if score >= best - 0.35)
+    return [candidate for _, candidate in near[:limit]]
+
+
+def unknown_key(path: str, known: Iterable[str]) -> str:
+    """The line for a key that does not exist."""
+    near = suggest(path, known)
+    return f"unknown key {path}" + (f"; did you mean {' or '.join(near)}?" if near else "; `hybridflow config` lists every key")
+
+
+def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list[str], known: list[str]) -> C:
+    if not isinstance(tree, Mapping):
+        problems.append(f"{prefix.rstrip('.') or 'configuration'}: got {_shown(tree)}, wanted a block of keys")
+        return base
+    hints = get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    problems.extend(unknown_key(f"{prefix}{name}", known) for name in tree if name not in fields)
+    values: dict[str, Any] = {}
+    for name, f in fields.items():
+        path, default = f"{prefix}{name}", getattr(base, name)
+        if name not in tree:
+            values[name] = copy.deepcopy(default)
+        elif dataclasses.is_dataclass(hints[name]):
+            values[name] = _convert_block(type(default), tree[name], default, path + ".", problems, known)
+        else:
+            values[name] = default
+            try:
+                values[name] = _convert_value(hints[name], tree[name])
+                _check_bounds(values[name], f.metadata)
+            except _Mismatch as mismatch:
+                wanted = type_name(hints[name]) + _bounds_text(f.metadata)
+                problems.append(f"{path}: got {_shown(tree[name])}, wanted {wanted}" + (f" ({mismatch})" if str(mismatch) else ""))
+    return cls(**values)
+
+
+def _convert_value(hint: Any, value: Any) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _convert_union(args, value)
+    if origin is Literal:
+        if any(type(value) is type(arg) and value == arg for arg in args):
+            return value
+        near = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
+        raise _Mismatch(f"did you mean {near[0]!r}?" if near else "")
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            raise _Mismatch
+        return [_convert_value(args[0], item) for item in value]
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise _Mismatch
+        return {str(name): item for name, item in value.items()}
+    return _convert_scalar(hint, value)
+
+
+def _convert_union(args: tuple[Any, ...], value: Any) -> Any:
+    if value is None and type(None) in args:
+        return None
+    for arg in args:  # a value that already has one of the types stays as it is: str | list[str] does not split a string
+        if arg in (str, int, float, bool) and type(value) is arg:
+            return _convert_scalar(arg, value)
+    hint_text = ""
+    for arg in args:
+        if arg is type(None):
+            continue
+        try:
+            return _convert_value(arg, value)
+        except _Mismatch as mismatch:
+            hint_text = hint_text or str(mismatch)
+    raise _Mismatch(hint_text)
+
+
+def _convert_scalar(hint: Any, value: Any) -> Any:
+    if hint is bool or hint is int:
+        if type(value) is not hint:
+            raise _Mismatch
+        return value
+    if hint is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise _Mismatch
+        try:
+            number = float(value)  # YAML reads 1e-6 as a string
+        except ValueError:
+            raise _Mismatch from None
+        if math.isnan(number):
+            raise _Mismatch
+        return number
+    if hint is str:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return str(value)  # experiment_name=7 is read as a number
+        if not isinstance(value, str):
+            raise _Mismatch
+        return value
+    if hint is type(None) and value is None:
+        return None
+    raise _Mismatch
+
+
+def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    minimum, maximum, above = (metadata.get(name) for name in ("minimum", "maximum", "above"))
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum) or (above is not None and value <= above):
+        raise _Mismatch
+
+
+def _bounds_text(metadata: Mapping[str, Any]) -> str:
+    signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"))
+    texts = [f"{sign} {metadata[name]}" for name, sign in signs if metadata.get(name) is not None]
+    return " " + " and ".join(texts) if texts else ""
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value!r} ({type(value).__name__})"

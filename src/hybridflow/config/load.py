@@ -1,0 +1,187 @@
+"""From a recipe and a command line to a typed configuration.
+
+    recipe.yaml (and those it builds on) ─┐
+                                          ├─► Setting(path, value) ─► aliases, verl_keys ─► untyped tree ─► convert ─► Loaded
+    key=value +key=value ~key (Hydra) ────┘                            a note for each            (OmegaConf: ${…})
+
+`load_config` parses; `prepare_config` also fills derived values (`resolve.py`) and refuses what cannot run (`check.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridflow.config.check import check
+from hybridflow.config.convert import convert, raise_all, unknown_key
+from hybridflow.config.recipes import read_recipe
+from hybridflow.config.resolve import resolve
+from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.tree import blocks_of, delete_path, flatten, keys_of, set_path, to_tree
+from hybridflow.config.verl_keys import status
+from hybridflow.errors import ConfigError
+
+C = TypeVar("C", bound=PPOConfig | SFTConfig)
+
+
+class Loaded(NamedTuple, Generic[C]):
+    """A typed configuration, one printed line for each key that was rewritten or has no effect, and the paths the user set."""
+
+    config: C
+    notes: list[str]
+    given: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a recipe or of the command line; `delete` sets the key back to its default."""
+
+    path: str
+    value: Any = None
+    delete: bool = False
+
+
+def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[C]:
+    """Compose a recipe (a name, or a path to a YAML file) and Hydra overrides into a typed configuration.
+
+    Raises ConfigError that lists every unknown, refused and ill-typed key.
+    """
+    problems: list[str] = []
+    settings = [Setting(path, value) for path, value in flatten(read_recipe(recipe))] if recipe is not None else []
+    for text in overrides:
+        settings.extend(_parse(text, problems))
+    settings = _interpolate(root, settings)
+    accepted, notes = _normalise(root, settings, problems)
+    tree = to_tree(root())
+    for setting in accepted:
+        if setting.delete:
+            delete_path(tree, setting.path)
+        else:
+            set_path(tree, setting.path, setting.value)
+    try:
+        config = convert(root, _plain(tree))
+    except ConfigError as error:
+        problems.extend(line.removeprefix("  - ") for line in str(error).splitlines() if not line.endswith("in the configuration:"))
+        config = root()
+    raise_all(problems)
+    given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
+    return Loaded(config, notes, frozenset(given))
+
+
+def prepare_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[C]:
+    """`load_config`, then derived values filled in, then every cross-check: what a command runs with."""
+    loaded: Loaded[C] = load_config(root, overrides, recipe)
+    resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
+    return Loaded(resolved[0], [*loaded.notes, *resolved[1], *check(resolved[0], loaded.given)], loaded.given)
+
+
+def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
+    """The runs that a command line with sweeps (`a=1,2`, `choice(…)`, `range(…)`) stands for, the last key fastest."""
+    choices: list[list[str]] = []
+    for text in overrides:
+        override = _parse_one(text)
+        if not override.is_sweep_override():
+            choices.append([text])
+        elif isinstance(override.value(), (ChoiceSweep, RangeSweep)):
+            sign = {"ADD": "+", "FORCE_ADD": "++"}.get(override.type.name if override.type else "", "")
+            choices.append([f"{sign}{override.key_or_group}={value}" for value in override.sweep_string_iterator()])
+        else:
+            raise ConfigError(f"{text}: of Hydra's sweeps, lists (a=1,2), choice(…) and range(…) can be run; list the values")
+    return [list(run) for run in itertools.product(*choices)]
+
+
+def _parse_one(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        name, sign, value = text.partition("=")
+        if sign and re.fullmatch(r"[~./\w][^\[\]{}'\",()$]*", value):  # a path with characters that Hydra wants quoted: ~ or =
+            return OverridesParser.create().parse_override(f"{name}='{value}'")
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{text}: not an override ({reason}); write key=value, and quote a value as \"key='…'\"") from None
+
+
+def _parse(text: str, problems: list[str]) -> list[Setting]:
+    try:
+        override = _parse_one(text)
+    except ConfigError as error:
+        problems.append(str(error))
+        return []
+    path = override.key_or_group
+    if override.package is not None:
+        problems.append(f"{text}: config groups (group@package) are not used here; name the recipe instead")
+    elif override.is_sweep_override():
+        problems.append(f"{text}: several values; write [a,b] for a list, or give --multirun to run them one after another")
+    elif override.is_delete():
+        return [Setting(path, delete=True)]
+    else:
+        value = override.value()
+        return [Setting(p, v) for p, v in flatten(value, path + ".")] if isinstance(value, dict) and value else [Setting(path, value)]
+    return []
+
+
+def _interpolate(root: type[Any], settings: list[Setting]) -> list[Setting]:
+    """Fill ${…} in the given values, against all keys as the user wrote them (defaults included)."""
+    if not any("${" in str(setting.value) for setting in settings):
+        return settings
+    tree = to_tree(root())
+    for setting in settings:
+        if not setting.delete:
+            set_path(tree, setting.path, setting.value)
+    raw = OmegaConf.create(tree)
+    filled = []
+    for setting in settings:
+        if "${" in str(setting.value):
+            try:
+                value = OmegaConf.select(raw, setting.path, throw_on_resolution_failure=True)
+                setting = Setting(setting.path, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"{setting.path}={setting.value}: {str(error).splitlines()[0]}") from None
+        filled.append(setting)
+    return filled
+
+
+def _normalise(root: type[Any], settings: list[Setting], problems: list[str]) -> tuple[list[Setting], list[str]]:
+    accepted: list[Setting] = []
+    notes: dict[str, None] = {}
+    known = [*keys_of(root), *blocks_of(root)]
+    for setting in settings:
+        result = status(root, setting.path, setting.value)
+        shown = f"{setting.path}={_shown(setting.value)}"
+        if result.kind == "unknown":
+            problems.append(unknown_key(setting.path, known))
+        elif result.kind == "refused":
+            problems.append(f"{shown}: {result.reason}")
+        elif result.kind == "no effect":
+            notes[f"{shown} has no effect: {result.reason}"] = None
+        elif result.kind == "alias":
+            notes[f"{setting.path} is now {result.path}"] = None
+            if setting.value is not None:  # null in an old key means that the new one decides
+                accepted.append(Setting(result.path, setting.value, setting.delete))
+        else:
+            accepted.append(setting)
+    return accepted, list(notes)
+
+
+def _shown(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if isinstance(value, (bool, type(None))) else str(value)
+
+
+def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with the ${…} of defaults filled in."""
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+    assert isinstance(plain, dict), "a dict stays a dict"
+    return {str(name): value for name, value in plain.items()}

@@ -1,0 +1,67 @@
+"""Recipes: YAML files that say only what differs from the defaults, and may build on others.
+
+"grpo" or path/to/run.yaml ──read_recipe──► nested dict, the recipes of its `defaults` list merged below it
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridflow.errors import ConfigError
+
+FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
+    """The file of a recipe: a path to a YAML file, a name beside another recipe, or the name of one that comes with the package."""
+    path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        path = beside / path if beside is not None and not path.is_absolute() else path
+        if not path.is_file():
+            raise ConfigError(f"recipe {name}: there is no file {path}")
+        return path
+    for folder in ([beside] if beside is not None else []) + [FOLDER]:
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    near = difflib.get_close_matches(str(name), recipe_names(), n=1)
+    text = f"did you mean {near[0]}?" if near else f"there are {', '.join(recipe_names())}; a path to a .yaml file works too"
+    raise ConfigError(f"no recipe is called {name}: {text}")
+
+
+def read_recipe(name: str | Path) -> dict[str, Any]:
+    """A recipe merged over those named in its `defaults` list, in order; `_self_` in the list says where its own keys come (else last).
+
+    ${…} is left in place. Raises ConfigError for a missing or unreadable recipe and for a circle.
+    """
+    return _read(find_recipe(name), ())
+
+
+def _read(path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in through:
+        raise ConfigError("recipes build on each other in a circle: " + " → ".join(p.name for p in (*through, path)))
+    try:
+        own = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path}: cannot be read as YAML: {error}") from None
+    if not isinstance(own, dict):
+        raise ConfigError(f"recipe {path}: wanted a block of keys, got a {type(own).__name__}")
+    parents = own.pop("defaults", [])
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigError(f"recipe {path}: `defaults` is a list of recipe names, got {parents!r}")
+    order = parents if "_self_" in parents else [*parents, "_self_"]
+    layers = [own if name == "_self_" else _read(find_recipe(name, path.parent), (*through, path)) for name in order]
+    merged = OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.create(layer) for layer in layers)), resolve=False)
+    assert isinstance(merged, dict), "dicts merge into a dict"
+    return {str(key): value for key, value in merged.items()}

@@ -1,0 +1,94 @@
+"""Fill the nulls that follow from other keys, so that the code behind reads definite values.
+
+    Loaded.config, the paths the user set ──resolve──► the same dataclasses without nulls that mean "as elsewhere", and notes
+
+Left null on purpose: what needs the data (val_batch_size, total_training_steps) or the machine (num_threads), limits that are off,
+and `loss_agg_mode` of a user's own loss. `trainer.device=auto` and `dtype=auto` are decided where torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any, TypeVar
+
+from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.tree import with_values
+
+C = TypeVar("C", bound=PPOConfig | SFTConfig)
+CACHE = "~/.cache/hybridflow"
+
+
+def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
+    """The configuration with derived values filled in, and one line for each that may surprise. `given`: paths that the user set."""
+    if isinstance(config, PPOConfig):
+        values, notes = _ppo(config, given)
+    else:
+        values, notes = _sft(config), list[str]()
+    return with_values(config, values), notes
+
+
+def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:
+    data, trainer = config.data, config.trainer
+    return {
+        "data.train_files": _as_list(data.train_files),
+        "data.val_files": _as_list(data.val_files),
+        "data.cache_dir": data.cache_dir or CACHE,
+        "trainer.logger": _as_list(trainer.logger),
+    }
+
+
+def _sft(config: SFTConfig) -> dict[str, Any]:
+    tokenizer = config.model.tokenizer_path or config.model.path
+    return _shared(config) | {"data.tokenizer": config.data.tokenizer or tokenizer, "model.tokenizer_path": tokenizer}
+
+
+def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]:
+    actor, rollout, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    data, notes = config.data, list[str]()
+    mini = actor.ppo_mini_batch_size
+    if mini > data.train_batch_size and "actor_rollout_ref.actor.ppo_mini_batch_size" not in given:
+        notes.append(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={data.train_batch_size} (its default {mini} is more than data.train_batch_size)"
+        )
+        mini = data.train_batch_size
+    agg_mode = actor.loss_agg_mode
+    if agg_mode is None and actor.policy_loss.loss_mode == "vanilla":
+        agg_mode = "token-mean"
+    cap = actor.ppo_max_token_len_per_gpu
+    values = _shared(config) | {
+        "data.tokenizer": data.tokenizer or model.tokenizer_path or model.path,
+        "data.seed": config.trainer.seed if data.seed is None else data.seed,
+        "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path or model.path,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
+        "actor_rollout_ref.actor.loss_agg_mode": agg_mode,
+        "actor_rollout_ref.actor.loss_scale_factor": actor.loss_scale_factor or float(data.max_response_length),
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu or cap,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu or cap,
+    }
+    return values | _critic(config, mini, given), notes
+
+
+def _critic(config: PPOConfig, mini: int, given: Set[str]) -> dict[str, Any]:
+    critic, model, actor = config.critic, config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    values: dict[str, Any] = {
+        "critic.enable": config.algorithm.adv_estimator == "gae" if critic.enable is None else critic.enable,
+        "critic.model.path": critic.model.path or model.path,
+        "critic.ppo_mini_batch_size": critic.ppo_mini_batch_size or mini,
+        "critic.ppo_epochs": critic.ppo_epochs or actor.ppo_epochs,
+        "critic.shuffle": actor.shuffle if critic.shuffle is None else critic.shuffle,
+        "critic.forward_micro_batch_size_per_gpu": critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
+        "critic.forward_max_token_len_per_gpu": critic.forward_max_token_len_per_gpu or critic.ppo_max_token_len_per_gpu,
+    }
+    # The critic reads the actor's tokens; started from the same weights it must also be the same model.
+    followed = ["tokenizer_path", "trust_remote_code", "external_lib", "dtype"]
+    if values["critic.model.path"] == model.path:
+        followed.append("override_config")
+    for name in followed:
+        path = f"critic.model.{name}"
+        if not any(key == path or key.startswith(path + ".") for key in given):
+            values[path] = getattr(model, name)
+    return values
+
+
+def _as_list(value: str | Sequence[str]) -> list[str]:
+    return ([value] if value else []) if isinstance(value, str) else list(value)

@@ -1,0 +1,164 @@
+"""The schema as a flat list of dotted paths, and small operations on nested dicts and nested frozen dataclasses.
+
+PPOConfig (a class) ──keys_of──► {"data.train_batch_size": KeyInfo, …}      read by load, verl_keys, show, the docs
+nested dict ──flatten──► [("data.train_batch_size", 64), …] ──set_path──► nested dict
+config ──with_values(config, {"critic.model.path": …})──► a changed copy
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """One key of the schema: its dotted path, type, default (of this place in the tree), one-line meaning and bounds."""
+
+    path: str
+    type: Any
+    default: Any
+    meaning: str
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """True for a dict[str, Any]: the user names the keys below it."""
+        return get_origin(self.type) is dict
+
+
+_KEYS: dict[type[Any], Mapping[str, KeyInfo]] = {}
+_BLOCKS: dict[type[Any], frozenset[str]] = {}
+
+
+def keys_of(root: type[Any]) -> Mapping[str, KeyInfo]:
+    """Every key of a configuration class by dotted path, in the order of declaration."""
+    if root not in _KEYS:
+        _KEYS[root] = types.MappingProxyType({info.path: info for info in _walk(root, root(), "")})
+    return _KEYS[root]
+
+
+def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
+    hints = get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        path, value = f"{prefix}{f.name}", getattr(instance, f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from _walk(type(value), value, path + ".")
+        else:
+            bounds = {name: f.metadata.get(name) for name in ("minimum", "maximum", "above")}
+            yield KeyInfo(path, hints[f.name], value, str(f.metadata.get("meaning", "")), **bounds)
+
+
+def blocks_of(root: type[Any]) -> frozenset[str]:
+    """Dotted paths that hold other keys, such as `actor_rollout_ref.actor`."""
+    if root not in _BLOCKS:
+        split = [path.split(".") for path in keys_of(root)]
+        _BLOCKS[root] = frozenset(".".join(parts[:i]) for parts in split for i in range(1, len(parts)))
+    return _BLOCKS[root]
+
+
+def is_native(root: type[Any], path: str) -> bool:
+    """Whether `path` is a key of the schema, or stands below a key whose entries the user names."""
+    keys = keys_of(root)
+    if path in keys:
+        return True
+    parts = path.split(".")
+    parents = (".".join(parts[:i]) for i in range(1, len(parts)))
+    return any(parent in keys and keys[parent].is_free for parent in parents)
+
+
+def type_name(hint: Any) -> str:
+    """A type as a user writes it: `int or null`, `one of 'error', 'left'`, `list of float`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return "anything"
+    if hint is type(None):
+        return "null"
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(arg) for arg in args)
+    if origin is list:
+        return f"list of {type_name(args[0])}"
+    if origin is dict:
+        return "block of keys"
+    if args and origin is not None:
+        return "one of " + ", ".join(repr(arg) for arg in args)
+    return str(getattr(hint, "__name__", hint))
+
+
+def to_tree(config: Any) -> dict[str, Any]:
+    """A configuration as nested plain dicts, lists and scalars; the inverse of `convert`."""
+    tree: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        tree[f.name] = to_tree(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
+    return tree
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Leaves of nested dicts as (dotted path, value); an empty dict, or one whose keys are no plain names, is a leaf."""
+    leaves: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and all(isinstance(k, str) and "." not in k for k in value):
+            leaves.extend(flatten(value, path + "."))
+        else:
+            leaves.append((path, value))
+    return leaves
+
+
+def set_path(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Write `value` at a dotted path, making the dicts on the way; a dict is merged into a dict that stands there."""
+    *parents, last = path.split(".")
+    node = tree
+    for name in parents:
+        child = node.get(name)
+        if not isinstance(child, dict):
+            child = node[name] = {}
+        node = child
+    if isinstance(value, dict) and isinstance(node.get(last), dict):
+        node[last] = {**node[last], **value}
+    else:
+        node[last] = value
+
+
+def delete_path(tree: dict[str, Any], path: str) -> bool:
+    """Remove what stands at a dotted path; False when nothing does."""
+    *parents, last = path.split(".")
+    node: Any = tree
+    for name in parents:
+        node = node.get(name) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or last not in node:
+        return False
+    del node[last]
+    return True
+
+
+def get_value(config: Any, path: str) -> Any:
+    """The value at a dotted path of a configuration."""
+    for name in path.split("."):
+        config = config[name] if isinstance(config, Mapping) else getattr(config, name)
+    return config
+
+
+def with_values(config: C, values: Mapping[str, Any]) -> C:
+    """A copy of `config` in which the keys at these dotted paths hold these values."""
+    nested: dict[str, dict[str, Any]] = {}
+    changes: dict[str, Any] = {}
+    for path, value in values.items():
+        head, _, rest = path.partition(".")
+        if rest:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            changes[head] = value
+    for head, inner in nested.items():
+        changes[head] = with_values(getattr(config, head), inner)
+    changed: C = dataclasses.replace(config, **changes)  # type: ignore[type-var]
+    return changed

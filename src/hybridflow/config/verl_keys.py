@@ -1,0 +1,69 @@
+"""What becomes of each key that verl documents: native, alias of another, without effect here, or refused with a way out.
+
+    status(PPOConfig, "actor_rollout_ref.rollout.name", "vllm") ──► KeyStatus("refused", …, "…: use native")
+
+The status may depend on the value: the key of a feature that is off is accepted, the value that would switch it on is refused,
+and nothing that changes results is ever ignored. A key that is in no table is unknown. The tables are `verl_rules.py` and
+`aliases.py`; `load.py` acts on the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridflow.config.aliases import rewrite
+from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.tree import blocks_of, is_native
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES, Rule
+
+Kind = Literal["native", "alias", "no effect", "refused", "unknown"]
+
+
+@dataclass(frozen=True)
+class KeyStatus:
+    """What becomes of a key with a value: `path` is the key now used (differs from the given one for an alias), `reason` one sentence."""
+
+    kind: Kind
+    path: str
+    reason: str = ""
+
+
+RULES: Mapping[type[Any], tuple[Rule, ...]] = {PPOConfig: PPO_RULES, SFTConfig: SFT_RULES}
+
+
+_COMPILED = {root: [(re.compile(rule.pattern), rule) for rule in rules] for root, rules in RULES.items()}
+
+
+def status(root: type[Any], path: str, value: Any) -> KeyStatus:
+    """What becomes of the key at a dotted path when it is given this value."""
+    new = rewrite(root, path, value)
+    if new is not None:
+        target = status(root, new, value)
+        kind: Kind = "alias" if target.kind == "native" else target.kind
+        return KeyStatus(kind, target.path, target.reason or f"{path} is now {target.path}")
+    refusal = _refused_value(path, value)
+    if refusal:
+        return KeyStatus("refused", path, refusal)
+    if path.endswith(".override_config.attn_implementation"):
+        return KeyStatus("no effect", path, "one attention serves training and generation")
+    if is_native(root, path) or path in blocks_of(root):
+        return KeyStatus("native", path)
+    for pattern, rule in _COMPILED[root]:
+        if pattern.fullmatch(path):
+            if rule.accepted is None or any(_same(value, accepted) for accepted in rule.accepted):
+                return KeyStatus("no effect", path, rule.why)
+            return KeyStatus("refused", path, rule.refusal)
+    return KeyStatus("unknown", path)
+
+
+def _refused_value(path: str, value: Any) -> str:
+    return REFUSED_VALUES.get(path, {}).get(value, "") if isinstance(value, str) else ""
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    if isinstance(value, str) and isinstance(accepted, str):
+        return value.lower() == accepted.lower()
+    return bool(value == accepted)

@@ -1,0 +1,237 @@
+"""The keys that verl documents and the schema does not have, as data: which values are accepted and why, and why not the others.
+
+Read by `verl_keys.status`. Patterns are regular expressions of whole dotted paths; the first rule that matches counts, so the key that
+switches a feature on stands before the other keys of the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Keys outside the schema: `accepted` values (None: all) have no effect because `why`; the others are refused because `refusal`."""
+
+    pattern: str
+    accepted: tuple[Any, ...] | None
+    why: str
+    refusal: str = ""
+
+
+ROLLOUT, ACTOR = r"actor_rollout_ref\.rollout\.", r"actor_rollout_ref\.actor\."
+OFF: tuple[Any, ...] = (None, False, 0, "null", "none", "None", "", [], {})
+OFF_OR_ONE: tuple[Any, ...] = (*OFF, 1, -1)
+SERVER_ENGINES = "not in this version: use actor_rollout_ref.rollout.name=native, which generates with the module that trains"
+ONE_PROCESS = "this version runs one process"
+RESULTS_SAME = "it changes memory or speed in verl, not results"
+
+
+def ignored(pattern: str, why: str) -> Rule:
+    """Keys that have no effect, whatever their value."""
+    return Rule(pattern, None, why)
+
+
+def off(pattern: str, refusal: str) -> Rule:
+    """Keys of a feature that this version does not have: only values that leave it off are accepted."""
+    return Rule(pattern, OFF, "it is off", refusal)
+
+
+LATER_ESTIMATORS = [
+    "grpo_vectorized",
+    "grpo_passk",
+    "gdpo",
+    "rloo",
+    "rloo_vectorized",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+    "max_rl",
+]
+LATER_LOSSES = [
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "gmpo",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "reinforce",
+    "bypass_mode",
+]
+
+NO_ESTIMATOR = "not in this version: use gae or grpo, or your own estimator as path/to/file.py:name"
+NO_LOSS = "not in this version: use vanilla, or your own loss as path/to/file.py:name"
+NO_ENGINE = "not in this version: use actor_rollout_ref.actor.strategy=fsdp2"
+
+# Values of native keys that verl knows and this version does not.
+REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "actor_rollout_ref.rollout.name": dict.fromkeys(("vllm", "sglang", "hf", "openai", "trtllm", "tgi", "naive"), SERVER_ENGINES),
+    "actor_rollout_ref.actor.strategy": dict.fromkeys(("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE),
+    "algorithm.adv_estimator": dict.fromkeys(LATER_ESTIMATORS, NO_ESTIMATOR),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": dict.fromkeys(LATER_LOSSES, NO_LOSS),
+    "trainer.device": {"npu": "not in this version: use auto, cuda or cpu", "mps": "not in this version: use cpu"},
+}
+
+# fmt: off
+PPO_RULES: tuple[Rule, ...] = (
+    # model
+    ignored(r"(actor_rollout_ref|critic|reward)\.(\w+\.)?use_remove_padding", "sequences are always packed: no padding is ever computed"),
+    Rule(r"(.+\.)?(lora_rank|lora\.rank)", OFF, "LoRA is off", "LoRA comes in a later version: leave it out to train all parameters"),
+    Rule(r".+\.lora_adapter_path", OFF, "LoRA is off", "LoRA comes in a later version: merge the adapter into the model first"),
+    ignored(r".+\.(lora_alpha|target_modules|exclude_modules|target_parameters|peft_type|lora\..+)", "LoRA is off in this version"),
+    ignored(r".+\.(use_liger|use_fused_kernels|fused_kernel_options\..+)",
+         "log-probs are always computed in chunks, never as full logits"),
+    ignored(r".+\.(use_torch_compile|enable_activation_offload|use_shm|use_prefix_grouper|tiled_mlp\..+)", RESULTS_SAME),
+    off(r".+\.custom_chat_template", "set the chat template in the tokenizer's own folder (data.tokenizer)"),
+    off(r".+\.(hf_config_path|generation_config_path)", "put the config file into the model's folder"),
+    Rule(r".+\.freeze_vision_tower", OFF, "text models only", "vision models come in a later version"),
+    Rule(r".+\.(mtp\..+|router_replay\..+)", (*OFF, "disabled"), "off", "not in this version: leave it out"),
+    Rule(r"actor_rollout_ref\.ref\.model(\..+)?", OFF, "the reference is the actor's first weights",
+         "a reference of its own comes later: leave it out"),
+    # training engine
+    ignored(r".+\.(use_dynamic_bsz|log_prob_use_dynamic_bsz)", "micro-batches are always packed up to the token limit and the row limit"),
+    Rule(r".+\.ulysses_sequence_parallel_size", OFF_OR_ONE, "off", f"sequence parallelism comes later ({ONE_PROCESS}): set it to 1"),
+    ignored(r".+\.(entropy_from_logits_with_chunking|entropy_checkpointing|calculate_entropy)", "entropy is always computed in chunks"),
+    off(r".+\.calculate_sum_pi_squared", "the estimators that need it come in a later version"),
+    Rule(
+        r".+\.(fsdp_config|fsdp)\.(model_dtype|dtype)",
+        (*OFF, "fp32", "float32", "bfloat16", "bf16", "auto"),
+        "the `dtype` key of the model decides",
+        "set the `dtype` key of the model (actor_rollout_ref.model.dtype, critic.model.dtype)",
+    ),
+    ignored(r".+\.(fsdp_config|fsdp)\.seed", "trainer.seed keys every draw"),
+    ignored(r".+\.(fsdp_config|fsdp)\..+", f"one process, nothing is sharded or offloaded ({RESULTS_SAME})"),
+    Rule(r".+\.megatron\..+", OFF_OR_ONE, "the training engine is FSDP2", "Megatron comes in a later version: leave it out"),
+    Rule(r"(critic|actor_rollout_ref\.ref|reward\.reward_model)\.strategy", ("fsdp", "fsdp2"), "the engine is FSDP2", "set fsdp2"),
+    Rule(r".+\.data_loader_seed", (*OFF, 42, 1), "trainer.seed keys every draw", "set trainer.seed"),
+    ignored(r"critic\.rollout_n", "actor_rollout_ref.rollout.n decides"),
+    Rule(r".+\.optim\.(optimizer|optimizer_impl)", ("AdamW", "adamw", "adam", "torch.optim"), "AdamW is the optimizer", "use AdamW"),
+    off(r".+\.optim\.override_optimizer_config(\..+)?", "set betas, eps and weight_decay of the optim block"),
+    Rule(r".+\.optim\.(zero_indexed_step|init_lr_ratio)", (*OFF, True), "off", "not in this version: leave it out"),
+    ignored(r".+\.checkpoint\.(async_save|mbridge_config\..+)", "a checkpoint is written whole before the run goes on"),
+    ignored(r".+\.policy_loss\.(clip_cov_\w+|kl_cov_\w+|ppo_kl_coef|dro_beta|tau_\w+)", "only losses of a later version read it"),
+    ignored(ACTOR + r"(tau_pos|tau_neg)", "only losses of a later version read it"),
+    Rule(r"actor_rollout_ref\.hybrid_engine", (True,), "always on",
+         "the native engine always shares the trainer's weights: leave it out"),
+    ignored(r".+\.nccl_timeout", ONE_PROCESS),
+    # rollout
+    Rule(ROLLOUT + r"mode", ("async", "sync"), "the native engine runs in the trainer's process", "leave it out"),
+    Rule(
+        ROLLOUT + r"(tensor_model|data|expert|pipeline_model|decode_context|prefill_context)_parallel_size",
+        OFF_OR_ONE,
+        ONE_PROCESS,
+        f"{ONE_PROCESS}, generation is not split over devices: set it to 1",
+    ),
+    Rule(ROLLOUT + r"dtype", (*OFF, "auto", "bfloat16"), "generation runs in the dtype of the module that trains",
+         "generation runs in the dtype of the module that trains: set actor_rollout_ref.model.dtype"),
+    off(ROLLOUT + r"(quantization|quantization_config_file)", "quantised generation comes in a later version"),
+    Rule(
+        ROLLOUT + r"(enforce_eager|cudagraph_capture_sizes|enable_chunked_prefill|enable_prefix_caching|free_cache_engine"
+        r"|load_format|layered_summon|max_model_len|multi_stage_wake_up|disable_log_stats|swap_space|update_weights_bucket_megabytes"
+        r"|checkpoint_engine\..+|engine_kwargs\..+|engine_kwargs)",
+        None,
+        "a setting of a separate inference server; the native engine needs none",
+    ),
+    ignored(ROLLOUT + r"calculate_log_probs", "the engine always returns log-probs"),
+    Rule(ROLLOUT + r"logprobs_mode", (None, "processed_logprobs"), "log-probs are of the distribution at `temperature`",
+         "log-probs are always those of the distribution at `temperature`: leave it out"),
+    Rule(ROLLOUT + r"seed", (*OFF, 42), "trainer.seed keys every draw", "set trainer.seed"),
+    Rule(ROLLOUT + r"(repetition_penalty|over_sample_rate|min_p|limit_images)", (*OFF, 1.0), "off", "not in this version"),
+    Rule(ROLLOUT + r"val_kwargs\.(repetition_penalty|min_p)", (*OFF, 1.0), "off", "not in this version"),
+    off(ROLLOUT + r"multi_turn\.enable", "tools and several turns come in a later version"),
+    ignored(ROLLOUT + r"multi_turn\..+", "read only with multi_turn.enable, which is off in this version"),
+    ignored(ROLLOUT + r"agent\.num_workers", "the native engine runs in the trainer's process"),
+    Rule(ROLLOUT + r"agent\..+", (*OFF, "single_turn_agent"), "off", "agent loops come in a later version"),
+    off(ROLLOUT + r"trace\.backend", "traces come in a later version; trainer.rollout_data_dir writes samples"),
+    ignored(ROLLOUT + r"trace\..+", "read only with trace.backend"),
+    off(ROLLOUT + r"(skip_rollout|skip\.enable)", "replaying stored rollouts comes in a later version"),
+    ignored(ROLLOUT + r"(skip_dump_dir|skip\..+)", "read only with skip_rollout"),
+    off(ROLLOUT + r"prometheus\.enable", "comes in a later version; trainer.logger=[console,tensorboard] shows metrics"),
+    ignored(ROLLOUT + r"prometheus\..+", "read only with prometheus.enable"),
+    # data
+    off(r"data\.gen_batch_size", "comes with dynamic sampling, in a later version: use data.train_batch_size"),
+    ignored(r"data\.(return_raw_input_ids|return_raw_chat|return_full_prompt|return_multi_modal_inputs)",
+         "rows keep their messages and their ids"),
+    ignored(r"data\.(filter_overlong_prompts_workers|use_shm)", RESULTS_SAME),
+    ignored(r"data\.(image_key|video_key|audio_key|image_patch_size|mm_processor_kwargs(\..+)?)", "text models only in this version"),
+    off(r"data\.datagen\.(path|name)", "data made during the run comes later; data.custom_cls and data.sampler take your own classes"),
+    off(r"data\.(tool_config_path|chat_template)", "not in this version"),
+    # reward
+    off(r"reward\.reward_model\.enable", "learned reward models come later: use reward.custom_reward_function"),
+    off(r"reward\.reward_model\.enable_resource_pool", ONE_PROCESS),
+    ignored(r"reward\.reward_model\.launch_reward_fn_async", "rewards are scored by workers of their own"),
+    ignored(r"reward\.reward_model\..+", "read only with a learned reward model, which comes in a later version"),
+    Rule(r"reward\.reward_manager\.name", (*OFF, "naive"), "one manager scores all rewards",
+         "use reward.function, reward.terms or reward.custom_reward_function"),
+    Rule(r"reward\.reward_manager\..+", (*OFF, "register"), "off", "use reward.custom_reward_function"),
+    off(r"reward\.reward_kwargs\.overlong_buffer_cfg\.enable", "overlong shaping comes later: a length term of reward.terms does it"),
+    ignored(r"reward\.reward_kwargs\..+", "read only by reward managers of a later version"),
+    off(r"reward\.sandbox_fusion\.url", "running code for rewards comes in a later version"),
+    ignored(r"reward\.sandbox_fusion\..+", "read only with sandbox_fusion.url"),
+    # algorithm
+    off(r"algorithm\.filter_groups\.enable", "dynamic sampling comes in a later version"),
+    ignored(r"algorithm\.filter_groups\..+", "read only with filter_groups.enable"),
+    off(r"algorithm\.use_pf_ppo", "comes in a later version"),
+    ignored(r"algorithm\.pf_ppo(\..+)?", "read only with use_pf_ppo"),
+    Rule(r"algorithm\.(rollout_correction|rollout_correction\.(rollout_is|rollout_rs|bypass_mode|rollout_is_batch_normalize)|rollout_is|rollout_rs)",
+         OFF, "off",
+         "corrections come in a later version; the native engine and the trainer agree to rounding, which is measured each step"),
+    ignored(r"algorithm\.(rollout_correction\..+|rollout_is_\w+|rollout_rs_\w+)", "read only with rollout_is or rollout_rs"),
+    off(r"algorithm\.gdpo_reward_(keys|weights)", "comes in a later version"),
+    # trainer and the rest
+    ignored(r"trainer\.balance_batch", ONE_PROCESS),
+    ignored(r"trainer\.(ray_wait_register_center_timeout|use_legacy_worker_impl)", "there is no Ray in this version"),
+    ignored(r"trainer\.(use_v1|v1\..+)", "there is one trainer, which is synchronous"),
+    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
+    off(r"trainer\.(del_local_ckpt_after_load|remove_previous_ckpt_in_save)", "use trainer.max_ckpt_to_keep"),
+    off(r"trainer\.esi_redundant_time", "comes in a later version: use trainer.save_freq"),
+    off(r"trainer\.(profile_steps|npu_profile\..+)", "profilers come in a later version"),
+    off(r"global_profiler\.(tool|steps)", "profilers come in a later version"),
+    ignored(r"global_profiler\..+", "read only with global_profiler.tool"),
+    off(r".+\.profiler\.(enable|tool)", "profilers come in a later version"),
+    ignored(r".+\.profiler\..+", "read only with profiler.enable"),
+    ignored(r"(ray_kwargs|ray_init)(\..+)?", "there is no Ray in this version"),
+    off(r"(transfer_queue|skip)(\.\w+)?\.(enable|enabled)", "comes in a later version"),
+    ignored(r"(transfer_queue|skip)\..+", "read only when it is enabled"),
+    off(r"distillation\.(enable|enabled)", "comes in a later version"),
+    ignored(r"distillation\..+", "read only with distillation.enabled"),
+    Rule(r"async_training(\..+)?", (), "", "the trainer is synchronous in this version: leave it out"),
+    Rule(r"resource_pool(\..+)?", (), "", f"{ONE_PROCESS} that hosts every role: leave it out"),
+    ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
+)
+
+SFT_RULES: tuple[Rule, ...] = (
+    ignored(r"(data\.|model\.)?(use_dynamic_bsz|use_remove_padding|balance_dp_token)",
+         "sequences are always packed up to the token limit"),
+    Rule(r"data\.pad_mode", (None, "no_padding"), "sequences are always packed", "sequences are always packed: leave it out"),
+    ignored(r"data\.(tools_key|enable_thinking_key|use_shm|ignore_input_ids_mismatch|multiturn\..+)",
+         "columns of tools are not read in this version"),
+    off(r"data\.(custom_cls\.(path|name)|chat_template)", "not for SFT in this version"),
+    Rule(r"engine\.(strategy)", ("fsdp", "fsdp2"), "the engine is FSDP2", "set fsdp2"),
+    Rule(r"engine\.ulysses_sequence_parallel_size|ulysses_sequence_parallel_size", OFF_OR_ONE, "off", "comes later: set it to 1"),
+    Rule(r"engine\.(model_dtype|dtype)", (*OFF, "fp32", "float32", "bfloat16", "bf16", "auto"), "model.dtype decides", "set model.dtype"),
+    ignored(r"(engine|model\.fsdp_config)\..+", f"one process, nothing is sharded or offloaded ({RESULTS_SAME})"),
+    Rule(r"model\.(lora_rank|lora_adapter_path)", OFF, "LoRA is off", "LoRA comes in a later version: leave it out"),
+    ignored(r"model\.(lora_alpha|target_modules|exclude_modules)", "LoRA is off in this version"),
+    ignored(r"model\.(use_liger|use_shm|enable_activation_offload|use_fused_kernels|fused_kernel_options\..+|strategy)", RESULTS_SAME),
+    Rule(r"optim\.(optimizer|optimizer_impl)", ("AdamW", "adamw", "adam", "torch.optim"), "AdamW is the optimizer", "use AdamW"),
+    off(r"optim\.override_optimizer_config(\..+)?", "set betas, eps and weight_decay of the optim block"),
+    ignored(r"checkpoint\.(async_save|mbridge_config\..+)", "a checkpoint is written whole before the run goes on"),
+    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
+    ignored(r"trainer\.balance_batch", ONE_PROCESS),
+    off(r"(.+\.)?profiler\.(enable|tool)", "profilers come in a later version"),
+    ignored(r"(.+\.)?profiler\..+", "read only with profiler.enable"),
+    ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
+)
+# fmt: on

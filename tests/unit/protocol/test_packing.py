@@ -1,0 +1,85 @@
+"""Padded rows to packed tokens and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.protocol import BatchError, DataProto, make_rows, pack
+
+TOKENS = st.lists(st.integers(0, 99), min_size=1, max_size=4)
+
+
+def test_make_rows_pads_prompts_left_and_responses_right() -> None:
+    made = make_rows([[1, 2], [5]], [[3, 4, 9], []], 7, prompt_width=3, response_masks=[[1, 0, 1], []])
+    assert made["prompts"].tolist() == [[7, 1, 2], [7, 7, 5]]
+    assert made["responses"].tolist() == [[3, 4, 9], [7, 7, 7]]
+    assert made["input_ids"].tolist() == [[7, 1, 2, 3, 4, 9], [7, 7, 5, 7, 7, 7]]
+    assert made["attention_mask"].tolist() == [[False, True, True, True, True, True], [False, False, True, False, False, False]]
+    assert made["response_mask"].tolist() == [[True, False, True], [False, False, False]]
+
+
+def test_make_rows_refuses_what_does_not_fit() -> None:
+    with pytest.raises(BatchError, match="prompt of 3 tokens does not fit into a width of 2"):
+        make_rows([[1, 2, 3]], [[1]], 0, prompt_width=2)
+    with pytest.raises(BatchError, match="2 prompts, 1 responses"):
+        make_rows([[1], [2]], [[1]], 0)
+    with pytest.raises(BatchError, match="row 0: 1 response tokens but 2 mask"):
+        make_rows([[1]], [[1]], 0, response_masks=[[1, 1]])
+
+
+def test_pack_a_known_case() -> None:
+    # a tool token (mask 0) is predicted as well: the mask decides later what is learned
+    packed = pack(DataProto.from_dict(make_rows([[1, 2], [5]], [[3, 4], [6]], 0, response_masks=[[1, 0], [1]])))
+    assert packed.input_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
+    assert packed.lengths == (4, 2) and packed.shape == (2, 2) and packed.num_tokens == 6
+    assert packed.targets.tolist() == [3, 4, 6] and packed.predict_index.tolist() == [1, 2, 4]
+    assert packed.unpack(torch.tensor([0.5, 1.5, 2.5]), fill=-1.0).tolist() == [[0.5, 1.5], [2.5, -1.0]]
+
+
+def test_unpack_passes_gradients_and_gather_undoes_it() -> None:
+    packed = pack(DataProto.from_dict(make_rows([[1], [1]], [[2, 3], [4]], 0)))
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    out = packed.unpack(values)
+    (out * torch.tensor([[2.0, 3.0], [5.0, 7.0]])).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [2.0, 3.0, 5.0]
+    assert torch.equal(packed.gather(out), values)
+
+
+def test_a_response_without_tokens_and_an_empty_batch() -> None:
+    packed = pack(DataProto.from_dict(make_rows([[1, 2]], [[]], 0, response_width=3)))
+    assert packed.targets.shape == (0,) and packed.unpack(torch.zeros(0)).tolist() == [[0.0, 0.0, 0.0]]
+    empty = pack(DataProto.from_dict(make_rows([[1]], [[2]], 0))[:0])
+    assert empty.num_tokens == 0 and empty.lengths == () and empty.shape == (0, 1)
+
+
+def test_pack_refuses_rows_it_cannot_predict() -> None:
+    made = make_rows([[1], [1]], [[2], [3]], 0)
+    bad = {**made, "attention_mask": torch.tensor([[True, True], [False, True]])}
+    with pytest.raises(BatchError, match="row 1 has no prompt token"):
+        pack(DataProto.from_dict(bad))
+    bad = {**made, "attention_mask": torch.tensor([[False, False], [True, True]])}
+    with pytest.raises(BatchError, match="row 0 has no attended token"):
+        pack(DataProto.from_dict(bad))
+    bad = {**made, "responses": torch.tensor([[2], [4]])}
+    with pytest.raises(BatchError, match="differs from the last columns"):
+        pack(DataProto.from_dict(bad))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(TOKENS, st.lists(st.integers(0, 99), max_size=4)), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
+def test_padding_changes_nothing_and_every_target_follows_its_predictor(
+    pairs: list[tuple[list[int], list[int]]], more_left: int, more_right: int
+) -> None:
+    prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
+    tight = pack(DataProto.from_dict(make_rows(prompts, responses, 0)))
+    wide = pack(DataProto.from_dict(make_rows(prompts, responses, 5, prompt_width=4 + more_left, response_width=4 + more_right)))
+    for name in ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns"):
+        assert torch.equal(getattr(tight, name), getattr(wide, name)), name
+    assert tight.lengths == wide.lengths == tuple(len(p) + len(r) for p, r in pairs)
+    assert tight.input_ids.tolist() == [t for p, r in pairs for t in p + r]
+    assert torch.equal(tight.input_ids[tight.predict_index + 1], tight.targets)
+    assert tight.targets.tolist() == [t for r in responses for t in r]

@@ -65,10 +65,19 @@ def _imports(source: Source) -> list[Import]:
                 found.extend(Import(source.module, alias.name, child.lineno, in_function, type_checking) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{source.path}:{child.lineno}: relative import"
-                found.append(Import(source.module, child.module or "", child.lineno, in_function, type_checking))
+                for alias in child.names:
+                    target = _module_of(child.module or "", alias.name)
+                    found.append(Import(source.module, target, child.lineno, in_function, type_checking))
             inside = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             guarded = type_checking or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
             visit(child, inside, guarded)
 
     visit(source.tree, False, False)
     return found
+
+
+def _module_of(package: str, name: str) -> str:
+    """`from package import name`: the submodule where `name` is one, else the package."""
+    inside = ROOT / "src" / Path(*package.split("."), name)
+    is_module = package.startswith("hybridflow") and (inside.with_suffix(".py").exists() or (inside / "__init__.py").exists())
+    return f"{package}.{name}" if is_module else package

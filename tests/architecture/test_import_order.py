@@ -31,8 +31,8 @@ DOORS = {
     "mlflow": ("observability.trackers.mlflow",),
     "swanlab": ("observability.trackers.swanlab",),
     "tensorboard": ("observability.trackers.tensorboard",),
-    "reasoning_gym": ("data.tasks.reasoning_gym",),
-    "math_verify": ("rewards.math",),
+    "reasoning_gym": ("data.tasks.reasoning_gym", "rewards.functions.reasoning_gym"),
+    "math_verify": ("rewards.functions.math",),
     "hydra": ("config.load", "config.overrides"),
 }
 

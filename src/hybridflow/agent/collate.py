@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from hybridflow.agent.single_turn import RequestBatch
@@ -42,7 +41,7 @@ def collate(batch: RequestBatch, outputs: Sequence[GenerationOutput], tokenizer:
         "loss_mask": tensors["response_mask"].clone(),
         "rollout_log_probs": log_probs,
         "policy_version": versions,
-        "row_id": torch.arange(count) + step * ROWS_PER_STEP,
+        "row_id": torch.tensor([request.request_id for request in batch.requests]) + step * ROWS_PER_STEP,
     }
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     columns = {
@@ -53,11 +52,5 @@ def collate(batch: RequestBatch, outputs: Sequence[GenerationOutput], tokenizer:
         "ground_truth": [(row.row.get("reward_model") or {}).get("ground_truth") for row in batch.rows],
         "extra_info": [row.row.get("extra_info") or {} for row in batch.rows],
     }
-    return DataProto.from_dict(tensors, non_tensors={key: _objects(values) for key, values in columns.items()})
+    return DataProto.from_dict(tensors, columns)
 
-
-def _objects(values: Sequence[object]) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):  # one by one: numpy would unfold lists of one length
-        array[index] = value
-    return array

@@ -25,14 +25,19 @@ class RequestBatch:
     uids: list[str]
 
 
-def build_requests(prompts: Sequence[PromptRow], sampling: SamplingParams, *, n: int, seed: int, purpose: str, step: int) -> RequestBatch:
-    """`n` requests for each prompt, each with a seed of its own that depends on (seed, purpose, step, row) alone."""
+def build_requests(
+    prompts: Sequence[PromptRow], sampling: SamplingParams, *, n: int, seed: int, purpose: str, step: int, first_row: int = 0
+) -> RequestBatch:
+    """`n` requests for each prompt, each with a seed of its own that depends on (seed, purpose, step, row) alone.
+
+    `first_row` is the number of the first row where the prompts are one part of several.
+    """
     requests, rows, uids = [], [], []
     for index, prompt in enumerate(prompts):
         for copy in range(n):
-            row = index * n + copy
+            row = first_row + index * n + copy
             key = derive_seed(seed, purpose, step, row)
             requests.append(GenerationRequest(row, tuple(prompt.prompt_token_ids), sampling, key))
             rows.append(prompt)
-            uids.append(f"{step}-{index}")
+            uids.append(f"{step}-{first_row + index * n}")
     return RequestBatch(requests, rows, uids)

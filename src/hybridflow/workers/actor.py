@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
+from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, ForwardFn, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.bridge import policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
-from hybridflow.workers.state import StatefulWorker
+from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 POLICY_COLUMNS = ("input_ids", "attention_mask", "responses")
 UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "old_log_probs", "advantages")
@@ -53,7 +53,7 @@ class ActorWorker(StatefulWorker):
         return self.engine.train_mini_batch(batch, forward, policy_loss(self.config, scale), self.limits).metrics
 
 
-class ActorGroup(WorkerGroup[ActorWorker]):
+class ActorGroup(StatefulGroup[ActorWorker]):
     """The driver's view of the actor."""
 
     def log_probs(self, batch: DataProto) -> DataProto:

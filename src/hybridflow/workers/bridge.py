@@ -28,6 +28,9 @@ from hybridflow.protocol import DataProto
 
 KLController = FixedKLController | AdaptiveKLController
 
+LOSS_SHARES = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "critic/vf_loss", "train/loss")
+"""Metrics that micro-batches and ranks add up to the loss of a mini-batch."""
+
 
 def kl_controller(config: AlgorithmConfig) -> KLController:
     """The controller of KL-in-reward that `algorithm.kl_ctrl` asks for."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.critic import CriticConfig
-from hybridflow.controller import Dispatch, WorkerGroup, register
+from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -14,7 +14,7 @@ from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.bridge import critic_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
-from hybridflow.workers.state import StatefulWorker
+from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "values", "returns")
 
@@ -44,7 +44,7 @@ class CriticWorker(StatefulWorker):
         return self.engine.train_mini_batch(batch, value_forward, loss, self.limits).metrics
 
 
-class CriticGroup(WorkerGroup[CriticWorker]):
+class CriticGroup(StatefulGroup[CriticWorker]):
     """The driver's view of the critic."""
 
     def values(self, batch: DataProto) -> DataProto:

@@ -11,6 +11,7 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
+from hybridflow.workers.bridge import LOSS_SHARES
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ def update_by_mini_batches(
         if scale.num_tokens == 0:
             metrics.add_sum(f"{name}/num_empty_mini_batches", 1.0)
             continue
-        metrics.update(update(mini, scale))
+        found = update(mini, scale)
+        found.average_sums(LOSS_SHARES)
+        metrics.update(found)
         metrics.add_sum(f"{name}/num_updates", 1.0)
     return metrics

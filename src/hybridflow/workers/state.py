@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from hybridflow.controller import Dispatch, Worker, register
+from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
 from hybridflow.engines import TrainEngine
 
 
@@ -23,3 +23,18 @@ class StatefulWorker(Worker):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state, in place."""
         self.engine.load_state_dict(state)
+
+
+W = TypeVar("W", bound=StatefulWorker)
+
+
+class StatefulGroup(WorkerGroup[W]):
+    """The driver's view of workers with an engine."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StatefulWorker.state_dict`."""
+        return self.call(StatefulWorker.state_dict)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `StatefulWorker.load_state_dict`."""
+        self.call(StatefulWorker.load_state_dict, state)

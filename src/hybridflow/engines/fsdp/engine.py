@@ -19,7 +19,6 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.balancing import split_micro_batches
 from hybridflow.protocol.packing import pack
-from hybridflow.protocol.randomness import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ class FSDPEngine:
         optim: OptimConfig | None,
         total_steps: int = 0,
         grad_clip: float | None = None,
-        seed: int = 0,
         max_nonfinite_steps: int = 3,
         dump_dir: Path | None = None,
     ) -> None:
@@ -47,12 +45,10 @@ class FSDPEngine:
         self.device = next(module.parameters()).device
         self.optimizer = None if optim is None else MasterAdamW(module.named_parameters(), optim)
         self.total_steps = total_steps if optim is None or optim.total_training_steps < 0 else optim.total_training_steps
-        self.grad_clip, self.seed = grad_clip, seed
+        self.grad_clip = grad_clip
         self.max_nonfinite_steps, self.dump_dir = max_nonfinite_steps, dump_dir
         self.num_steps = 0  # optimizer steps applied
-        self.num_calls = 0  # optimizer steps tried: keys the dropout
         self.nonfinite_in_a_row = 0
-        self.has_dropout = _has_dropout(module)
 
     @torch.no_grad()
     def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
@@ -74,16 +70,13 @@ class FSDPEngine:
         self.optimizer.zero_grad()
         metrics = Metrics()
         total = torch.zeros((), dtype=torch.float64)
-        for number, (_, micro) in enumerate(self._micro_batches(batch, limits)):
-            if self.has_dropout:  # keyed, so that a resumed or repeated step draws the same masks
-                torch.manual_seed(derive_seed(self.seed, f"dropout/{self.name}", self.num_calls, number))
+        for _, micro in self._micro_batches(batch, limits):
             packed = pack(micro)
             outputs = {key: packed.unpack(value) for key, value in forward(self.module, packed).items()}
             share, micro_metrics = loss(outputs, micro)
             share.backward()  # type: ignore[no-untyped-call]
             total += share.detach().double().cpu()
             metrics.update(micro_metrics)
-        self.num_calls += 1
         return self._step(batch, float(total), metrics)
 
     def _micro_batches(self, batch: DataProto, limits: BatchLimits) -> list[tuple[list[int], DataProto]]:
@@ -116,7 +109,7 @@ class FSDPEngine:
         self.nonfinite_in_a_row += 1
         where = "not written (no folder given)"
         if self.dump_dir is not None:
-            folder = self.dump_dir / f"{self.name}_call_{self.num_calls}"
+            folder = self.dump_dir / f"{self.name}_after_update_{self.num_steps}_{self.nonfinite_in_a_row}"
             batch.save_to_disk(folder)
             where = str(folder)
         text = (
@@ -135,7 +128,7 @@ class FSDPEngine:
         return {
             "model": dict(self.module.state_dict()),
             "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
-            "scheduler": {"num_steps": self.num_steps, "num_calls": self.num_calls, "nonfinite_in_a_row": self.nonfinite_in_a_row},
+            "scheduler": {"num_steps": self.num_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row},
         }
 
     @torch.no_grad()
@@ -153,12 +146,5 @@ class FSDPEngine:
             self.optimizer.load_state_dict(state["optimizer"])
         counters = state.get("scheduler", {})
         self.num_steps = int(counters.get("num_steps", 0))
-        self.num_calls = int(counters.get("num_calls", 0))
         self.nonfinite_in_a_row = int(counters.get("nonfinite_in_a_row", 0))
 
-
-def _has_dropout(module: nn.Module) -> bool:
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
-        return True
-    config = getattr(module, "config", None)
-    return any(getattr(config, key, 0) for key in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"))

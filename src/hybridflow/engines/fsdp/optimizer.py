@@ -42,7 +42,7 @@ class MasterAdamW:
             master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
             p.grad = None
 
-        parameter.register_post_accumulate_grad_hook(accumulate)
+        parameter.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
         return master
 
     @torch.no_grad()
@@ -51,7 +51,8 @@ class MasterAdamW:
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if not grads:
             return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+        return norm
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.rewards.manager import RewardManager, ScoreRequest
+from hybridflow.rewards.manager import RewardManager
+from hybridflow.rewards.request import ScoreRequest
 
 
 def score(batch: DataProto, rewards: RewardManager) -> tuple[DataProto, Metrics]:
@@ -26,7 +24,7 @@ def score(batch: DataProto, rewards: RewardManager) -> tuple[DataProto, Metrics]
     scored = rewards.score(requests)
     scores = torch.tensor(scored.scores, dtype=torch.float32)
     extras = {key: values for key, values in scored.extras.items() if key not in columns and key != "score"}
-    batch |= DataProto.from_dict({"token_level_scores": place_scores(scores, batch.batch["response_mask"])}, non_tensors=_columns(extras))
+    batch |= DataProto.from_dict({"token_level_scores": place_scores(scores, batch.batch["response_mask"])}, extras)
     if any(scored.dropped):
         keep = ~torch.tensor(scored.dropped)
         batch.narrow_loss_mask(keep[:, None].expand_as(batch.batch["loss_mask"]))
@@ -44,11 +42,3 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     placed[rows, positions.max(-1).values[rows]] = scores[rows]
     return placed
 
-
-def _columns(extras: dict[str, list[Any]]) -> dict[str, np.ndarray]:
-    columns = {}
-    for key, values in extras.items():
-        columns[key] = np.empty(len(values), dtype=object)
-        for index, value in enumerate(values):
-            columns[key][index] = value
-    return columns

@@ -39,8 +39,8 @@ class Trajectories:
         )
         return self._make(prompts, sampling, n=rollout.n, purpose="rollout", step=step, version=step - 1)
 
-    def for_validation(self, prompts: Sequence[PromptRow], step: int) -> tuple[DataProto, Metrics]:
-        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights after step `step`."""
+    def for_validation(self, prompts: Sequence[PromptRow], step: int, first_row: int = 0) -> tuple[DataProto, Metrics]:
+        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights after step `step`; row numbers start at `first_row`."""
         rollout = self.config.actor_rollout_ref.rollout
         val = rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0.0
@@ -52,12 +52,12 @@ class Trajectories:
             greedy=greedy,
             ignore_eos=rollout.ignore_eos,
         )
-        return self._make(prompts, sampling, n=val.n, purpose="validation", step=step, version=step)
+        return self._make(prompts, sampling, n=val.n, purpose="validation", step=step, version=step, first_row=first_row)
 
     def _make(
-        self, prompts: Sequence[PromptRow], sampling: SamplingParams, *, n: int, purpose: str, step: int, version: int
+        self, prompts: Sequence[PromptRow], sampling: SamplingParams, *, n: int, purpose: str, step: int, version: int, first_row: int = 0
     ) -> tuple[DataProto, Metrics]:
-        requests = build_requests(prompts, sampling, n=n, seed=self.config.trainer.seed, purpose=purpose, step=step)
+        requests = build_requests(prompts, sampling, n=n, seed=self.config.trainer.seed, purpose=purpose, step=step, first_row=first_row)
         with self.timer("gen"):
             outputs = self.rollout.generate(requests.requests, policy_version=version)
         batch = collate(requests, outputs, self.tokenizer, step=step)

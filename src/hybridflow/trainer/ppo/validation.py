@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hybridflow.config import PPOConfig
-from hybridflow.data.prompts import PromptDataset
+from hybridflow.data.loader import MapDataset
+from hybridflow.data.prompts import PromptRow
+from hybridflow.observability.samples import sample_rows
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import derive_seed
+from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.val_metrics import validation_metrics
 
@@ -15,20 +18,21 @@ from hybridflow.trainer.ppo.val_metrics import validation_metrics
 class Validator:
     """Scores the policy on the validation rows; the draws depend on (seed, step, row) alone."""
 
-    def __init__(self, dataset: PromptDataset, trajectories: Trajectories, config: PPOConfig) -> None:
-        self.dataset, self.trajectories, self.config = dataset, trajectories, config
+    def __init__(self, dataset: MapDataset[PromptRow], trajectories: Trajectories, samples: SampleLog, config: PPOConfig) -> None:
+        self.dataset, self.trajectories, self.samples, self.config = dataset, trajectories, samples, config
 
-    def __call__(self, step: int) -> tuple[dict[str, float], DataProto]:
-        """Metrics (`val-core/…`, `val-aux/…`) and all rows of the validation."""
+    def __call__(self, step: int) -> dict[str, float]:
+        """Metrics (`val-core/…`, `val-aux/…`) after `step` steps; its samples go where the keys ask."""
         size = self.config.data.val_batch_size or len(self.dataset)
-        parts = []
-        for number, start in enumerate(range(0, len(self.dataset), size)):
+        parts: list[DataProto] = []
+        shown: list[dict[str, Any]] = []
+        for start in range(0, len(self.dataset), size):
             prompts = [self.dataset[index] for index in range(start, min(start + size, len(self.dataset)))]
-            part, _ = self.trajectories.for_validation(prompts, step)
-            part.non_tensor_batch["uid"][:] = [f"{number}-{uid}" for uid in part.non_tensor_batch["uid"]]
-            parts.append(_narrow(part))
-        rows = DataProto.concat(parts)
-        return self._metrics(rows), rows
+            part, _ = self.trajectories.for_validation(prompts, step, first_row=start * self.config.actor_rollout_ref.rollout.val_kwargs.n)
+            shown += sample_rows(part, self.samples.decode, max_rows=self.samples.validation_rows)
+            parts.append(_without_padding(part))
+        self.samples.validation(shown, step)
+        return self._metrics(DataProto.concat(parts))
 
     def _metrics(self, rows: DataProto) -> dict[str, float]:
         columns = rows.non_tensor_batch
@@ -39,17 +43,17 @@ class Validator:
         predictions = list(columns["pred"]) if "pred" in columns else None
         seed = derive_seed(self.config.trainer.seed, "validation_bootstrap")
         metrics = validation_metrics(list(columns["data_source"]), list(columns["uid"]), variables, predictions, seed=seed)
-        metrics["val-aux/response_length/mean"] = float(rows.batch["response_length"].float().mean())
         truncated = [reason == "length" for reason in columns["finish_reason"]]
+        metrics["val-aux/response_length/mean"] = float(rows.batch["response_length"].float().mean())
         metrics["val-aux/response_length/clip_ratio"] = sum(truncated) / len(truncated)
         return metrics
 
 
-_OWN_COLUMNS = {"uid", "finish_reason", "solution_str", "data_source", "ground_truth", "extra_info", "prompt_str"}
+_OWN_COLUMNS = {"uid", "finish_reason", "solution_str", "data_source", "ground_truth", "extra_info"}
 
 
-def _narrow(part: DataProto) -> DataProto:
+def _without_padding(part: DataProto) -> DataProto:
     """Keep what does not depend on the padding, so that parts of different widths join."""
     scores = part.batch["token_level_scores"].sum(-1)
-    narrow = part.select(["row_id"])
-    return narrow.union(DataProto.from_dict({"score": scores, "response_length": part.batch["response_mask"].sum(-1)}))
+    lengths = part.batch["response_mask"].sum(-1)
+    return part.select(["row_id"]).union(DataProto.from_dict({"score": scores, "response_length": lengths}))

@@ -1,0 +1,109 @@
+"""The bodies of the commands: each imports what it needs when it runs, calls it, and prints."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Train the tiny model and show what changed."""
+    from hybridflow.cli.demo_view import show_summary
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.trainer.demo.demo import DemoOptions, run_demo
+
+    setup_logging()
+    wanted = DemoOptions(
+        Path(options.out), algorithm=options.algo, seed=options.seed, reward=options.reward, overrides=tuple(options.overrides)
+    )
+    show_summary(run_demo(wanted))
+    return 0
+
+
+def train(options: argparse.Namespace) -> int:
+    """One run, or every combination of a sweep."""
+    from hybridflow.config import PPOConfig
+    from hybridflow.config.load import expand_sweeps, prepare_config
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.trainer.main_ppo import run
+
+    setup_logging()
+    for overrides in expand_sweeps(options.overrides) if options.multirun else [options.overrides]:
+        prepared = prepare_config(PPOConfig, overrides, recipe=options.recipe)
+        _show_notes(prepared.notes)
+        run(prepared.config)
+    return 0
+
+
+def sft(options: argparse.Namespace) -> int:
+    """One supervised run, or every combination of a sweep."""
+    from hybridflow.config import SFTConfig
+    from hybridflow.config.load import expand_sweeps, prepare_config
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.trainer.main_sft import run
+
+    setup_logging()
+    for overrides in expand_sweeps(options.overrides) if options.multirun else [options.overrides]:
+        prepared = prepare_config(SFTConfig, overrides, recipe=options.recipe)
+        _show_notes(prepared.notes)
+        run(prepared.config)
+    return 0
+
+
+def config(options: argparse.Namespace) -> int:
+    """The resolved configuration as YAML; with --explain what follows from it."""
+    from hybridflow.config import PPOConfig, SFTConfig
+    from hybridflow.config.load import prepare_config
+    from hybridflow.config.show import to_yaml
+
+    prepared = prepare_config(SFTConfig if options.sft else PPOConfig, options.overrides, recipe=options.recipe)
+    _show_notes(prepared.notes)
+    if options.explain:
+        from hybridflow.cli.explain_view import show_explanation
+
+        show_explanation(prepared.config)
+    else:
+        print(to_yaml(prepared.config, only_changed=options.changed), end="")
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """What this machine has, and what each backend misses."""
+    from hybridflow.cli.doctor import show_machine
+
+    show_machine()
+    return 0
+
+
+def merge(options: argparse.Namespace) -> int:
+    """A checkpoint's actor as a Hugging Face folder."""
+    from hybridflow.merger import merge as merge_checkpoint
+
+    folder = merge_checkpoint(Path(options.checkpoint), Path(options.target))
+    print(f"wrote {folder}")
+    return 0
+
+
+def reward_test(options: argparse.Namespace) -> int:
+    """Score the first rows of the training data."""
+    from hybridflow.cli.reward_view import show_reward_test
+    from hybridflow.config import PPOConfig
+    from hybridflow.config.load import prepare_config
+
+    prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe)
+    _show_notes(prepared.notes)
+    return show_reward_test(prepared.config, rows=options.rows, response=options.response)
+
+
+def view(options: argparse.Namespace) -> int:
+    """One self-contained HTML file of a run."""
+    from hybridflow.observability.report import write_report
+
+    run = Path(options.run)
+    print(f"wrote {write_report(run, Path(options.out) if options.out else run / 'report.html')}")
+    return 0
+
+
+def _show_notes(notes: list[str]) -> None:
+    for note in notes:
+        print(f"note: {note}")

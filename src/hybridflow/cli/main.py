@@ -1,0 +1,83 @@
+"""The `hybridflow` command: words to command bodies. Nothing heavy is imported before a body runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hybridflow import __version__
+from hybridflow.cli import commands
+from hybridflow.errors import HybridFlowError
+
+OVERRIDES = "key=value, as in `data.train_batch_size=256`; `hybridflow config` lists all keys"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The grammar of the command line."""
+    root = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement-learning post-training of language models.")
+    root.add_argument("--version", action="version", version=f"hybridflow {__version__}")
+    words = root.add_subparsers(dest="command", metavar="command", required=True)
+
+    demo = words.add_parser("demo", help="watch a tiny language model learn arithmetic, in minutes, on this machine")
+    demo.add_argument("--algo", choices=["grpo", "ppo"], default="grpo")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--out", default="demo", help="folder of the run (default: demo)")
+    demo.add_argument("--reward", choices=["arithmetic_chain", "random"], default="arithmetic_chain", help="random: the control that must not learn")
+    demo.add_argument("overrides", nargs="*", help=f"overrides of the reinforcement-learning run: {OVERRIDES}")
+    demo.set_defaults(body=commands.demo)
+
+    for word, body, text in (
+        ("train", commands.train, "train by reinforcement learning"),
+        ("sft", commands.sft, "supervised fine-tuning"),
+    ):
+        run = words.add_parser(word, help=text)
+        run.add_argument("--recipe", help="name of a recipe, or a YAML file")
+        run.add_argument("--multirun", action="store_true", help="run every combination of comma-separated values, one after another")
+        run.add_argument("overrides", nargs="*", help=OVERRIDES)
+        run.set_defaults(body=body)
+
+    config = words.add_parser("config", help="print a run's configuration, and what follows from it")
+    config.add_argument("--recipe", help="name of a recipe, or a YAML file")
+    config.add_argument("--sft", action="store_true", help="a supervised run")
+    config.add_argument("--explain", action="store_true", help="sequences and optimizer steps, micro-batches, memory")
+    config.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    config.add_argument("overrides", nargs="*", help=OVERRIDES)
+    config.set_defaults(body=commands.config)
+
+    words.add_parser("doctor", help="what this machine has, and what each backend misses").set_defaults(body=commands.doctor)
+
+    merge = words.add_parser("merge", help="turn a checkpoint into a Hugging Face folder")
+    merge.add_argument("checkpoint", help="global_step_N, or its actor folder")
+    merge.add_argument("target", help="folder to write")
+    merge.set_defaults(body=commands.merge)
+
+    reward = words.add_parser("reward-test", help="score the first rows of the data before a run")
+    reward.add_argument("-n", "--rows", type=int, default=8)
+    reward.add_argument("--response", default="ground_truth", help="what is scored: ground_truth, empty, or a column of the data")
+    reward.add_argument("--recipe", help="name of a recipe, or a YAML file")
+    reward.add_argument("overrides", nargs="*", help=OVERRIDES)
+    reward.set_defaults(body=commands.reward_test)
+
+    view = words.add_parser("view", help="write a run's curves and samples as one HTML file")
+    view.add_argument("run", help="folder of the run")
+    view.add_argument("-o", "--out", help="file to write (default: report.html in the run's folder)")
+    view.set_defaults(body=commands.view)
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0; 1 after one message for a mistake that the user can mend; 130 when interrupted."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.body(options) or 0)
+    except HybridFlowError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""`python -m hybridflow.trainer.main_ppo key=value …`: a run of the PPO family from the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.errors import HybridFlowError
+from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.trainer.ppo.build import build
+
+
+def run(config: PPOConfig) -> dict[str, float]:
+    """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics."""
+    with build(config) as trainer:
+        return trainer.fit()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 after one message for a mistake that the user can mend."""
+    setup_logging()
+    try:
+        prepared = prepare_config(PPOConfig, list(sys.argv[1:] if arguments is None else arguments))
+        for note in prepared.notes:
+            sys.stderr.write(f"note: {note}\n")
+        run(prepared.config)
+    except HybridFlowError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,35 @@
+"""What builders need to know of a model: its keys as arguments, and which tokens end a response."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from hybridflow.config.model import ModelConfig
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.models.policy import PolicyModel
+
+
+def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """What `build_policy` and `build_value` take; `external_lib` is imported first, since it may register the architecture."""
+    assert config.path is not None, "the checks ask for a model path"
+    if config.external_lib:
+        import_module(config.external_lib)
+    return {
+        "path": config.path,
+        "device": device,
+        "dtype": config.dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "override_config": config.override_config,
+        "gradient_checkpointing": config.enable_gradient_checkpointing,
+    }
+
+
+def end_tokens(policy: PolicyModel, tokenizer: Tokenizer) -> list[int]:
+    """Tokens that end a response: the tokenizer's and those of the model's generation config (chat models often have several)."""
+    generation = getattr(policy.hf, "generation_config", None)
+    configured = getattr(generation, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return sorted({int(token) for token in [tokenizer.eos_token_id, *several] if token is not None})

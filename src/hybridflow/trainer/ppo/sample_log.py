@@ -1,0 +1,59 @@
+"""Which samples are kept for the reader: a few of a step token by token for the report, all of them where a key asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import PPOConfig
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.observability.samples import SampleWriter, sample_rows
+from hybridflow.observability.trackers import Trackers
+from hybridflow.protocol import DataProto
+
+REPORT_ROWS = 16
+"""Rows of a step that the report shows."""
+REPORT_STEPS = 20
+"""Steps of a run that the report shows, about."""
+
+
+class SampleLog:
+    """Writes samples of training steps and validations."""
+
+    def __init__(self, run_dir: Path, config: PPOConfig, tokenizer: Tokenizer, total_steps: int, trackers: Trackers) -> None:
+        self.tokenizer = tokenizer
+        self.total_steps, self.trackers = total_steps, trackers
+        self.num_shown = config.trainer.log_val_generations
+        self.report, self.report_validation = SampleWriter(run_dir / "samples"), SampleWriter(run_dir / "validation")
+        self.rollouts = _writer(config.trainer.rollout_data_dir)
+        self.validations = _writer(config.trainer.validation_data_dir)
+
+    @property
+    def validation_rows(self) -> int | None:
+        """How many rows of a validation part are wanted; None: all."""
+        return None if self.validations else max(REPORT_ROWS, self.num_shown)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
+        return str(self.tokenizer.decode(list(token_ids)))
+
+    def training(self, batch: DataProto, step: int) -> None:
+        """Samples of a finished training step."""
+        every = max(1, self.total_steps // REPORT_STEPS)
+        if step == 1 or step % every == 0 or step == self.total_steps:
+            self.report.write(sample_rows(batch, self.decode, token_level=True, max_rows=REPORT_ROWS), step)
+        if self.rollouts:
+            self.rollouts.write(sample_rows(batch, self.decode), step)
+
+    def validation(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Samples of a validation."""
+        self.report_validation.write(rows[:REPORT_ROWS], step)
+        if self.validations:
+            self.validations.write(rows, step)
+        if self.num_shown:
+            self.trackers.log_samples(rows[: self.num_shown], step)
+
+
+def _writer(folder: str | None) -> SampleWriter | None:
+    return SampleWriter(Path(folder).expanduser()) if folder else None

@@ -1,0 +1,101 @@
+"""The synchronous schedule: generate, train, validate, save; each step starts when the one before has ended.
+
+    loader ──prompts──► Trajectories ──scored rows──► PPOStep ──► metrics ──► trackers
+                             ▲                           │
+                             └──── the same weights ◄────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.config import PPOConfig
+from hybridflow.data.build import PromptData
+from hybridflow.data.loader import StatefulLoader
+from hybridflow.data.prompts import PromptRow
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.observability.metrics import Metrics
+from hybridflow.observability.timing import Timer
+from hybridflow.observability.trackers import Trackers
+from hybridflow.protocol import DataProto
+from hybridflow.rollout.base import RolloutEngine
+from hybridflow.trainer.ppo.sample_log import SampleLog
+from hybridflow.trainer.ppo.state import RunState
+from hybridflow.trainer.ppo.step import PPOStep
+from hybridflow.trainer.ppo.trajectories import Trajectories
+from hybridflow.trainer.ppo.validation import Validator
+
+
+@dataclass
+class SyncTrainer:
+    """Owns the loop and nothing else: the parts are built by `build.py`."""
+
+    config: PPOConfig
+    data: PromptData
+    loader: StatefulLoader[PromptRow]
+    trajectories: Trajectories
+    step: PPOStep
+    validator: Validator | None
+    state: RunState
+    store: CheckpointStore
+    trackers: Trackers
+    samples: SampleLog
+    timer: Timer
+    total_steps: int
+    tokenizer: Tokenizer
+    rollout_engine: RolloutEngine
+
+    def fit(self) -> dict[str, float]:
+        """Run to the last step; gives the last validation's metrics (empty without validation data)."""
+        trainer = self.config.trainer
+        done = self.state.step
+        last_validation: dict[str, float] = {}
+        if self.validator and (trainer.val_only or (trainer.val_before_train and done == 0)):
+            last_validation = self.validator(done)
+            self.trackers.log(last_validation, done)
+        if trainer.val_only:
+            return last_validation
+        prompts = self._prompts()
+        for step in range(done + 1, self.total_steps + 1):
+            last_validation = self._one(next(prompts), step) or last_validation
+        return last_validation
+
+    def _one(self, prompts: list[PromptRow], step: int) -> dict[str, float]:
+        """One training step with all that belongs to it; gives the validation's metrics where there was one."""
+        self.timer.reset()
+        validation: dict[str, float] = {}
+        with self.timer("step"):
+            batch, metrics = self.trajectories.for_training(prompts, step)
+            batch, step_metrics = self.step(batch, step)
+            metrics.update(step_metrics)
+            self.data.finish_batch(batch)
+            self.state.step = step
+            if self._due(self.config.trainer.test_freq, step) and self.validator:
+                with self.timer("testing"):
+                    validation = self.validator(step)
+            if self.config.trainer.save_freq > 0 and self._due(self.config.trainer.save_freq, step):
+                with self.timer("save_checkpoint"):
+                    self.state.save(self.store)
+        self._log(batch, metrics, validation, step)
+        return validation
+
+    def _log(self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int) -> None:
+        timings = self.timer.as_metrics()
+        values: dict[str, Any] = metrics.to_floats() | validation | timings
+        seconds = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0) - timings.get("timing_s/save_checkpoint", 0.0)
+        values["perf/time_per_step"] = seconds
+        values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
+        values["training/global_step"] = step
+        values["training/epoch"] = self.loader.epoch
+        self.samples.training(batch, step)
+        self.trackers.log(values, step)
+
+    def _due(self, frequency: int, step: int) -> bool:
+        return step == self.total_steps or (frequency > 0 and step % frequency == 0)
+
+    def _prompts(self) -> Iterator[list[PromptRow]]:
+        while True:
+            yield from self.loader

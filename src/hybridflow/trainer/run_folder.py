@@ -1,0 +1,33 @@
+"""The folder of a run: everything a reader needs later stands there, under fixed names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import ConfigError
+
+
+class RunFolder:
+    """`config.yaml`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`, `summary.json`, `report.html`, `global_step_N/`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a writable place.") from error
+
+    @property
+    def nonfinite(self) -> Path:
+        """Rows of optimizer steps that were skipped."""
+        return self.path / "nonfinite"
+
+    def write_config(self, text: str) -> None:
+        """Keep the resolved configuration."""
+        (self.path / "config.yaml").write_text(text)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Keep the run's closing numbers."""
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,106 @@
+"""Supervised fine-tuning: conversations in, a model that imitates the assistant out.
+
+    loader ──conversations──► rows ──► SFTGroup.update ──► metrics ──► trackers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.config import SFTConfig
+from hybridflow.data.loader import StatefulLoader
+from hybridflow.data.sft import SFTDataset, SFTRow
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.observability.metrics import Metrics
+from hybridflow.observability.timing import Timer
+from hybridflow.observability.trackers import Trackers
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import make_rows
+from hybridflow.rollout.base import RolloutEngine
+from hybridflow.trainer.sft.state import SFTState
+from hybridflow.workers.sft import SFTGroup
+
+AfterStep = Callable[[int], bool]
+"""Called with the step just done; True ends the run there."""
+
+
+def conversation_rows(examples: Sequence[SFTRow], pad_id: int) -> DataProto:
+    """Conversations as rows: all before the first token to learn is the prompt, the rest the response [B, R].
+
+    `response_mask` and `loss_mask` mark the tokens to learn.
+    """
+    starts = [example.loss_mask.index(1) for example in examples]
+    columns = make_rows(
+        [example.input_ids[:start] for example, start in zip(examples, starts, strict=True)],
+        [example.input_ids[start:] for example, start in zip(examples, starts, strict=True)],
+        pad_id,
+        response_masks=[example.loss_mask[start:] for example, start in zip(examples, starts, strict=True)],
+    )
+    return DataProto.from_dict(columns | {"loss_mask": columns["response_mask"].clone()})
+
+
+@dataclass
+class SFTTrainer:
+    """Owns the loop of supervised fine-tuning."""
+
+    config: SFTConfig
+    group: SFTGroup
+    loader: StatefulLoader[SFTRow]
+    validation: SFTDataset | None
+    state: SFTState
+    store: CheckpointStore
+    trackers: Trackers
+    timer: Timer
+    total_steps: int
+    tokenizer: Tokenizer
+    export: Callable[[Path], None]
+    """Write the model as it is as a Hugging Face folder."""
+    rollout: RolloutEngine
+    """Generates with the model in training, for whoever wants to look at its answers."""
+
+    def fit(self, after_step: AfterStep | None = None) -> int:
+        """Run to the last step, or to where `after_step` says so; gives the number of steps done."""
+        done = self.state.step
+        batches = self._batches()
+        for step in range(done + 1, self.total_steps + 1):
+            self._one(next(batches), step)
+            if after_step is not None and after_step(step):
+                return step
+        return self.total_steps
+
+    def _one(self, examples: list[SFTRow], step: int) -> None:
+        self.timer.reset()
+        with self.timer("step"):
+            rows = conversation_rows(examples, int(self.tokenizer.pad_token_id))
+            metrics = self.group.update(rows)
+            self.state.step = step
+            if self._due(self.config.trainer.test_freq, step) and self.validation is not None:
+                with self.timer("testing"):
+                    metrics.update(self.evaluate())
+            if self._due(self.config.trainer.save_freq, step):
+                with self.timer("save_checkpoint"):
+                    self.state.save(self.store)
+        values = metrics.to_floats() | self.timer.as_metrics()
+        tokens = float(rows.batch["attention_mask"].sum())
+        values |= {"perf/total_num_tokens": tokens, "perf/throughput": tokens / values["timing_s/step"]}
+        values |= {"training/global_step": step, "training/epoch": self.loader.epoch}
+        self.trackers.log(values, step)
+
+    def evaluate(self) -> Metrics:
+        """Validation loss over all validation conversations."""
+        assert self.validation is not None
+        metrics, size = Metrics(), self.config.data.train_batch_size
+        for start in range(0, len(self.validation), size):
+            examples = [self.validation[index] for index in range(start, min(start + size, len(self.validation)))]
+            metrics.update(self.group.evaluate(conversation_rows(examples, int(self.tokenizer.pad_token_id))))
+        return metrics
+
+    def _due(self, frequency: int, step: int) -> bool:
+        return step == self.total_steps or (frequency > 0 and step % frequency == 0)
+
+    def _batches(self) -> Iterator[list[SFTRow]]:
+        while True:
+            yield from self.loader

@@ -1,0 +1,46 @@
+"""The supervised learner: the same engine as the actor's, with a likelihood loss."""
+
+from __future__ import annotations
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.controller import Dispatch, register
+from hybridflow.engines import BatchLimits, TrainEngine
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.workers.actor import policy_forward
+from hybridflow.workers.bridge import sft_loss
+from hybridflow.workers.state import StatefulGroup, StatefulWorker
+
+
+class SFTWorker(StatefulWorker):
+    """Holds the engine of a model in supervised fine-tuning."""
+
+    def __init__(self, engine: TrainEngine, limits: BatchLimits) -> None:
+        super().__init__(engine)
+        self.limits = limits
+        self.ask = policy_forward(temperature=1.0, with_entropy=False)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    def update(self, batch: DataProto, *, scale: LossScale) -> Metrics:
+        """One optimizer step on the rows of `batch`; `scale` counts all of them."""
+        return self.engine.train_mini_batch(batch, self.ask, sft_loss(scale), self.limits).metrics
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    def evaluate(self, batch: DataProto) -> Metrics:
+        """`val/loss`: mean negative log-likelihood of the tokens to learn, nats."""
+        log_probs, mask = self.engine.forward(batch, self.ask, self.limits)["log_probs"], batch.batch["loss_mask"]
+        metrics = Metrics()
+        metrics.add_mean("val/loss", -(log_probs * mask).sum(), mask.sum())
+        return metrics
+
+
+class SFTGroup(StatefulGroup[SFTWorker]):
+    """The driver's view of the supervised learner."""
+
+    def update(self, batch: DataProto) -> Metrics:
+        """See `SFTWorker.update`."""
+        return self.call(SFTWorker.update, batch, scale=LossScale.count(batch.batch["loss_mask"]))
+
+    def evaluate(self, batch: DataProto) -> Metrics:
+        """See `SFTWorker.evaluate`."""
+        return self.call(SFTWorker.evaluate, batch)

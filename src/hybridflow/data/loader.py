@@ -1,0 +1,136 @@
+"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, and where we stand as plain data.
+
+    sampler ──indices──► StatefulLoader ──[row] * batch_size──► trainer;   state_dict = {epoch, position in rows, sampler's own state}
+
+`for batch in loader` gives the rest of the current epoch; the next `for` gives the next epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sized
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
+from hybridflow.errors import CheckpointError, ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+Item_co = TypeVar("Item_co", covariant=True)
+Item = TypeVar("Item")
+
+
+class MapDataset(Sized, Protocol[Item_co]):
+    """Anything with a length and items by number."""
+
+    def __getitem__(self, index: int) -> Item_co: ...
+
+
+class StatefulLoader(Generic[Item]):
+    """Batches of `batch_size` rows in the sampler's order; `epoch` and `position` (rows given in this epoch) say where it stands.
+
+    With `num_workers` > 0 rows are read ahead by that many processes; the batches are the same.
+    Raises DataError where `drop_last` would leave no batch, ConfigError for workers with a sampler whose order is not fixed in advance.
+    """
+
+    def __init__(
+        self, dataset: MapDataset[Item], sampler: Sampler, batch_size: int, drop_last: bool = False, *, num_workers: int = 0
+    ) -> None:
+        if drop_last and len(sampler) < batch_size:
+            raise DataError(
+                f"the training data has {len(sampler)} usable rows, fewer than data.train_batch_size={batch_size}: "
+                f"set data.train_batch_size={len(sampler)} or less, or add data"
+            )
+        if num_workers and isinstance(sampler, (CurriculumSampler, StatefulSampler)):
+            raise ConfigError(
+                f"data.dataloader_num_workers={num_workers} reads ahead, and {type(sampler).__name__} decides its order as it goes: "
+                "set data.dataloader_num_workers=0"
+            )
+        if isinstance(sampler, CurriculumSampler) and not isinstance(sampler, StatefulSampler):
+            logger.warning(
+                "%s has update but no state_dict/load_state_dict: a resumed run will not repeat its order", type(sampler).__name__
+            )
+        self.dataset, self.sampler, self.batch_size, self.drop_last, self.num_workers = dataset, sampler, batch_size, drop_last, num_workers
+        self.epoch, self.position = 0, 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        rows = len(self.sampler)
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        """The batches that are left of the current epoch. `state_dict` between two of them says that the first is done."""
+        batches = self._index_batches()
+        if self.num_workers:
+            yield from self._read_ahead(list(batches))
+        else:
+            for indices in batches:
+                rows = [self.dataset[index] for index in indices]
+                self._advance(len(indices))
+                yield rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch begins, as plain data."""
+        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "num_rows": len(self.sampler)}
+        if isinstance(self.sampler, StatefulSampler):
+            state["sampler"] = self.sampler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises CheckpointError where the state is of a sampler with a state of its own and this one has none, or the reverse.
+        """
+        stateful = isinstance(self.sampler, StatefulSampler)
+        if stateful != ("sampler" in state):
+            raise CheckpointError(
+                f"the checkpoint was made {'without' if stateful else 'with'} a sampler that keeps a state, this run has "
+                f"{type(self.sampler).__name__}; use the sampler of the checkpoint (data.sampler)"
+            )
+        if state.get("num_rows", len(self.sampler)) != len(self.sampler):
+            logger.warning(
+                "the data had %s usable rows when the checkpoint was made and has %d now: the order after resuming is another one",
+                state["num_rows"],
+                len(self.sampler),
+            )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        if isinstance(self.sampler, StatefulSampler):
+            self.sampler.load_state_dict(state["sampler"])
+
+    def _advance(self, count: int) -> None:
+        self.position += count
+        left = len(self.sampler) - self.position
+        if left < (self.batch_size if self.drop_last else 1):
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _index_batches(self) -> Iterator[list[int]]:
+        """Lists of row indices to the end of this epoch, drawn from the sampler as they are asked for."""
+        epoch, own_place = self.epoch, isinstance(self.sampler, StatefulSampler)
+        if self.position == 0 or not own_place:
+            self.sampler.set_epoch(epoch)
+        indices = iter(self.sampler)
+        if not own_place:
+            indices = itertools.islice(indices, self.position, None)
+        left = len(self.sampler) - self.position
+        while left >= (self.batch_size if self.drop_last else 1):
+            batch = list(itertools.islice(indices, min(self.batch_size, left)))
+            if len(batch) < min(self.batch_size, left):
+                raise DataError(f"{type(self.sampler).__name__} ended {left - len(batch)} rows early: its length is {len(self.sampler)}")
+            left -= len(batch)
+            yield batch
+
+    def _read_ahead(self, batches: list[list[int]]) -> Iterator[list[Item]]:
+        reader: DataLoader[Any] = DataLoader(
+            self.dataset,  # type: ignore[arg-type]
+            batch_sampler=batches,
+            num_workers=self.num_workers,
+            collate_fn=list,
+            generator=torch.Generator().manual_seed(0),  # its own: the worker seeds that torch draws must not touch the global stream
+        )
+        for rows in reader:
+            self._advance(len(rows))
+            yield rows

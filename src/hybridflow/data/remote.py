@@ -1,0 +1,128 @@
+"""Files and folders that live elsewhere: an address in, a local path out, copied once.
+
+"s3://bucket/train.parquet" ──local_file──► ~/.cache/hybridflow/files/<key>/train.parquet
+"modelscope://owner/name/train.parquet" ──► what the ModelScope client downloaded
+"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the folder that ModelScope downloaded
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from filelock import FileLock, Timeout
+from fsspec.utils import get_protocol
+
+from hybridflow.errors import ConfigError, DataError, ModelError
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 3600.0
+"""How long one process waits for another that copies the same file."""
+
+_VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "modified", "created", "updated", "md5Hash", "checksum")
+
+
+def default_cache_dir() -> Path:
+    """`$HYBRIDFLOW_CACHE`, or else `~/.cache/hybridflow`."""
+    return Path(os.environ.get("HYBRIDFLOW_CACHE", "~/.cache/hybridflow")).expanduser()
+
+
+def is_remote(address: str) -> bool:
+    """Whether `address` names another file system than this machine's."""
+    return "://" in address and get_protocol(address) not in ("file", "local")
+
+
+def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
+    """A local path with the content of `address`; a remote file is copied once for each of its versions.
+
+    Raises DataError if there is no such file or the copy came out short, ConfigError if the file system needs a package.
+    """
+    if address.startswith("modelscope://"):
+        return _modelscope_file(address, cache_dir)
+    if not is_remote(address):
+        path = Path(address.removeprefix("file://").removeprefix("local://")).expanduser()
+        if path.is_dir():
+            raise DataError(f"{address} is a folder; name the parquet, json or jsonl file(s) in it")
+        if not path.is_file():
+            raise DataError(f"no file {address}" + ("" if path.is_absolute() else f" (looked in {Path.cwd()})"))
+        return path
+    try:
+        filesystem, path_there = fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"cannot open {address}: {error}; install hybridflow[remote] or the package named here") from error
+    try:
+        info: dict[str, Any] = filesystem.info(path_there)
+    except FileNotFoundError as error:
+        raise DataError(f"no file {address}") from error
+    except Exception as error:  # each file system raises its own kinds: credentials, network, permissions
+        raise DataError(f"cannot reach {address}: {type(error).__name__}: {error}") from error
+    if info.get("type") == "directory":
+        raise DataError(f"{address} is a folder; name the parquet, json or jsonl file(s) in it")
+    return _copy_once(filesystem, path_there, address, info, Path(cache_dir or default_cache_dir()).expanduser())
+
+
+def _copy_once(filesystem: Any, path_there: str, address: str, info: dict[str, Any], cache_dir: Path) -> Path:
+    size = info.get("size")
+    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key) is not None), "")
+    key = hashlib.blake2b(f"{address}\n{size}\n{version}".encode(), digest_size=12).hexdigest()
+    target = cache_dir / "files" / key / Path(path_there).name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{target}.lock", timeout=LOCK_SECONDS):
+            if target.is_file() and (size is None or target.stat().st_size == size):
+                return target
+            logger.info("copying %s (%s bytes) to %s", address, size, target)
+            part = target.with_name(target.name + ".part")
+            try:
+                filesystem.get_file(path_there, str(part))
+            except Exception as error:  # as above: each file system's own kinds
+                raise DataError(f"copying {address} failed: {type(error).__name__}: {error}") from error
+            copied = part.stat().st_size
+            if size is not None and copied != size:
+                part.unlink()
+                raise DataError(f"copied {copied} bytes of {address}, wanted {size}; try again")
+            os.replace(part, target)
+    except Timeout as error:
+        raise DataError(
+            f"waited {LOCK_SECONDS:.0f} s for a process that copies {address}; if there is none, remove {target}.lock"
+        ) from error
+    return target
+
+
+def hub_folder(name: str) -> str:
+    """`name` itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the local folder of that ModelScope model.
+
+    Raises ConfigError if ModelScope is asked for and not installed, ModelError if it has no such model.
+    """
+    if os.environ.get("HYBRIDFLOW_USE_MODELSCOPE", "").lower() not in ("1", "true", "yes") or Path(name).expanduser().exists():
+        return name
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
+        return name
+    try:
+        from modelscope import snapshot_download
+    except ImportError as error:
+        raise ConfigError(f"HYBRIDFLOW_USE_MODELSCOPE is set and {name} is no folder: install hybridflow[remote] or unset it") from error
+    try:
+        return str(snapshot_download(name))
+    except Exception as error:  # the client raises many kinds for one fact: no such model, or no way to it
+        raise ModelError(f"ModelScope could not give {name}: {type(error).__name__}: {error}") from error
+
+
+def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:
+    parts = address.removeprefix("modelscope://").split("/")
+    if len(parts) < 3 or not all(parts):
+        raise DataError(f"got {address}, wanted modelscope://OWNER/DATASET/PATH/TO/FILE")
+    try:
+        from modelscope.hub.file_download import dataset_file_download
+    except ImportError as error:
+        raise ConfigError(f"{address} needs the ModelScope client: install hybridflow[remote]") from error
+    try:
+        file = dataset_file_download("/".join(parts[:2]), "/".join(parts[2:]), cache_dir=str(cache_dir) if cache_dir else None)
+    except Exception as error:  # as above
+        raise DataError(f"ModelScope could not give {address}: {type(error).__name__}: {error}") from error
+    return Path(file)

@@ -1,0 +1,99 @@
+"""Chains of additions and subtractions of small numbers, to be worked out step by step.
+
+    "3 + 4 - 2 + 5 = ?"  ──worked answer──►  "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"
+
+Which split a question belongs to is decided by a hash of its text: whatever the seeds and sizes, the splits share no question.
+"""
+
+from __future__ import annotations
+
+import random
+from hashlib import blake2b
+from typing import Any
+
+from hybridflow.data.tasks.base import Split
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.protocol.randomness import derive_seed
+
+NAME = "arithmetic_chain"
+VALIDATION_SHARE = 8
+"""One question in this many is held out."""
+
+_ATTEMPTS = 1000
+
+
+class ArithmeticChain:
+    """`hops` operations on whole numbers 0..`max_number`; no intermediate result is negative.
+
+    Validation questions are all different; training questions are drawn independently and may repeat.
+    """
+
+    def __init__(self, *, seed: int = 0, hops: int = 3, max_number: int = 9) -> None:
+        if hops < 1 or max_number < 1:
+            raise ConfigError(f"data.task.options: got hops={hops} and max_number={max_number}, wanted at least 1 of each")
+        self.seed, self.hops, self.max_number = seed, hops, max_number
+
+    def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
+        """`size` rows of one split; the first rows are the same for every size.
+
+        Raises DataError where the split has fewer different questions than are asked for.
+        """
+        seen: set[str] = set()
+        rows = []
+        for index in range(size):
+            terms = self._draw(split, index, seen if split == "validation" else set())
+            if terms is None:
+                raise DataError(
+                    f"arithmetic_chain with hops={self.hops}, max_number={self.max_number} has about {index} different "
+                    f"{split} questions, {size} were asked for: lower data.task.val_size or raise hops"
+                )
+            seen.add(question(terms))
+            rows.append(_row(terms, split, index))
+        return rows
+
+    def _draw(self, split: Split, index: int, taken: set[str]) -> list[int] | None:
+        """Signed terms of a question of `split` that is not in `taken`; None where many draws find none."""
+        stream = random.Random(derive_seed(self.seed, f"{NAME}/{split}", index))
+        for _ in range(_ATTEMPTS):
+            terms = [stream.randint(0, self.max_number)]
+            for _ in range(self.hops):
+                value = sum(terms)
+                minus = stream.random() < 0.5
+                number = stream.randint(0, min(self.max_number, value) if minus else self.max_number)
+                terms.append(-number if minus and number else number)
+            text = question(terms)
+            if split_of(text) == split and text not in taken:
+                return terms
+        return None
+
+
+def question(terms: list[int]) -> str:
+    """The text of a question: `[3, 4, -2, 5]` is "3 + 4 - 2 + 5 = ?"."""
+    return str(terms[0]) + "".join(f" {'-' if term < 0 else '+'} {abs(term)}" for term in terms[1:]) + " = ?"
+
+
+def worked_answer(terms: list[int]) -> str:
+    """The steps and the result: "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"."""
+    steps, value = "", terms[0]
+    for term in terms[1:]:
+        steps += f"{value} {'-' if term < 0 else '+'} {abs(term)} = {value + term} . "
+        value += term
+    return f"{steps}#### {value}"
+
+
+def split_of(text: str) -> Split:
+    """The split that a question belongs to, by its text alone."""
+    number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    return "validation" if number % VALIDATION_SHARE == 0 else "train"
+
+
+def _row(terms: list[int], split: Split, index: int) -> dict[str, Any]:
+    user = {"role": "user", "content": question(terms)}
+    return {
+        "data_source": NAME,
+        "prompt": [user],
+        "messages": [user, {"role": "assistant", "content": worked_answer(terms)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(sum(terms))},
+        "extra_info": {"index": index, "split": split},
+    }

@@ -1,0 +1,120 @@
+"""The tasks of reasoning-gym by name (`reasoning_gym:chain_sum`), and their own verifiers; an optional extra.
+
+create_dataset(name, seed, **options) ──► rows, each with its entry as JSON in extra_info ──► score(name, answer, entry)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hybridflow.data.tasks.base import Split
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.protocol.randomness import derive_seed
+
+logger = logging.getLogger(__name__)
+
+_ROUNDS = 20
+
+
+class ReasoningGymTask:
+    """Questions of the reasoning-gym task `name`; `options` are its configuration, and `system_prompt` a message put before each question.
+
+    The validation questions are made first, and training questions that equal one of them are left out.
+    Raises ConfigError where the package is not installed, or knows neither the task nor an option.
+    """
+
+    def __init__(self, name: str, *, seed: int = 0, options: Mapping[str, Any] | None = None, val_size: int = 0) -> None:
+        self.name, self.seed, self.val_size = name, seed, val_size
+        self.options = dict(options or {})
+        self.system_prompt = self.options.pop("system_prompt", None)
+        if name not in _library().factory.DATASETS:
+            raise ConfigError(
+                f"data.task.name: reasoning-gym has no task {name!r}; it has: {', '.join(sorted(_library().factory.DATASETS))}"
+            )
+        reserved = {"seed", "size"} & set(self.options)
+        if reserved:
+            raise ConfigError(f"data.task.options: set {', '.join(sorted(reserved))} as data.task.seed and data.task.size")
+
+    def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
+        """`size` rows of one split. Raises DataError where the task has too few different questions outside the validation questions."""
+        entries = self._entries(split, size, set())
+        if split == "train" and self.val_size:
+            held_out = {entry["question"] for entry in self._entries("validation", self.val_size, set())}
+            if any(entry["question"] in held_out for entry in entries):
+                entries = self._entries(split, size, held_out)
+        return [self._row(entry, split, index) for index, entry in enumerate(entries)]
+
+    def _entries(self, split: Split, size: int, excluded: set[str]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for round_number in range(_ROUNDS):
+            wanted = size - len(found)
+            if not wanted:
+                break
+            dataset = self._dataset(derive_seed(self.seed, f"reasoning_gym/{split}", round_number) % 2**31, wanted)
+            found.extend(entry for entry in (dataset[i] for i in range(wanted)) if entry["question"] not in excluded)
+        if len(found) < size:
+            raise DataError(
+                f"reasoning_gym:{self.name} gave {len(found)} of {size} training questions apart from the {len(excluded)} validation "
+                "questions: make the task larger by data.task.options, or lower data.task.val_size"
+            )
+        return found
+
+    def _dataset(self, seed: int, size: int) -> Any:
+        try:
+            return _library().create_dataset(self.name, seed=seed, size=size, **self.options)
+        except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse an option
+            raise ConfigError(f"data.task.options={self.options} do not fit reasoning_gym:{self.name}: {error}") from error
+
+    def _row(self, entry: dict[str, Any], split: Split, index: int) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return {
+            "data_source": f"reasoning_gym:{self.name}",
+            "prompt": [*system, {"role": "user", "content": entry["question"]}],
+            "ability": "reasoning",
+            "reward_model": {"style": "rule", "ground_truth": None if entry["answer"] is None else str(entry["answer"])},
+            "extra_info": {"index": index, "split": split, "entry": json.dumps(entry, default=_plain)},
+        }
+
+
+def score(name: str, answer_text: str | None, entry: str | Mapping[str, Any]) -> float:
+    """The score in [0, 1] that the task's own verifier gives an answer; 0.0 where the verifier cannot make sense of the answer.
+
+    `entry` is extra_info["entry"] of the row. Raises ConfigError where the package or the task is missing.
+    """
+    if answer_text is None:
+        return 0.0
+    verifier = _verifier(name)
+    decoded = json.loads(entry) if isinstance(entry, str) else dict(entry)
+    try:
+        return float(verifier(answer=answer_text, entry=decoded))
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError) as error:
+        logger.debug("reasoning_gym:%s could not verify %r: %s", name, answer_text[:200], error)
+        return 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _verifier(name: str) -> Callable[..., float]:
+    try:
+        verifier: Callable[..., float] = _library().get_score_answer_fn(name)
+    except ValueError as error:
+        raise ConfigError(f"reasoning-gym has no task {name!r}") from error
+    return verifier
+
+
+def _library() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError("tasks named reasoning_gym:NAME need the package reasoning-gym: install hybridflow[tasks]") from error
+    return reasoning_gym
+
+
+def _plain(value: Any) -> Any:
+    """Values in an entry that JSON does not know: numpy numbers and arrays, sets, dates."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -123,7 +124,7 @@ def _load(
                 attn_implementation="eager",
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"cannot load model {str(path)!r}: {_first_lines(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:

@@ -34,8 +34,12 @@ def _wider(value: Any) -> Any:
 
 
 def compute_in_float64(hf: PreTrainedModel) -> None:
-    """Make a float64 model compute in float64 throughout (a second call changes nothing). Its layers are wrapped one by one, so that recomputation by gradient
-    checkpointing, which calls a layer alone, does the same."""
+    """Make a float64 model compute in float64 throughout; a second call changes nothing.
+
+    Its layers are wrapped one by one, so that recomputation by gradient checkpointing, which calls a layer alone, does the same.
+    """
+    if hf._can_set_experts_implementation():
+        hf.set_experts_implementation("eager")  # the grouped matrix product of experts has no float64 kernel
     for module in hf.modules():
         if module is hf.base_model or isinstance(module, GradientCheckpointingLayer):
             _wrap(module)

@@ -26,7 +26,7 @@ class LogitTransform:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> LogitTransform:
-        """Read `final_logit_softcapping` (Gemma), `logit_scale` (Cohere) and `logits_scaling` (Granite divides, HyperCLOVA X multiplies)."""
+        """`final_logit_softcapping` (Gemma), `logit_scale` (Cohere), `logits_scaling` (Granite divides by it, HyperCLOVA X multiplies)."""
         kind = str(getattr(config, "model_type", ""))
         scale = 1.0
         if kind.startswith("cohere"):

@@ -1,8 +1,9 @@
 """Does our attention compute what this model means? Asked once when a model is loaded, on a few tokens.
 
-Rows of different length are packed and their log-probs compared with those of each row alone under transformers' own eager
-attention: a layer that never calls the attention function, or an architecture whose rows see each other when packed (recurrent
-and linear-attention layers), is found here and not in a run that quietly learns from wrong log-probs.
+Rows of different length are packed, and their last tokens decoded from a key-value cache; the log-probs are compared with those
+of each row alone under transformers' own eager attention. A layer that never calls the attention function, or an architecture
+whose rows see each other when packed (recurrent and linear-attention layers), is found here and not in a run that quietly learns
+from wrong log-probs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, PackedLayout
+from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.slot_layout import SlotLayout
 
 _LENGTHS = (7, 12, 4)
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -33,7 +36,7 @@ class _CountingLayout(PackedLayout):
 
 @torch.no_grad()
 def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
-    """The largest difference, in nats, between packed log-probs and each row's alone; ModelError where it is above `tolerance`.
+    """The largest difference, in nats, of packed and of cached log-probs from each row's alone; ModelError above `tolerance`.
 
     The default tolerance goes by the dtype: 1e-3 in float32, 0.3 in bfloat16 (wrong attention shifts log-probs by 1 to 2).
     """
@@ -42,17 +45,26 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
     try:
         rows = _rows(policy)
         packed = _packed(policy, rows)
+        cached = _cached(policy, rows)
         alone = _alone(policy, rows)
     finally:
         policy.train(was_training)
     limit = tolerance if tolerance is not None else _TOLERANCES.get(policy.dtype, 0.3)
-    worst = max(float((ours - theirs).abs().max()) for ours, theirs in zip(packed, alone, strict=True))
-    if not worst <= limit:  # also where it is nan
-        raise ModelError(
-            f"{type(policy.hf).__name__} does not give the same log-probs packed as alone: they differ by {worst:.3g} nats, at most {limit:.3g} is "
-            "allowed. Its layers do something our attention does not know, so it cannot be trained here"
-        )
-    return worst
+    differences = {
+        "packed": max(_difference(ours, theirs) for ours, theirs in zip(packed, alone, strict=True)),
+        "from the key-value cache": max(_difference(ours, theirs[-1]) for ours, theirs in zip(cached, alone, strict=True)),
+    }
+    for how, worst in differences.items():
+        if not worst <= limit:  # also where it is nan
+            raise ModelError(
+                f"{type(policy.hf).__name__} does not give the same log-probs {how} as a row alone: they differ by {worst:.3g} nats, at "
+                f"most {limit:.3g} is allowed. Its layers do something our attention does not know, so it cannot be trained here"
+            )
+    return max(differences.values())
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
 
 
 def _rows(policy: PolicyModel) -> list[Tensor]:
@@ -67,15 +79,36 @@ def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
     layout = _CountingLayout.build(_LENGTHS, policy.device)
     assert isinstance(layout, _CountingLayout)
     layout.calls = Counter()
-    positions = torch.cat([torch.arange(len(row), device=policy.device) for row in rows])
-    hidden = policy.hidden(torch.cat(rows)[None], positions[None], layout)
+    hidden = policy.hidden(torch.cat(rows)[None], _positions(rows), layout)
     wanted = policy.config.get_text_config().num_hidden_layers
     if len(layout.calls) != wanted or set(layout.calls.values()) != {1}:
         raise ModelError(
-            f"{type(policy.hf).__name__}: {len(layout.calls)} of {wanted} layers call the attention function (calls by layer: {dict(layout.calls)}). "
-            "Recurrent and linear-attention layers mix rows when packed, so this model cannot be trained here"
+            f"{type(policy.hf).__name__}: {len(layout.calls)} of {wanted} layers call the attention function (calls by layer: "
+            f"{dict(layout.calls)}). Recurrent and linear-attention layers mix rows when packed, so this model cannot be trained here"
         )
     return list(policy.logits(hidden)[0].log_softmax(-1).split(_LENGTHS))
+
+
+def _cached(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
+    """Log-probs [V] after each row, its last token decoded over cached keys and values of the others."""
+    prompts = [row[:-1] for row in rows]
+    states: dict[int, tuple[Tensor, Tensor]] = {}
+    layout = PackedLayout.build([len(row) for row in prompts], policy.device, kv_sink=lambda layer, *pair: states.update({layer: pair}))
+    policy.hidden(torch.cat(prompts)[None], _positions(prompts), layout)
+    shapes = {layer: LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype) for layer, (key, value) in states.items()}
+    cache = SlotCache(shapes, len(rows), max(_LENGTHS), policy.device)
+    lengths = torch.tensor([len(row) for row in prompts], device=policy.device)
+    places = Places(torch.arange(len(rows), device=policy.device).repeat_interleave(lengths), _positions(prompts)[0])
+    for layer, (key, value) in states.items():
+        cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), places)
+    last = torch.stack([row[-1] for row in rows])
+    hidden = policy.hidden(last[:, None], lengths[:, None], SlotLayout(cache, lengths, max(_LENGTHS) - 1))
+    return list(policy.logits(hidden)[:, 0].log_softmax(-1))
+
+
+def _positions(rows: list[Tensor]) -> Tensor:
+    """[1, N], from 0 in each row."""
+    return torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]
 
 
 def _alone(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:

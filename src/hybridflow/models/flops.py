@@ -1,0 +1,82 @@
+"""How much arithmetic a batch is, for throughput in FLOP/s and for MFU.
+
+A matrix product with a parameter costs 2 FLOPs a token and parameter; the two products of causal attention cost
+2·(D + Dv)·heads·L²/2 a layer for a row of L tokens (fewer under a sliding window). A backward pass costs twice the forward.
+Norms, softmax and sampling are left out, and so is what gradient checkpointing computes again, as is usual for MFU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+# Dense bfloat16 peaks in FLOP/s, from the vendors' data sheets (SXM parts where there are several).
+_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "B200": 2250e12}
+_PEAKS |= {"A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12}
+_PEAKS |= {"MI300X": 1307e12}
+
+
+def matmul_parameters(hf: PreTrainedModel) -> int:
+    """Parameters that a token is multiplied with: all but the input embedding, and of experts only those a token is routed to."""
+    config = hf.config.get_text_config()
+    table = hf.get_input_embeddings().weight
+    head = hf.get_output_embeddings()
+    share = _expert_share(config)
+    total = 0.0
+    for name, parameter in hf.named_parameters():
+        if parameter is table:
+            continue
+        total += parameter.numel() * (share if ".experts." in name else 1.0)
+    if head is not None and head.weight is table:  # tied: the head's product is real
+        total += table.numel()
+    return int(total)
+
+
+def forward_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:
+    """FLOPs of one forward pass over rows of these lengths; `num_parameters` is `matmul_parameters`."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    dims = (getattr(text, "qk_head_dim", None) or dim) + (getattr(text, "v_head_dim", None) or dim)
+    attended = sum(_attended_pairs(length, window) for window in _windows(text) for length in lengths)
+    return 2.0 * num_parameters * sum(lengths) + 2.0 * heads * dims * attended
+
+
+def training_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:
+    """FLOPs of one forward and backward pass over rows of these lengths."""
+    return 3.0 * forward_flops(config, num_parameters, lengths)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bfloat16 peak in FLOP/s; None on CPU and for a GPU that is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+def _windows(config: PretrainedConfig) -> list[int | None]:
+    """The sliding window of each layer, None where it sees everything."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    return [window] * config.num_hidden_layers
+
+
+def _attended_pairs(length: int, window: int | None) -> float:
+    """Query-key pairs of a causal row: L²/2, or what is left of it inside a window."""
+    if window is None or window >= length:
+        return length * length / 2
+    return window * length - window * window / 2
+
+
+def _expert_share(config: PretrainedConfig) -> float:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    total = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return chosen / total if total and chosen else 1.0

@@ -1,0 +1,133 @@
+"""The chunked log-prob head against a plain log_softmax in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridflow.models.log_probs import LogitTransform, chunk_tokens, log_probs_from_logits, token_log_probs
+
+M, H, V = 23, 8, 31
+
+
+def _inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    hidden, weight, bias = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((M, H), (V, H), (V,)))
+    targets = torch.randint(0, V, (M,), generator=draw)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_(), targets
+
+
+def _plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, transform: LogitTransform
+) -> tuple[Tensor, Tensor]:
+    z = hidden @ weight.T + (0 if bias is None else bias)
+    z = z * transform.scale
+    if transform.softcap is not None:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    log_p = torch.log_softmax(z / temperature, -1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, 3.0)])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("rows_per_chunk", [1, 5, 1000])
+def test_values_and_gradients(temperature: float, transform: LogitTransform, with_bias: bool, rows_per_chunk: int) -> None:
+    weights = torch.linspace(-1, 2, M, dtype=torch.float64)
+    results = []
+    for chunked in (True, False):
+        hidden, weight, bias, targets = _inputs()
+        used_bias = bias if with_bias else None
+        if chunked:
+            log_probs, entropy = token_log_probs(
+                hidden, weight, used_bias, targets, temperature=temperature, with_entropy=True,
+                softcap=transform.softcap, logit_scale=transform.scale, chunk_bytes=rows_per_chunk * V * 8,
+            )  # fmt: skip
+            assert entropy is not None
+        else:
+            log_probs, entropy = _plain(hidden, weight, used_bias, targets, temperature, transform)
+        (weights * log_probs + 0.7 * weights.flip(0) * entropy).sum().backward()
+        results.append([log_probs, entropy, hidden.grad, weight.grad] + ([bias.grad] if with_bias else []))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_without_entropy_and_in_float32() -> None:
+    hidden, weight, _, targets = _inputs(torch.float32)
+    log_probs, entropy = token_log_probs(hidden, weight, None, targets, chunk_bytes=V * 4 * 7)
+    assert entropy is None and log_probs.dtype == torch.float32
+    log_probs.sum().backward()
+    plain = _inputs()
+    _plain(plain[0], plain[1], None, targets, 1.0, LogitTransform())[0].sum().backward()
+    assert hidden.grad is not None and plain[0].grad is not None and weight.grad is not None and plain[1].grad is not None
+    torch.testing.assert_close(hidden.grad.double(), plain[0].grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), plain[1].grad, atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_gives_float32_log_probs_and_bfloat16_gradients() -> None:
+    hidden, weight, bias, targets = _inputs(torch.bfloat16)
+    log_probs, entropy = token_log_probs(hidden, weight, bias, targets, with_entropy=True)
+    assert entropy is not None and log_probs.dtype == entropy.dtype == torch.float32
+    (log_probs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16 and hidden.grad.isfinite().all()
+
+
+def test_frozen_weight_gets_no_gradient() -> None:
+    hidden, weight, bias, targets = _inputs()
+    log_probs, _ = token_log_probs(hidden, weight.requires_grad_(False), bias.requires_grad_(False), targets)
+    log_probs.sum().backward()
+    assert hidden.grad is not None and weight.grad is None and bias.grad is None
+
+
+def test_no_tokens() -> None:
+    hidden, weight, bias, targets = _inputs()
+    log_probs, entropy = token_log_probs(hidden[:0], weight, bias, targets[:0], with_entropy=True)
+    assert entropy is not None and log_probs.shape == entropy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_same_function_as_from_logits() -> None:
+    hidden, weight, bias, targets = _inputs(torch.float32)
+    log_probs, _ = token_log_probs(hidden, weight, bias, targets, temperature=0.8)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    assert torch.equal(log_probs, log_probs_from_logits(logits, targets, 0.8))
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the most elements that any tensor made inside has."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, *(x.numel() for x in _tensors(out)), 0)
+        return out
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, (tuple, list)):
+        for item in out:
+            yield from _tensors(item)
+
+
+def test_logits_of_all_tokens_never_exist() -> None:
+    tokens, width, vocabulary = 3000, 4, 2000
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=draw).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=draw).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=draw)
+    budget = 50 * vocabulary * 4
+    assert chunk_tokens(vocabulary, torch.float32, budget) == 50
+    with _Largest() as mode:
+        log_probs, entropy = token_log_probs(hidden, weight, None, targets, with_entropy=True, chunk_bytes=budget)
+        assert entropy is not None
+        (log_probs + entropy).sum().backward()
+    assert hidden.grad is not None and mode.largest == 50 * vocabulary

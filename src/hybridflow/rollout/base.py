@@ -1,0 +1,144 @@
+"""What every generation engine takes, gives back and can do.
+
+    GenerationRequest (prompt ids, sampling, seed) ──RolloutEngine.generate──► GenerationOutput (ids, log-probs, versions)
+
+Tokens in, tokens out: text is for templates and rewards, and a sampled token is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from hybridflow.errors import RolloutError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends; raises RolloutError for values out of range."""
+
+    max_tokens: int
+    """The response has at most this many tokens, the stop token included."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_k: int = -1
+    """Keep the k most probable tokens; -1 or 0: all."""
+    top_p: float = 1.0
+    """Of those, keep the fewest whose probabilities sum to this; 1: all."""
+    greedy: bool = False
+    """Take the most probable token; its log-prob is then the one at temperature 1."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response besides the model's end tokens; kept in it."""
+    ignore_eos: bool = False
+    """Go on after the model's end tokens; `stop_token_ids` still end the response."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RolloutError(f"max_tokens={self.max_tokens}: a response needs room for at least 1 token (data.max_response_length)")
+        if not 0 <= self.temperature < float("inf"):
+            raise RolloutError(f"temperature={self.temperature}: use a number above 0, or greedy")
+        if self.top_k < -1:
+            raise RolloutError(f"top_k={self.top_k}: use -1 for all tokens, or at least 1")
+        if not 0 < self.top_p <= 1:
+            raise RolloutError(f"top_p={self.top_p}: use a number above 0 and at most 1 (1 keeps all tokens)")
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Greedy by name or by temperature 0."""
+        return self.greedy or self.temperature == 0
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Draws from fewer tokens than the vocabulary."""
+        return not self.takes_argmax and (self.top_k > 0 or self.top_p < 1)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to be sampled."""
+
+    request_id: int
+    """Row id, unique within a call."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    """Key of this request's draws, for example `derive_seed(seed, "rollout", step, row)`; nothing else enters its random numbers."""
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What became of one request; the three lists are equally long."""
+
+    request_id: int
+    token_ids: list[int]
+    """Response tokens, the stop token included."""
+    log_probs: list[float]
+    """Nats, of the temperature-scaled full distribution: top-k and top-p do not enter, as they do not in training."""
+    finish_reason: FinishReason
+    policy_versions: list[int]
+    """Version of the weights that sampled each token."""
+    error: str | None = None
+    """Why, when `finish_reason` is "error"."""
+
+
+@dataclass
+class RolloutStats:
+    """What the newest `generate` did so far."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens computed; prompts that several requests share count once."""
+    decode_steps: int = 0
+    max_rows: int = 0
+    """Most rows that were decoded together."""
+    seconds: float = 0.0
+
+    def as_metrics(self) -> dict[str, float]:
+        """Under the names that go to the trackers."""
+        rate = self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+        return {
+            "rollout/generated_tokens": float(self.generated_tokens),
+            "rollout/prefill_tokens": float(self.prefill_tokens),
+            "rollout/decode_steps": float(self.decode_steps),
+            "rollout/max_rows": float(self.max_rows),
+            "rollout/tokens_per_second": rate,
+        }
+
+
+class RolloutEngine(Protocol):
+    """Generates; holds no opinion on prompts, rewards or batches."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
+        """One output for each request, as they finish; a request that cannot be served gives an output with its error."""
+        ...
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """End these requests of the running `generate` now; what they have so far comes back here, with reason "abort"."""
+        ...
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory that only generation needs."""
+        ...
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Be ready to generate again."""
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over weights by their Hugging Face names; tokens sampled from now on carry `version`."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """Say that the weights, shared with the trainer, now have this version."""
+        ...
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def stats(self) -> RolloutStats: ...

@@ -1,0 +1,25 @@
+"""From the configuration to a generation engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.errors import ConfigError
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.base import RolloutEngine
+
+
+def build_rollout_engine(config: RolloutConfig, policy: PolicyModel, eos_token_ids: Sequence[int]) -> RolloutEngine:
+    """The engine named by `rollout.name`, generating with `policy`; ConfigError for a name that is none."""
+    if config.name == "native":
+        from hybridflow.rollout.native.engine import NativeEngine
+
+        return NativeEngine(
+            policy,
+            eos_token_ids=eos_token_ids,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+        )
+    raise ConfigError(f"actor_rollout_ref.rollout.name={config.name!r} is not an engine of this version: use native")

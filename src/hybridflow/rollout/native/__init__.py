@@ -1,0 +1,1 @@
+"""The native engine: generation by the very module that trains."""

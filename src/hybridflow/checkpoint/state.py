@@ -1,0 +1,163 @@
+"""A nested state as two files, without pickle: tensors in `state.safetensors`, all else in `state.json`.
+
+    {"w": tensor, "lr": 1e-3} ──save_tree──► {"w": {"$tensor": "w"}, "lr": 0.001} + tensors ──load_tree──► the same
+
+What comes back equals what went in, type by type and bit by bit. Tensors come back on the CPU; a tensor that stood in several places
+(tied weights) is stored once and comes back as one tensor. JSON's own types stand for themselves; a dictionary with one key that begins
+with `$` stands for something that JSON lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
+from hybridflow.errors import CheckpointError
+
+State = Any
+"""dict, list, tuple, Tensor, numpy array or scalar, int, float, bool, str, None; dictionaries have str or int keys."""
+
+
+def save_tree(folder: Path, tree: State) -> None:
+    """Write a state into an existing folder. CheckpointError names the entry that cannot be stored."""
+    encoder = _Encoder()
+    structure = encoder.encode(tree, "")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.tensors.items()}
+    save_file(_apart(tensors), folder / TENSORS, metadata={"format": "pt"})
+    (folder / STRUCTURE).write_text(json.dumps(structure, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load_tree(folder: Path, *, only: str | None = None) -> State:
+    """Read a state; with `only`, that entry of the outermost dictionary, without reading other tensors.
+
+    CheckpointError for files that are missing or that `save_tree` did not write, KeyError for an `only` that is not there.
+    """
+    try:
+        structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
+        with safe_open(folder / TENSORS, framework="pt") as file:
+            return _decode(structure if only is None else structure[only], file.get_tensor)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if isinstance(value, Tensor):
+            return {"$tensor": self._keep(value, path)}
+        if isinstance(value, np.ndarray):
+            return {"$array": self._keep(_array_as_tensor(value, path), path), "dtype": value.dtype.str}
+        if isinstance(value, np.generic):
+            _array_as_tensor(np.asarray(value), path)
+            return {"$scalar": value.tobytes().hex(), "dtype": value.dtype.str}
+        if isinstance(value, dict):
+            return self._encode_dict(value, path)
+        if type(value) in (list, tuple):
+            entries = [self.encode(entry, f"{path}/{index}") for index, entry in enumerate(value)]
+            return entries if type(value) is list else {"$tuple": entries}
+        raise CheckpointError(f"cannot store {path or 'the state'} of type {type(value).__qualname__}: {_ACCEPTED}")
+
+    def _encode_dict(self, value: dict[Any, Any], path: str) -> Any:
+        for key in value:
+            if type(key) not in (str, int):
+                raise CheckpointError(f"cannot store {path or 'the state'}: its key {key!r} is a {type(key).__qualname__}, not str or int")
+        pairs = [(key, self.encode(entry, f"{path}/{key}")) for key, entry in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(pairs)
+        return {"$dict": [list(pair) for pair in pairs]}
+
+    def _keep(self, tensor: Tensor, path: str) -> str:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: {_ACCEPTED}")
+        storage = tensor.untyped_storage()
+        same = (tensor.device, storage.data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() and same in self._names:
+            return self._names[same]
+        name = stem = path.removeprefix("/") or "state"
+        number = 1
+        while name in self.tensors or name == "__metadata__":  # two paths may read alike; that name is taken by the format
+            number += 1
+            name = f"{stem}#{number}"
+        self.tensors[name] = tensor
+        self._names[same] = name
+        return name
+
+
+_DTYPES = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
+    }
+)
+_ACCEPTED = (
+    "a state holds dict, list, tuple, dense real tensors, real numpy arrays, int, float, bool, str and None "
+    "(convert the rest, for example by .tolist())"
+)
+
+
+def _array_as_tensor(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise CheckpointError(f"cannot store {path}: a numpy value of dtype {array.dtype}: {_ACCEPTED}")
+    return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that overlap in memory become copies: the format stores each on its own."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        start = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if start in seen and tensor.numel() else tensor
+        seen.add(start)
+    return result
+
+
+def _decode(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+    known: dict[str, Tensor] = {}
+
+    def tensor(name: str) -> Tensor:
+        if name not in known:
+            known[name] = tensor_of(name)
+        return known[name]
+
+    def decode(node: Any) -> Any:
+        if isinstance(node, list):
+            return [decode(entry) for entry in node]
+        if not isinstance(node, dict):
+            return node
+        kind = next(iter(node), "")
+        if not kind.startswith("$"):
+            return {key: decode(entry) for key, entry in node.items()}
+        if kind == "$tensor":
+            return tensor(node[kind])
+        if kind == "$array":
+            return tensor(node[kind]).numpy().astype(np.dtype(node["dtype"]))
+        if kind == "$scalar":
+            return np.frombuffer(bytes.fromhex(node[kind]), dtype=np.dtype(node["dtype"]))[0]
+        if kind == "$float":
+            return struct.unpack(">d", bytes.fromhex(node[kind]))[0]
+        if kind == "$tuple":
+            return tuple(decode(entry) for entry in node[kind])
+        if kind == "$dict":
+            return {key: decode(entry) for key, entry in node[kind]}
+        raise ValueError(f"{kind} is not known to this version")
+
+    return decode(node)

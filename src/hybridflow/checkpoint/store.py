@@ -1,0 +1,213 @@
+"""Checkpoints of a run: states in, whole folders `global_step_N` out, and back.
+
+    save: .tmp_global_step_N_PID ─files─► manifest ─fsync─► rename to global_step_N ─► tracker ─► rotation
+    load: newest by order of saving ─digests─► whole: its state · damaged: named, and the one before
+
+A process may be killed at any of these arrows: a folder under its final name is always whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree
+from hybridflow.checkpoint.layout import LOCK, STEP_PREFIX, TRACKER, step_folders, step_of
+from hybridflow.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from hybridflow.checkpoint.state import State, load_tree, save_tree
+from hybridflow.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_LEFTOVER = re.compile(rf"\.(tmp|old|trash)_(({STEP_PREFIX})\d+|{re.escape(TRACKER)})_\d+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint, read."""
+
+    step: int
+    path: Path
+    state: dict[str, State]
+    """By role."""
+
+
+class CheckpointStore:
+    """The checkpoints in `run_dir`; `keep` of them stay, all with None."""
+
+    def __init__(self, run_dir: str | Path, keep: int | None = None) -> None:
+        assert keep is None or keep >= 1, f"keep must be at least 1 or None, got {keep}"
+        self.run_dir, self.keep = Path(run_dir).expanduser(), keep
+        self._damaged: set[Path] = set()  # found so by `latest`
+        if self.run_dir.is_dir() and any(_LEFTOVER.fullmatch(path.name) for path in self.run_dir.iterdir()):
+            try:
+                with self._lock() as free:
+                    if free:
+                        self._clean()
+            except OSError as error:
+                logger.warning("cannot tidy up after an interrupted save in %s: %s", self.run_dir, error)
+
+    def save(self, step: int, state: Mapping[str, State], folders: Mapping[str, Callable[[Path], object]] | None = None) -> Path:
+        """Write the checkpoint of a step: `state` by role, and further folders by the functions that fill them.
+
+        A step that exists is replaced. CheckpointError where it cannot be written (earlier ones stay as they were) or where another
+        process is saving into the same run folder.
+        """
+        for name in [*state, *(folders or {})]:
+            assert name and not name.startswith((".", "/")) and ".." not in name.split("/"), f"{name!r} is no name of a folder"
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            with self._lock() as free:
+                if not free:
+                    raise CheckpointError(f"another process is saving into {self.run_dir}: give each run its own trainer.default_local_dir")
+                final = self._write(step, state, folders or {})
+                self._damaged.discard(final)
+                replace_file(self.run_dir / TRACKER, str(step))
+                self._rotate()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"cannot save step {step} into {self.run_dir}: {error}. Make room or set trainer.default_local_dir to a writable place; "
+                f"checkpoints there: {_steps(self.run_dir)}"
+            ) from error
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, all digests verified; None without any. Damaged ones are logged as errors."""
+        for folder in reversed(self._by_age()):
+            try:
+                damage = read_manifest(folder).damage(folder)
+            except CheckpointError as error:
+                damage = str(error)
+            if damage is None:
+                return folder
+            self._damaged.add(folder)
+            logger.error("checkpoint %s is damaged and is passed over: %s", folder, damage)
+        return None
+
+    def load_latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, None in a run folder without any.
+
+        Newest is by order of saving, as written in the checkpoints themselves: a tracker that is stale or missing does no harm.
+        CheckpointError where there are checkpoints but all are damaged.
+        """
+        folder = self.latest()
+        if folder is None:
+            if step_folders(self.run_dir):
+                raise CheckpointError(
+                    f"all checkpoints in {self.run_dir} are damaged (steps {_steps(self.run_dir)}; the log names the files): "
+                    "restore one, or start anew with trainer.resume_mode=disable"
+                )
+            return None
+        return _read(folder, read_manifest(folder))
+
+    def load(self, path: str | Path) -> Checkpoint:
+        """The checkpoint in a `global_step_N` folder, of this run or another. CheckpointError where it is missing or damaged."""
+        folder = Path(path).expanduser()
+        runs = folder if step_folders(folder) else folder.parent
+        there = f"Steps in {runs}: {_steps(runs)}"
+        if not folder.is_dir():
+            raise CheckpointError(f"no checkpoint at {folder}: {'it is a file' if folder.exists() else 'there is no such folder'}. {there}")
+        if step_of(folder) is None and runs == folder:
+            raise CheckpointError(f"{folder} is a run folder, not a checkpoint: name one of its {STEP_PREFIX}N folders. {there}")
+        try:
+            manifest = read_manifest(folder)
+            damage = manifest.damage(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder} is no whole checkpoint: {error}. {there}") from error
+        if damage is not None:
+            raise CheckpointError(f"checkpoint {folder} is damaged: {damage}. {there}")
+        return _read(folder, manifest)
+
+    def _write(self, step: int, state: Mapping[str, State], folders: Mapping[str, Callable[[Path], object]]) -> Path:
+        final = self.run_dir / f"{STEP_PREFIX}{step}"
+        temporary = self.run_dir / f".tmp_{final.name}_{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            for role, tree in state.items():
+                (temporary / role).mkdir(parents=True)
+                save_tree(temporary / role, tree)
+            for name, fill in folders.items():
+                (temporary / name).mkdir(parents=True, exist_ok=True)
+                fill(temporary / name)
+            sequence = 1 + max((_sequence(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
+            write_manifest(temporary, step=step, sequence=sequence, roles=tuple(state))
+            sync_tree(temporary)
+            old = self._set_aside(final, "old") if final.exists() else None
+            os.replace(temporary, final)
+            sync(self.run_dir)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if old is not None:
+            shutil.rmtree(old)
+        return final
+
+    def _set_aside(self, folder: Path, why: str) -> Path:
+        aside = self.run_dir / f".{why}_{folder.name}_{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+        return aside
+
+    def _rotate(self) -> None:
+        """Remove what is older, by order of saving, than the `keep` newest; damaged ones do not count, so none pushes out a good one."""
+        by_age = self._by_age()
+        good = [folder for folder in by_age if folder not in self._damaged and _sequence(folder) is not None]
+        if self.keep is None or len(good) <= self.keep:
+            return
+        for folder in by_age[: by_age.index(good[-self.keep])]:
+            try:
+                shutil.rmtree(self._set_aside(folder, "trash"))  # renamed first: no half-removed folder looks like a checkpoint
+            except OSError as error:
+                logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
+
+    def _by_age(self) -> list[Path]:
+        """Checkpoint folders by order of saving; one whose manifest cannot be read stands right after the one of the step before."""
+        aged: list[tuple[float, int, Path]] = []
+        before = 0.0
+        for folder in step_folders(self.run_dir):
+            sequence = _sequence(folder)
+            before = max(before, sequence or 0)
+            aged.append((before + 0.5 if sequence is None else sequence, step_of(folder) or 0, folder))
+        return [folder for _, _, folder in sorted(aged)]
+
+    def _clean(self) -> None:
+        """Remove what processes that are gone left behind; a replaced checkpoint whose successor never arrived is put back."""
+        for path in sorted(self.run_dir.iterdir()):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match is None:
+                continue
+            final = self.run_dir / match.group(2)
+            if match.group(1) == "old" and not final.exists():
+                logger.warning("putting back checkpoint %s: the save that was to replace it did not finish", final)
+                os.replace(path, final)
+                continue
+            logger.info("removing %s, left by a process that ended while saving", path)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _lock(self) -> AbstractContextManager[bool]:
+        return locked(self.run_dir / LOCK)
+
+
+def _sequence(folder: Path) -> int | None:
+    try:
+        return read_manifest(folder).sequence
+    except CheckpointError:
+        return None  # whoever loads names the damage; here it only has no place of its own in the order
+
+
+def _read(folder: Path, manifest: Manifest) -> Checkpoint:
+    return Checkpoint(manifest.step, folder, {role: load_tree(folder / role) for role in manifest.roles})
+
+
+def _steps(run_dir: Path) -> str:
+    return ", ".join(str(step_of(folder)) for folder in step_folders(run_dir)) or "none"

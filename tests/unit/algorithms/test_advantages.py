@@ -1,0 +1,134 @@
+"""Estimators on cases small enough for paper and pencil, and their table."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator, Advantages, gae, grpo, register_adv_est
+from hybridflow.errors import ConfigError
+
+NAN = float("nan")
+
+
+def test_gae_by_hand_carries_through_a_tool_token() -> None:
+    # steps are columns 0 and 2; δ_2 = 1 − 0.5 = 0.5, δ_0 = 0 + 0.5·0.5 − 0.2 = 0.05, L_0 = 0.05 + 0.5·0.5·0.5 = 0.175
+    mask = torch.tensor([[True, False, True]])
+    out = gae(torch.tensor([[0.0, NAN, 1.0]]), torch.tensor([[0.2, NAN, 0.5]]), mask, gamma=0.5, lam=0.5)
+    torch.testing.assert_close(out.returns, torch.tensor([[0.375, 0.0, 1.0]]))
+    torch.testing.assert_close(out.advantages, torch.tensor([[-1.0, 0.0, 1.0]]) / 2**0.5, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [[[False, False]], [[True, False]], [[False, True]]])
+def test_gae_whitens_nothing_or_one_token_to_zero(mask: list[list[bool]]) -> None:
+    out = gae(torch.ones(1, 2), torch.zeros(1, 2), torch.tensor(mask), gamma=1.0, lam=1.0)
+    assert out.advantages.tolist() == [[0.0, 0.0]] and out.returns.tolist() == [[float(m) for m in mask[0]]]
+
+
+def test_gae_on_no_rows_and_no_columns() -> None:
+    for shape in ((0, 3), (2, 0)):
+        empty = torch.zeros(shape)
+        assert gae(empty, empty, empty.bool(), gamma=1.0, lam=1.0).advantages.shape == shape
+
+
+def test_gae_of_equal_advantages_is_zero_in_float32() -> None:
+    # without float64 inside, the rounding of 0.1·k would come out of rsqrt(1e-8) ten thousand times larger
+    rewards = torch.full((64, 1), 1000.1)
+    out = gae(rewards, torch.zeros(64, 1), torch.ones(64, 1, dtype=torch.bool), gamma=1.0, lam=1.0)
+    assert float(out.advantages.abs().max()) < 1e-6
+
+
+def scores(*values: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row a score, given on the last of two tokens."""
+    rewards = torch.zeros(len(values), 2)
+    rewards[:, 1] = torch.tensor(values)
+    return rewards, torch.ones(len(values), 2, dtype=torch.bool)
+
+
+def test_grpo_by_hand() -> None:
+    rewards, mask = scores(1.0, 3.0, 5.0, 7.0)
+    groups = torch.tensor([4, 4, 9, 9])
+    out = grpo(rewards, mask, groups, norm_by_std=False).advantages
+    assert out.tolist() == [[-1.0, -1.0], [1.0, 1.0], [-1.0, -1.0], [1.0, 1.0]]
+    out = grpo(rewards, mask, groups, norm_by_std=True).advantages
+    torch.testing.assert_close(out[:, 0], torch.tensor([-1.0, 1.0, -1.0, 1.0]) / (2**0.5 + 1e-6))
+
+
+def test_grpo_of_a_row_alone_and_of_equal_scores_is_exactly_zero() -> None:
+    rewards, mask = scores(5.0, 0.1, 0.1, 0.1)  # the float32 mean of three 0.1 is not 0.1
+    out = grpo(rewards, mask, torch.tensor([0, 1, 1, 1]), norm_by_std=True).advantages
+    assert bool((out == 0).all())
+
+
+def test_grpo_does_not_count_a_row_without_sampled_tokens() -> None:
+    rewards, mask = scores(1.0, 3.0, 100.0)
+    mask[2] = False
+    out = grpo(rewards, mask, torch.zeros(3, dtype=torch.int64), norm_by_std=False).advantages
+    assert out.tolist() == [[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
+    rewards, mask = scores(1.0, 3.0)
+    mask[1] = False
+    assert not grpo(rewards, mask, torch.zeros(2, dtype=torch.int64), norm_by_std=True).advantages.any()
+
+
+def test_grpo_on_no_rows() -> None:
+    out = grpo(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), norm_by_std=True)
+    assert out.advantages.shape == (0, 3)
+
+
+@pytest.mark.parametrize(("given", "computed"), [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2])
+def test_estimators_compute_in_float32_or_better(given: torch.dtype, computed: torch.dtype) -> None:
+    rewards, mask = scores(1.0, 2.0)
+    assert gae(rewards.to(given), rewards.to(given), mask, gamma=1.0, lam=1.0).advantages.dtype == computed
+    assert grpo(rewards.to(given), mask, torch.zeros(2, dtype=torch.int64), norm_by_std=True).advantages.dtype == computed
+
+
+def test_the_table_says_what_the_functions_take() -> None:
+    assert list(ADVANTAGE_ESTIMATORS) == ["gae", "grpo"]
+    for entry in ADVANTAGE_ESTIMATORS.values():
+        parameters = inspect.signature(entry.function).parameters
+        assert set(entry.needs) == {name for name, p in parameters.items() if p.default is p.empty}
+        assert set(entry.takes) == {name for name, p in parameters.items() if p.default is not p.empty}
+    assert (ADVANTAGE_ESTIMATORS["gae"].needs_critic, ADVANTAGE_ESTIMATORS["gae"].needs_group) == (True, False)
+    assert (ADVANTAGE_ESTIMATORS["grpo"].needs_critic, ADVANTAGE_ESTIMATORS["grpo"].needs_group) == (False, True)
+
+
+def test_an_entry_takes_what_it_names_out_of_all_there_is() -> None:
+    rewards, mask = scores(1.0, 3.0)
+    everything = {"token_level_rewards": rewards, "response_mask": mask, "group_ids": torch.zeros(2, dtype=torch.int64), "gamma": 1.0}
+    out = ADVANTAGE_ESTIMATORS["grpo"]({**everything, "norm_by_std": False})
+    assert out.advantages[:, 0].tolist() == [-1.0, 1.0]
+    with pytest.raises(ConfigError, match="gae needs values, lam; there are gamma, group_ids"):
+        ADVANTAGE_ESTIMATORS["gae"](everything)
+
+
+def test_a_user_can_register_one_but_not_take_a_name() -> None:
+    @register_adv_est("of_mine")
+    def mine(
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor, *, scale: float = 2.0, **rest: object
+    ):
+        assert set(rest) == {"old_log_probs"}
+        return token_level_rewards * scale, token_level_rewards
+
+    try:
+        rewards, mask = scores(1.0, 3.0)
+        fields = {"token_level_rewards": rewards, "response_mask": mask, "group_ids": torch.zeros(2), "old_log_probs": rewards}
+        out = ADVANTAGE_ESTIMATORS["of_mine"](fields)
+        assert isinstance(out, Advantages) and torch.equal(out.advantages, rewards * 2)
+        assert ADVANTAGE_ESTIMATORS["of_mine"].needs == ("token_level_rewards", "response_mask", "group_ids")
+        for taken in ("gae", "of_mine"):
+            with pytest.raises(ConfigError, match=f"'{taken}' exists already"):
+                register_adv_est(taken)(mine)
+    finally:
+        del ADVANTAGE_ESTIMATORS["of_mine"]
+
+
+@pytest.mark.parametrize("result", [None, (torch.zeros(1, 2), torch.zeros(1, 2)), torch.zeros(2, 2)])
+def test_an_estimator_that_returns_something_else_is_named(result: object) -> None:
+    def odd(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> object:
+        return result
+
+    rewards, mask = scores(1.0, 3.0)
+    with pytest.raises(ConfigError, match=r"odd must return Advantages.*\(2, 2\)"):
+        AdvantageEstimator.of(odd)({"token_level_rewards": rewards, "response_mask": mask})

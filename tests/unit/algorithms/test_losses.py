@@ -1,0 +1,124 @@
+"""Losses and aggregation on cases small enough for paper and pencil."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
+from hybridflow.algorithms.entropy import entropy_bonus
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss, vanilla
+from hybridflow.algorithms.value_loss import value_loss
+from hybridflow.errors import ConfigError
+
+MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
+TOKENS = torch.tensor([[1.0, 3.0, math.nan], [6.0, math.inf, -1.0], [math.nan, 5.0, 5.0]])
+
+
+def test_counts() -> None:
+    assert LossScale.count(MASK, torch.tensor([True, False, True])) == LossScale(3.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 10 / 3),
+        ("token-sum", 10.0),
+        ("seq-mean-token-sum", 5.0),
+        ("seq-mean-token-mean", 4.0),
+        ("seq-mean-token-sum-norm", 10 / (2 * 8)),
+    ],
+)
+def test_aggregation_by_hand(mode: str, expected: float) -> None:
+    assert float(aggregate(TOKENS, MASK, mode, LossScale.count(MASK), 8.0)) == pytest.approx(expected)
+    leaf = TOKENS.clone().requires_grad_()
+    nothing = aggregate(leaf, torch.zeros_like(MASK), mode, LossScale(0.0, 0.0), 8.0)
+    assert nothing.item() == 0.0 and not torch.autograd.grad(nothing, leaf)[0].any()
+
+
+def test_aggregation_refuses_by_name() -> None:
+    with pytest.raises(ConfigError, match="'token_mean': choose from token-mean"):
+        aggregate(TOKENS, MASK, "token_mean", LossScale(1, 1))
+    with pytest.raises(ConfigError, match="needs a loss_scale_factor"):
+        aggregate(TOKENS, MASK, "seq-mean-token-sum-norm", LossScale(1, 1))
+
+
+def one_token(ratio: float, advantage: float, **keys: float) -> tuple[float, float, LossOutput]:
+    """Loss and its slope in log_prob for a single token."""
+    old = torch.tensor([[-1.0]], dtype=torch.float64)
+    x = (old + math.log(ratio)).requires_grad_()
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    out = vanilla(x, old, torch.full((1, 1), advantage, dtype=torch.float64), mask, LossScale.count(mask), **keys)  # type: ignore[arg-type]
+    return out.loss.item(), float(torch.autograd.grad(out.loss, x)[0]), out
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped", "bounded"),
+    [
+        (1.0, 2.0, -2.0, -2.0, 0, 0),
+        (1.25, 2.0, -2.5, -2.5, 0, 0),  # inside the higher clip
+        (1.5, 2.0, -2.56, 0.0, 1, 0),  # 1.28
+        (0.5, 2.0, -1.0, -1.0, 0, 0),  # a good token that lost ground is not clipped
+        (0.5, -2.0, 1.6, 0.0, 1, 0),  # 0.8
+        (1.5, -2.0, 3.0, 3.0, 0, 0),
+        (4.0, -2.0, 6.0, 0.0, 0, 1),  # dual clip at 3
+    ],
+)
+def test_vanilla_by_hand(ratio: float, advantage: float, loss: float, slope: float, clipped: int, bounded: int) -> None:
+    found, gradient, out = one_token(ratio, advantage, clip_low=0.2, clip_high=0.28, clip_c=3.0)
+    assert found == pytest.approx(loss) and gradient == pytest.approx(slope)
+    assert float(out.metrics["actor/pg_clipfrac"][0]) == clipped and float(out.metrics["actor/pg_clipfrac_lower"][0]) == bounded
+    assert float(out.metrics["actor/ppo_kl"][0]) == pytest.approx(-math.log(ratio)) and float(out.metrics["actor/ppo_kl"][1]) == 1
+
+
+def test_vanilla_teaches_only_log_prob() -> None:
+    parts = [torch.randn(2, 2).requires_grad_() for _ in range(4)]
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    vanilla(parts[0], parts[1], parts[2], mask, LossScale.count(mask), parts[3]).loss.backward()
+    assert [p.grad is not None for p in parts] == [True, False, False, False]
+
+
+def test_vanilla_in_half_precision_computes_in_float32() -> None:
+    half = torch.zeros(1, 1, dtype=torch.bfloat16)
+    out = vanilla(half, half, half, torch.ones(1, 1, dtype=torch.bool), LossScale(1, 1))
+    assert out.loss.dtype == torch.float32 and all(not t.requires_grad for pair in out.metrics.values() for t in pair)
+
+
+@pytest.mark.parametrize(
+    ("value", "clip", "loss", "slope", "clipped"),
+    [
+        (1.2, 0.5, 0.5 * 0.8**2, -0.8, 0),  # inside the range
+        (1.9, 0.5, 0.5 * 0.5**2, 0.0, 1),  # moved past 1.5, which is farther from 2: the clipped term decides
+        (3.0, 0.5, 0.5 * 1.0, 1.0, 0),  # past the target, where the plain term is the larger
+        (1.9, None, 0.5 * 0.1**2, -0.1, 0),
+    ],
+)
+def test_value_loss_by_hand(value: float, clip: float | None, loss: float, slope: float, clipped: int) -> None:
+    v = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    out = value_loss(v, one, 2 * one, one.bool(), LossScale(1, 1), clip_range=clip)
+    assert float(out.loss.detach()) == pytest.approx(loss) and float(torch.autograd.grad(out.loss, v)[0]) == pytest.approx(slope)
+    assert [float(out.metrics["critic/vf_clipfrac"][0]), float(out.metrics["critic/vpred_mean"][0])] == [clipped, value]
+
+
+def test_entropy_bonus_lowers_the_loss_where_entropy_is_high() -> None:
+    out = entropy_bonus(TOKENS, MASK, LossScale.count(MASK), coeff=0.3)
+    assert float(out.loss) == pytest.approx(-1.0)
+    assert [float(t) for t in out.metrics["actor/entropy"]] == [10.0, 3.0]
+
+
+def test_the_table_of_policy_losses_refuses_a_taken_name() -> None:
+    assert list(POLICY_LOSSES) == ["vanilla"] and POLICY_LOSSES["vanilla"] is vanilla
+
+    def mine(*args: object, **keys: object) -> LossOutput:
+        return LossOutput(torch.zeros(()), {})
+
+    try:
+        assert register_policy_loss("of_mine")(mine) is mine and POLICY_LOSSES["of_mine"] is mine
+        for taken in ("vanilla", "of_mine"):
+            with pytest.raises(ConfigError, match=f"'{taken}' exists already"):
+                register_policy_loss(taken)(mine)
+    finally:
+        POLICY_LOSSES.pop("of_mine", None)

@@ -1,0 +1,27 @@
+"""`reward.*` in, a RewardManager out. The reward function is loaded here, so a wrong one shows before a model is allocated."""
+
+from __future__ import annotations
+
+from hybridflow.config.reward import RewardConfig
+from hybridflow.rewards.manager import RewardManager
+from hybridflow.rewards.request import Scorer
+from hybridflow.rewards.resolve import check_choice, describe, resolve
+
+
+def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
+    """Load the reward function that the configuration chooses and start the processes that call it.
+
+    Raises ConfigError if it cannot be found, imported or called as reward functions are, RewardError if a built-in one needs an
+    extra that is not installed or a worker does not start.
+    """
+    check_choice(config)
+    scorer: Scorer
+    if config.num_workers > 0:
+        from hybridflow.rewards.pool import RewardPool
+
+        scorer = RewardPool(config, seed)
+    else:
+        from hybridflow.rewards.in_process import InProcessScorer
+
+        scorer = InProcessScorer(resolve(config, seed), config.timeout)
+    return RewardManager(scorer, on_error=config.on_error, function=describe(config))

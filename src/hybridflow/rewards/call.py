@@ -1,0 +1,73 @@
+"""One call of a reward function, whatever it does: an Outcome comes out, never an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+import traceback
+from typing import Any
+
+from hybridflow.errors import HybridFlowError
+from hybridflow.rewards.request import Outcome, ScoreRequest
+from hybridflow.rewards.result import normalize_result
+from hybridflow.rewards.table import RewardFunction
+
+MAX_TRACEBACK = 4000  # characters kept, from the end: where the error stands
+
+
+def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
+    """Score one request; a coroutine, if the function gives one, is run to its end."""
+    started = time.perf_counter()
+    try:
+        result = function(**_arguments(request))
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+        score, extras = normalize_result(result)
+    except BaseException as error:  # a user's callable; sys.exit() inside it is its error too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return failure(error, time.perf_counter() - started)
+    return Outcome(score, extras, seconds=time.perf_counter() - started)
+
+
+async def call_async(function: RewardFunction, request: ScoreRequest, timeout: float) -> Outcome:
+    """Score one request by an async function, cancelled after `timeout` seconds."""
+    started = time.perf_counter()
+    deadline = asyncio.timeout(timeout)
+    try:
+        async with deadline:
+            score, extras = normalize_result(await function(**_arguments(request)))
+    except BaseException as error:  # a user's callable
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        seconds = time.perf_counter() - started
+        return timed_out(timeout, seconds) if deadline.expired() else failure(error, seconds)
+    return Outcome(score, extras, seconds=time.perf_counter() - started)
+
+
+def timed_out(timeout: float, seconds: float) -> Outcome:
+    """The outcome of a sample that ran past its deadline."""
+    return Outcome(error="timeout", detail=f"the reward function ran past reward.timeout={timeout:g} seconds", seconds=seconds)
+
+
+def failure(error: BaseException, seconds: float) -> Outcome:
+    """The outcome of a sample whose function raised: our own messages as they are, others with their traceback."""
+    if isinstance(error, HybridFlowError):
+        detail = str(error)
+    else:
+        detail = "".join(traceback.format_exception(error)).strip()[-MAX_TRACEBACK:]
+    return Outcome(error=type(error).__name__, detail=detail, seconds=seconds)
+
+
+def _arguments(request: ScoreRequest) -> dict[str, Any]:
+    return {
+        "data_source": request.data_source,
+        "solution_str": request.solution_str,
+        "ground_truth": request.ground_truth,
+        "extra_info": request.extra_info,
+    }
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable

@@ -1,0 +1,37 @@
+"""Exact match: the response is the ground truth, letter for letter or after normalisation."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    strip: bool = True,
+    normalize: bool = False,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """1.0 if the response equals the ground truth (any one of them, if it is a list).
+
+    `strip` ignores white space around both; `normalize` also ignores letter case, punctuation and runs of white space.
+    """
+    several = not isinstance(ground_truth, str) and (isinstance(ground_truth, Sequence) or hasattr(ground_truth, "tolist"))
+    wanted = [str(truth) for truth in ground_truth] if several else [str(ground_truth)]
+    got = _clean(solution_str, strip, normalize)
+    score = float(any(got == _clean(truth, strip, normalize) for truth in wanted))
+    return {"score": score, "acc": score}
+
+
+def _clean(text: str, strip: bool, normalize: bool) -> str:
+    if normalize:
+        return re.sub(r"\s+", " ", text.lower().translate(_PUNCTUATION)).strip()
+    return text.strip() if strip else text

@@ -1,0 +1,25 @@
+"""Length: how far a response runs over a number of characters. A term for compositions, with a negative weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    max_chars: int,
+    buffer_chars: int = 0,
+    **kwargs: Any,
+) -> float:
+    """The excess in [0, 1]: 0 up to `max_chars`, rising linearly to 1 at `max_chars + buffer_chars` (a step if that is 0).
+
+    It is a penalty: give it a negative weight.
+    """
+    excess = len(solution_str) - max_chars
+    if excess <= 0:
+        return 0.0
+    return min(1.0, excess / buffer_chars) if buffer_chars > 0 else 1.0

@@ -1,0 +1,71 @@
+"""Mathematics: the boxed answer, compared symbolically by math-verify (`pip install hybridflow[math]`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from hybridflow.errors import RewardError
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    boxed_only: bool = True,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    r"""1.0 if the answer in the last `\boxed{...}` of the response equals the ground truth (LaTeX, boxed or bare).
+
+    `boxed_only=False` also accepts an answer that math-verify finds without a box. math-verify's own time limit is off: it
+    works by a signal, which only a main thread may set, and the scoring worker's deadline bounds the call already.
+    Raises RewardError if math-verify is not installed.
+    """
+    answer = last_boxed(solution_str)
+    if answer is None and boxed_only:
+        return {"score": 0.0, "acc": 0.0}
+    truth = str(ground_truth)
+    truth = last_boxed(truth) or truth
+    if answer is not None and answer.strip() == truth.strip():
+        return {"score": 1.0, "acc": 1.0}
+    parse, verify = _math_verify()
+    wanted = parse(f"\\boxed{{{truth}}}", parsing_timeout=None)
+    got = parse(solution_str if answer is None else f"\\boxed{{{answer}}}", parsing_timeout=None)
+    score = float(bool(wanted and got) and verify(wanted, got, timeout_seconds=None))
+    return {"score": score, "acc": score}
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last complete `\boxed{...}` or `\fbox{...}` of `text`, braces matched; None if there is none."""
+    end = len(text)
+    while True:
+        start = max(text.rfind(mark, 0, end) for mark in ("\\boxed{", "\\fbox{"))
+        if start < 0:
+            return None
+        opening = text.index("{", start)
+        depth = 0
+        for position in range(opening, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[opening + 1 : position]
+        end = start  # this box was cut off: an earlier one may be whole
+
+
+@cache
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise RewardError("the math reward needs math-verify, which is not installed: pip install hybridflow[math]") from error
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).addFilter(lambda record: "Timeout is disabled" not in record.getMessage())
+    return parse, verify
+
+
+def prepare() -> None:
+    """Import math-verify now, so that a missing installation shows before the run and its start is on no sample's clock."""
+    _math_verify()

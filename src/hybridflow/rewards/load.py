@@ -1,0 +1,80 @@
+"""A name or a path, with options, in; a reward function with its options bound, out.
+
+"gsm8k"                       a built-in function
+"path/to/file.py:name"        a user's; also "package.module:name"
+"path/to/file.py"             a user's compute_score or compute_reward
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+from hybridflow.data.plugin import load_module, load_object
+from hybridflow.errors import ConfigError
+from hybridflow.rewards import table
+from hybridflow.rewards.table import RewardFunction
+
+DEFAULT_NAMES = ("compute_score", "compute_reward")
+CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def load_builtin(name: str, options: dict[str, Any], seed: int, *, key: str) -> RewardFunction:
+    """A built-in function with its options bound, ready to run.
+
+    Raises ConfigError for an unknown name or option, RewardError if what it needs is not installed.
+    """
+    function = table.find(name, key=key)
+    table.check_options(name, options, key=key)
+    table.prepare(name)
+    if name == "random":
+        options = {"seed": seed, **options}
+    return partial(function, **options) if options else function
+
+
+def load_user_function(path: str, name: str, options: dict[str, Any], *, key: str) -> RewardFunction:
+    """A user's function, sync or async, with its options bound; `path` may carry the name ("file.py:name").
+
+    Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is imported.
+    """
+    location, colon, last = path.rpartition(":")
+    if colon and location and "/" not in last and "\\" not in last:
+        if name not in (DEFAULT_NAMES[0], last):
+            raise ConfigError(f"{key}: path says {last!r} and name says {name!r}; give the name once")
+        function = load_object(path, key=key)
+    else:
+        module = load_module(path, key=key)
+        names = DEFAULT_NAMES if name == DEFAULT_NAMES[0] else (name,)
+        found = next((candidate for candidate in names if hasattr(module, candidate)), None)
+        # where nothing fits, load_object's message lists what the file does define
+        function = getattr(module, found) if found else load_object(f"{path}:{name}", key=key)
+    if not callable(function):
+        raise ConfigError(f"{key}: {path} names a {type(function).__name__}, wanted a function")
+    _check_signature(function, path, options, key)
+    return partial(function, **options) if options else function
+
+
+def _check_signature(function: RewardFunction, path: str, options: dict[str, Any], key: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C: it has none to check
+        return
+    try:
+        signature.bind(**{**options, **dict.fromkeys(CALLED_WITH)})
+    except TypeError as error:
+        given = ", ".join(f"{name}=" for name in (*CALLED_WITH, *options))
+        raise ConfigError(
+            f"{key}: {path} is defined as {getattr(function, '__name__', 'function')}{signature}, but is called with {given} "
+            f"({error}); add the missing parameters or **kwargs"
+        ) from error
+    if clash := [name for name in options if name in CALLED_WITH]:
+        raise ConfigError(f"{key}: {', '.join(clash)} comes from the row; remove it from the options")
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether calling the function gives a coroutine (an async def, a partial of one, or an object whose __call__ is one)."""
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004

@@ -1,0 +1,132 @@
+"""Rows in, scores out, and what to do with the rows whose reward function failed (`reward.on_error`).
+
+requests ─► scorer (pool or in process) ─► outcomes ─► raise | score 0 | drop ─► ScoredBatch
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards.request import Outcome, Scorer, ScoreRequest
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "zero", "drop"]
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """The scores of B rows, in their order.
+
+    `extras` has one list of B values for each further key that the function returned: floats where all values are numbers
+    (NaN for rows without one), else the values as they are (None for rows without one).
+    """
+
+    scores: list[float]
+    extras: dict[str, list[Any]]
+    dropped: list[bool]  # true: the reward failed and reward.on_error=drop leaves the row out of the loss; its score is 0
+    num_errors: int  # rows whose reward failed, timeouts among them
+    num_timeouts: int
+    first_traceback: str | None
+    metrics: dict[str, float]
+
+
+class RewardManager:
+    """Scores rows by one reward function and applies `reward.on_error` to the rows where it fails.
+
+    `function` describes the reward function in messages.
+    """
+
+    def __init__(self, scorer: Scorer, *, on_error: OnError = "raise", function: str = "the reward function") -> None:
+        self._scorer = scorer
+        self._on_error = on_error
+        self._function = function
+        self._shown = False
+
+    def score(self, rows: Sequence[ScoreRequest]) -> ScoredBatch:
+        """Score the rows.
+
+        Raises RewardError for the first row whose reward failed, if `reward.on_error` is raise.
+        """
+        started = time.perf_counter()
+        outcomes = self.outcomes(rows)
+        failed = [position for position, outcome in enumerate(outcomes) if outcome.error]
+        first_traceback = None
+        if failed:
+            first = outcomes[failed[0]]
+            first_traceback = self._report(failed[0], rows[failed[0]], first)
+            if self._on_error == "raise":
+                raise RewardError(self._refusal(first_traceback, first))
+            self._warn(first_traceback, len(failed), len(rows))
+        return ScoredBatch(
+            scores=[outcome.score for outcome in outcomes],
+            extras=_columns(outcomes, zero_failed=self._on_error == "zero"),
+            dropped=[bool(outcome.error) and self._on_error == "drop" for outcome in outcomes],
+            num_errors=len(failed),
+            num_timeouts=sum(outcome.error == "timeout" for outcome in outcomes),
+            first_traceback=first_traceback,
+            metrics=_metrics(outcomes, time.perf_counter() - started),
+        )
+
+    def outcomes(self, rows: Sequence[ScoreRequest]) -> list[Outcome]:
+        """What came of each row, before `reward.on_error` is applied."""
+        return self._scorer.score(list(rows))
+
+    def close(self) -> None:
+        """End the scoring processes."""
+        self._scorer.close()
+
+    def __enter__(self) -> RewardManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _report(self, position: int, row: ScoreRequest, outcome: Outcome) -> str:
+        index = row.extra_info.get("index") if isinstance(row.extra_info, dict) else None
+        which = f"row {position} of the batch" + (f", index {index}" if index is not None else "")
+        return f"{self._function} failed on {which}, data_source {row.data_source!r} ({outcome.error}):\n{outcome.detail}"
+
+    def _refusal(self, report: str, outcome: Outcome) -> str:
+        longer = "raise reward.timeout; " if outcome.error == "timeout" else ""
+        return (
+            f"{report}\nMend the function ({longer}`hybridflow reward-test` tries it on a few rows), or let the run go on: "
+            "reward.on_error=zero scores such rows 0, reward.on_error=drop leaves them out of the loss"
+        )
+
+    def _warn(self, report: str, num_failed: int, num_rows: int) -> None:
+        so = "scored 0" if self._on_error == "zero" else "left out of the loss"
+        if self._shown:
+            logger.warning("the reward failed on %d of %d rows (%s)", num_failed, num_rows, so)
+            return
+        self._shown = True
+        logger.warning("the reward failed on %d of %d rows (%s; reward.on_error=%s). %s", num_failed, num_rows, so, self._on_error, report)
+
+
+def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[Any]]:
+    names = list(dict.fromkeys(name for outcome in outcomes for name in outcome.extras))
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        values = [outcome.extras.get(name) for outcome in outcomes]
+        if name == "acc" and zero_failed:  # a reward that counts as 0 counts as a wrong answer, too
+            values = [0.0 if outcome.error else value for outcome, value in zip(outcomes, values, strict=True)]
+        numeric = all(value is None or isinstance(value, (bool, int, float)) for value in values) and any(v is not None for v in values)
+        columns[name] = [float("nan") if value is None else float(value) for value in values] if numeric else values
+    return columns
+
+
+def _metrics(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
+    by_type = Counter(outcome.error for outcome in outcomes if outcome.error)
+    return {
+        "reward/num_errors": float(sum(by_type.values())),
+        "reward/num_timeouts": float(by_type["timeout"]),
+        "reward/seconds": seconds,
+        "reward/seconds_per_row_max": max((outcome.seconds for outcome in outcomes), default=0.0),
+        **{f"reward/num_errors/{kind}": float(count) for kind, count in sorted(by_type.items())},
+    }

@@ -1,0 +1,51 @@
+"""`reward.*` in, the one function that scores rows out: a composition, the user's function, or a built-in one."""
+
+from __future__ import annotations
+
+from hybridflow.config.reward import RewardConfig
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.compose import compose, load_terms
+from hybridflow.rewards.load import DEFAULT_NAMES, load_builtin, load_user_function
+from hybridflow.rewards.table import RewardFunction
+
+_CUSTOM = "reward.custom_reward_function"
+
+
+def check_choice(config: RewardConfig) -> None:
+    """Raise ConfigError if the keys choose more than one reward function."""
+    choices = {
+        "reward.terms": repr(config.terms) if config.terms else "",
+        f"{_CUSTOM}.path": config.custom_reward_function.path or "",
+        "reward.function": config.function if config.function != "auto" else "",
+    }
+    chosen = [f"{key}={value}" for key, value in choices.items() if value]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} each choose the reward: keep one (a path.py:name may also be the name of a term)")
+    if config.terms and config.custom_reward_function.reward_kwargs:
+        raise ConfigError(f"{_CUSTOM}.reward_kwargs has no effect with reward.terms: write the options into the term")
+
+
+def resolve(config: RewardConfig, seed: int) -> RewardFunction:
+    """Load the reward function that the configuration chooses.
+
+    Raises ConfigError for a choice that cannot be loaded, RewardError if a built-in one needs an extra that is not installed.
+    """
+    check_choice(config)
+    custom = config.custom_reward_function
+    if config.terms:
+        return compose(load_terms(config.terms, seed))
+    if custom.path:
+        return load_user_function(custom.path, custom.name, dict(custom.reward_kwargs), key=_CUSTOM)
+    if ":" in config.function:
+        return load_user_function(config.function, DEFAULT_NAMES[0], dict(custom.reward_kwargs), key="reward.function")
+    return load_builtin(config.function, dict(custom.reward_kwargs), seed, key="reward.function")
+
+
+def describe(config: RewardConfig) -> str:
+    """The chosen function in a few words, for messages."""
+    if config.terms:
+        return "reward.terms " + " + ".join(str(term.get("name")) for term in config.terms)
+    custom = config.custom_reward_function
+    if custom.path:
+        return custom.path if ":" in custom.path else f"{custom.path}:{custom.name}"
+    return f"reward.function={config.function}"

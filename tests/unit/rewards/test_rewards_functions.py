@@ -1,0 +1,275 @@
+"""The built-in reward functions, and how names, sources and terms lead to them."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards.functions import arithmetic_chain, exact_match, gsm8k, length, random, reasoning_gym
+from hybridflow.rewards.functions import math as math_reward
+from hybridflow.rewards.resolve import resolve
+from hybridflow.rewards.result import normalize_result
+
+
+def score_of(config: RewardConfig, response: str, truth: Any = "1", source: str = "x", **extra_info: Any) -> tuple[float, dict[str, Any]]:
+    function = resolve(config, seed=7)
+    return normalize_result(function(data_source=source, solution_str=response, ground_truth=truth, extra_info=extra_info))
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "options", "wanted"),
+    [
+        ("Paris", "Paris", {}, 1.0),
+        (" Paris\n", "Paris", {}, 1.0),
+        (" Paris", "Paris", {"strip": False}, 0.0),
+        ("paris.", "Paris", {}, 0.0),
+        ("The  PARIS!", "the paris", {"normalize": True}, 1.0),
+        ("Lutetia", ["Paris", "Lutetia"], {}, 1.0),
+        ("Lutetia", np.array(["Paris", "Lutetia"]), {}, 1.0),
+        ("7", 7, {}, 1.0),
+    ],
+)
+def test_exact_match(response: str, truth: Any, options: dict[str, Any], wanted: float) -> None:
+    assert exact_match.compute_score("x", response, truth, **options) == {"score": wanted, "acc": wanted}
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "method", "wanted"),
+    [
+        ("so #### 72", "72", "strict", 1.0),
+        ("so #### 72.", "72", "strict", 1.0),
+        ("so #### $1,234", "1234", "strict", 1.0),
+        ("so #### 72.0", "72", "strict", 1.0),
+        ("so #### -3", "-3", "strict", 1.0),
+        ("so #### 3", "-3", "strict", 0.0),
+        ("#### 1 no, #### 72", "72", "strict", 1.0),
+        ("it is 72", "72", "strict", 0.0),
+        ("it is 72", "72", "flexible", 1.0),
+        ("it is $1,072.50.", "1072.5", "flexible", 1.0),
+        ("72 then 73", "72", "flexible", 0.0),
+        ("#### 72", "48+24=72\n#### 72", "strict", 1.0),
+        ("#### 12", "1,2", "strict", 1.0),
+        ("nothing", "72", "flexible", 0.0),
+    ],
+)
+def test_gsm8k(response: str, truth: str, method: str, wanted: float) -> None:
+    assert gsm8k.compute_score("openai/gsm8k", response, truth, method=method)["score"] == wanted
+
+
+def test_gsm8k_format_score_is_for_a_wrong_number() -> None:
+    assert gsm8k.compute_score("x", "#### 5", "72", format_score=0.1) == {"score": 0.1, "acc": 0.0}
+    assert gsm8k.compute_score("x", "five", "72", format_score=0.1)["score"] == 0.0
+    with pytest.raises(ConfigError, match="strict or flexible"):
+        gsm8k.compute_score("x", "#### 5", "72", method="loose")
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "wanted"),
+    [
+        (r"thus \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"thus \boxed{\frac{1}{3}}", r"\frac12", 0.0),
+        (r"\boxed{2} no \boxed{x+1}", "1+x", 1.0),
+        (r"\boxed{\text{east}}", r"\text{east}", 1.0),
+        (r"\boxed{[1,2)}", r"\boxed{[1,2)}", 1.0),
+        ("thus 7", "7", 0.0),
+        (r"\boxed{7} and \boxed{8", "7", 1.0),
+        (r"\boxed{}", "7", 0.0),
+        ("", "7", 0.0),
+    ],
+)
+def test_math(response: str, truth: str, wanted: float) -> None:
+    assert math_reward.compute_score("math", response, truth) == {"score": wanted, "acc": wanted}
+
+
+def test_math_without_a_box_only_where_asked() -> None:
+    assert math_reward.compute_score("math", "the answer is $7$", "7", boxed_only=False)["score"] == 1.0
+
+
+def test_math_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def no_math_verify(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("math_verify"):
+            raise ImportError(name)
+        return real_import(name, *rest, **more)
+
+    math_reward._math_verify.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", no_math_verify)
+    with pytest.raises(RewardError, match=r"pip install hybridflow\[math\]"):
+        resolve(RewardConfig(function="math"), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("response", "wanted"),
+    [
+        ("3 - 2 = 1 . 1 + 2 = 3 . #### 3", 1.0),
+        ("#### 3 \n", 1.0),
+        ("#### 4 #### 3", 1.0),
+        ("#### 3 .", 0.0),
+        ("#### 33", 0.0),
+        ("3", 0.0),
+    ],
+)
+def test_arithmetic_chain(response: str, wanted: float) -> None:
+    assert arithmetic_chain.compute_score("arithmetic_chain", response, "3") == {"score": wanted, "acc": wanted}
+
+
+def test_length_rises_over_its_buffer() -> None:
+    scores = [length.compute_score("x", "a" * n, None, max_chars=10, buffer_chars=4) for n in (10, 11, 14, 99)]
+    assert scores == [0.0, 0.25, 1.0, 1.0]
+    assert length.compute_score("x", "a" * 11, None, max_chars=10) == 1.0
+
+
+def test_random_depends_on_seed_index_and_text_alone() -> None:
+    def draw(seed: int, index: int, text: str) -> float:
+        return random.compute_score("x", text, "truth", {"index": index}, seed=seed)
+
+    draws = [draw(1, index, text) for index in range(50) for text in "abcdefghij"]
+    assert draws == [draw(1, index, text) for index in range(50) for text in "abcdefghij"]
+    assert draws != [draw(2, index, text) for index in range(50) for text in "abcdefghij"]
+    assert abs(sum(draws) / len(draws) - 0.5) < 0.1
+    assert random.compute_score("x", "a", None, None, probability=1.0) == 1.0
+    scores = {score_of(RewardConfig(function="random"), str(n)) == score_of(RewardConfig(function="random"), str(n)) for n in range(9)}
+    assert scores == {True}
+
+
+def test_reasoning_gym_scores_by_the_rows_entry() -> None:
+    library = pytest.importorskip("reasoning_gym")
+    entry = library.create_dataset("chain_sum", size=1, seed=1)[0]
+    source, info = "reasoning_gym:chain_sum", {"entry": json.dumps(entry)}
+    for response in (f"<answer> {entry['answer']} </answer>", f"so #### {entry['answer']}", entry["answer"]):
+        assert reasoning_gym.compute_score(source, response, None, info) == {"score": 1.0, "acc": 1.0}
+    assert reasoning_gym.compute_score(source, "no idea", None, info)["acc"] == 0.0
+    with pytest.raises(RewardError, match="entry"):
+        reasoning_gym.compute_score(source, "1", "1", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "response", "truth"),
+    [("openai/gsm8k", "#### 5", "5"), ("HuggingFaceH4/MATH-500", r"\boxed{5}", "5"), ("arithmetic_chain", "#### 5", "5")],
+)
+def test_auto_goes_by_data_source(source: str, response: str, truth: str) -> None:
+    assert score_of(RewardConfig(), response, truth, source) == (1.0, {"acc": 1.0})
+
+
+def test_auto_refuses_an_unknown_source_and_names_the_ways_out() -> None:
+    with pytest.raises(RewardError, match=r"'my/data'.*reward.function.*custom_reward_function.path.*data.reward_fn_key"):
+        score_of(RewardConfig(), "5", "5", "my/data")
+
+
+def test_terms_are_summed_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "polite.py").write_text(
+        "async def please(data_source, solution_str, ground_truth, extra_info, bonus=1):\n    return bonus * ('please' in solution_str)\n"
+    )
+    terms: list[dict[str, Any]] = [
+        {"name": "gsm8k"},
+        {"name": "length", "weight": -0.5, "max_chars": 3},
+        {"name": "format", "weight": 2, "pattern": "^please", "key": "form"},
+    ]
+    assert score_of(RewardConfig(terms=terms), "please #### 1") == (2.5, {"acc": 1.0, "gsm8k": 1.0, "length": 1.0, "form": 1.0})
+
+    import asyncio
+
+    function = resolve(RewardConfig(terms=[*terms, {"name": f"{tmp_path}/polite.py:please", "weight": 10, "bonus": 2}]), seed=0)
+    result = asyncio.run(function(data_source="x", solution_str="please #### 1", ground_truth="1", extra_info={}))
+    assert result == {"acc": 1.0, "gsm8k": 1.0, "length": 1.0, "form": 1.0, "please": 2.0, "score": 22.5}
+
+
+USER_FILE = """
+def compute_reward(data_source, solution_str, ground_truth, extra_info=None, scale=1):
+    return scale * float(solution_str == ground_truth)
+def other(data_source, solution_str, ground_truth, extra_info=None):
+    return 3
+def two(solution_str, ground_truth):
+    return 1
+number = 5
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(USER_FILE)
+    return str(tmp_path / "mine.py")
+
+
+def custom(path: str, name: str = "compute_score", **options: Any) -> RewardConfig:
+    return RewardConfig(custom_reward_function=CustomRewardConfig(path, name, options))
+
+
+def test_a_users_function_by_path_and_name(user_file: str) -> None:
+    assert score_of(custom(user_file, scale=2), "1") == (2.0, {})
+    assert score_of(custom(user_file, "other"), "1")[0] == 3.0
+    assert score_of(custom(f"{user_file}:other"), "1")[0] == 3.0
+    assert score_of(custom(f"{user_file}:other", "other"), "1")[0] == 3.0
+    assert score_of(RewardConfig(function=f"{user_file}:other"), "1")[0] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda file: custom("missing.py"), "no file missing.py"),
+        (lambda file: custom(file, "absent"), "no name 'absent'; it defines: compute_reward"),
+        (lambda file: custom(f"{file}:other", "two"), "give the name once"),
+        (lambda file: custom(file, "two"), r"defined as two\(solution_str, ground_truth\)"),
+        (lambda file: custom(file, "other", scale=2), "scale"),
+        (lambda file: custom(file, "number"), "wanted a function"),
+        (lambda file: custom(file, solution_str="a"), "comes from the row"),
+        (lambda file: RewardConfig(function="gsm9k"), "got 'gsm9k'"),
+        (lambda file: RewardConfig(function="format"), "format needs pattern"),
+        (lambda file: RewardConfig(function="gsm8k", terms=[{"name": "math"}]), "each choose the reward"),
+        (lambda file: RewardConfig(terms=["gsm8k"]), "wanted {name"),  # type: ignore[list-item]
+        (lambda file: RewardConfig(terms=[{"name": "gsm8k", "weight": "much"}]), "wanted a number"),
+        (lambda file: RewardConfig(terms=[{"name": "length", "max_char": 3}]), "no option max_char; it has: max_chars"),
+        (lambda file: RewardConfig(terms=[{"name": "gsm8k"}, {"name": "gsm8k"}]), "its own `key`"),
+        (lambda file: RewardConfig(terms=[{"name": "nothing"}]), r"reward.terms\[0\]: got 'nothing'"),
+    ],
+)
+def test_a_wrong_choice_is_refused_when_it_is_loaded(config: Any, message: str, user_file: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(config(user_file), seed=0)
+
+
+@pytest.mark.parametrize("result", [1, 1.0, True, np.float32(1), np.int64(1), np.array([1.0]), {"score": np.bool_(True)}])
+def test_results_that_are_scores(result: Any) -> None:
+    assert normalize_result(result) == (1.0, {})
+
+
+def test_extra_values_become_plain() -> None:
+    _, extras = normalize_result({"score": 0, "a": np.int64(3), "b": np.array([1, 2]), "c": {"d": (1, None)}, "e": {1}})
+    assert extras == {"a": 3, "b": [1, 2], "c": {"d": [1, None]}, "e": "{1}"} and type(extras["a"]) is int
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [
+        (None, "None"),
+        ("1.0", "'1.0'"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (np.float32("nan"), "nan"),
+        ({"acc": 1.0}, r"without \"score\" \(keys: \['acc'\]\)"),
+        ({"score": None}, 'as "score" None'),
+        ([1.0], "list"),
+        (np.array([1.0, 2.0]), "ndarray"),
+        (1j, "complex"),
+    ],
+)
+def test_results_that_are_none_say_so(result: Any, got: str) -> None:
+    with pytest.raises(RewardError, match=got) as refusal:
+        normalize_result(result)
+    assert "wanted a finite number" in str(refusal.value)
+
+
+def test_importing_the_room_loads_nothing_heavy() -> None:
+    code = "import hybridflow.rewards.worker, hybridflow.rewards.build, sys; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"

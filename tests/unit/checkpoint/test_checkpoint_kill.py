@@ -36,7 +36,7 @@ def in_child(body: Callable[[], None]) -> int:
 
 
 def die_at(call: int) -> list[int]:
-    """Let this process end without any clean-up at the given call of fsync, replace, unlink or rmdir; gives the counter."""
+    """Let this process end without any clean-up at the given call of fsync, replace or rmdir; gives the counter."""
     count = [0]
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def die_at(call: int) -> list[int]:
 
         return wrapped
 
-    for name in ("fsync", "replace", "unlink", "rmdir"):
+    for name in ("fsync", "replace", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
     return count
 

@@ -59,9 +59,6 @@ def test_a_new_run_has_nothing_to_load(tmp_path: Path) -> None:
 
 
 FILES = ["actor/state.safetensors", "actor/state.json", "actor/huggingface/config.json", "trainer/state.json", "manifest.json"]
-    "trainer/state.json",
-    "manifest.json",
-]
 
 
 @pytest.mark.parametrize("name", FILES)

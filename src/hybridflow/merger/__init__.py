@@ -1,0 +1,5 @@
+"""From a checkpoint to a Hugging Face folder."""
+
+from hybridflow.merger.merge import compare, merge
+
+__all__ = ["compare", "merge"]

@@ -210,6 +210,8 @@ def _ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         yield f"trainer.test_freq={config.trainer.test_freq} without validation data: nothing is validated"
     if not config.critic.enable and any(path.startswith("critic.") for path in given):
         yield f"critic.* is not read: algorithm.adv_estimator={algorithm.adv_estimator} runs without a critic"
+    if config.critic.enable and "critic.model.tokenizer_path" in given and config.critic.model.tokenizer_path != config.data.tokenizer:
+        yield f"critic.model.tokenizer_path is not used: the critic reads the token ids of data.tokenizer={config.data.tokenizer}"
     if algorithm.adv_estimator == "grpo" and "algorithm.lam" in given:
         yield "algorithm.lam is read by gae only"
     if actor.loss_scale_factor is not None and f"{ACTOR}.loss_scale_factor" in given and actor.loss_agg_mode != "seq-mean-token-sum-norm":

@@ -55,10 +55,13 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
     if agg_mode is None and actor.policy_loss.loss_mode == "vanilla":
         agg_mode = "token-mean"
     cap = actor.ppo_max_token_len_per_gpu
+    controller = config.trainer.controller
     values = _shared(config) | {
+        "trainer.controller": "local" if controller == "auto" else controller,
         "data.tokenizer": data.tokenizer or model.tokenizer_path or model.path,
         "data.seed": config.trainer.seed if data.seed is None else data.seed,
         "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path or model.path,
+        "actor_rollout_ref.actor.strategy": "fsdp2" if actor.strategy == "fsdp" else actor.strategy,
         "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
         "actor_rollout_ref.actor.loss_agg_mode": agg_mode,
         "actor_rollout_ref.actor.loss_scale_factor": actor.loss_scale_factor or float(data.max_response_length),

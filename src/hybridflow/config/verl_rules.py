@@ -85,6 +85,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
 
 # fmt: off
 PPO_RULES: tuple[Rule, ...] = (
+    ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
     # model
     ignored(r"(actor_rollout_ref|critic|reward)\.(\w+\.)?use_remove_padding", "sequences are always packed: no padding is ever computed"),
     Rule(r"(.+\.)?(lora_rank|lora\.rank)", OFF, "LoRA is off", "LoRA comes in a later version: leave it out to train all parameters"),
@@ -208,10 +209,10 @@ PPO_RULES: tuple[Rule, ...] = (
     ignored(r"distillation\..+", "read only with distillation.enabled"),
     Rule(r"async_training(\..+)?", (), "", "the trainer is synchronous in this version: leave it out"),
     Rule(r"resource_pool(\..+)?", (), "", f"{ONE_PROCESS} that hosts every role: leave it out"),
-    ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
 )
 
 SFT_RULES: tuple[Rule, ...] = (
+    ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
     ignored(r"(data\.|model\.)?(use_dynamic_bsz|use_remove_padding|balance_dp_token)",
          "sequences are always packed up to the token limit"),
     Rule(r"data\.pad_mode", (None, "no_padding"), "sequences are always packed", "sequences are always packed: leave it out"),
@@ -232,6 +233,5 @@ SFT_RULES: tuple[Rule, ...] = (
     ignored(r"trainer\.balance_batch", ONE_PROCESS),
     off(r"(.+\.)?profiler\.(enable|tool)", "profilers come in a later version"),
     ignored(r"(.+\.)?profiler\..+", "read only with profiler.enable"),
-    ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
 )
 # fmt: on

@@ -1,0 +1,204 @@
+"""A run that cannot work is refused before anything is built; verl's quickstart is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.errors import ConfigError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> list[str]:
+    """Overrides with which a run is possible: existing files, a model folder, a run folder."""
+    for name in ("train.parquet", "test.parquet"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "model").mkdir()
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/test.parquet",
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+
+
+def problem(base: list[str], *overrides: str, root: type = PPOConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        prepare_config(root, [*base, *overrides])
+    return str(error.value)
+
+
+def test_the_quickstart_of_verls_documentation_loads(tmp_path: Path, base: list[str]) -> None:
+    prepared = prepare_config(
+        PPOConfig,
+        [
+            f"data.train_files={tmp_path}/train.parquet",
+            f"data.val_files={tmp_path}/test.parquet",
+            "data.train_batch_size=256",
+            "data.max_prompt_length=512",
+            "data.max_response_length=512",
+            f"actor_rollout_ref.model.path={tmp_path}/model",
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            "actor_rollout_ref.rollout.name=native",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+            "critic.optim.lr=1e-5",
+            f"critic.model.path={tmp_path}/model",
+            "critic.ppo_micro_batch_size_per_gpu=4",
+            "algorithm.kl_ctrl.kl_coef=0.001",
+            "trainer.logger=console",
+            "trainer.val_before_train=False",
+            "trainer.n_gpus_per_node=1",
+            "trainer.nnodes=1",
+            "trainer.save_freq=10",
+            "trainer.test_freq=10",
+            "trainer.total_epochs=15",
+            f"trainer.default_local_dir={tmp_path}/run",
+        ],
+    )
+    config = prepared.config
+    assert config.critic.enable and config.critic.model.path == f"{tmp_path}/model" and config.critic.optim.lr == 1e-5
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4 and config.trainer.logger == ["console"]
+    assert len(prepared.notes) == 2, (
+        prepared.notes
+    )  # tensor_model_parallel_size has no effect; kl_ctrl is read only with a KL in the reward
+
+
+def test_derived_values(base: list[str]) -> None:
+    config = prepare_config(PPOConfig, [*base, "data.max_response_length=64", "trainer.seed=9", "data.train_batch_size=32"]).config
+    actor, rollout, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    assert actor.loss_scale_factor == 64.0 and actor.loss_agg_mode == "token-mean" and actor.ppo_mini_batch_size == 32
+    assert rollout.log_prob_max_token_len_per_gpu == ref.log_prob_max_token_len_per_gpu == 16384
+    assert config.data.seed == 9 and config.data.tokenizer == config.actor_rollout_ref.model.path == config.critic.model.path
+    critic = config.critic
+    assert (critic.enable, critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle) == (True, 32, 1, True)
+    assert critic.forward_max_token_len_per_gpu == 32768
+    assert actor.strategy == "fsdp2" and config.trainer.controller == "local"
+    assert isinstance(config.data.train_files, list) and config.trainer.logger == ["console", "tensorboard"]
+
+
+def test_the_critic_is_the_actors_model_unless_told_otherwise(base: list[str], tmp_path: Path) -> None:
+    overrides = [*base, "actor_rollout_ref.model.override_config={a: 1}", "actor_rollout_ref.model.dtype=float64"]
+    same = prepare_config(PPOConfig, overrides).config.critic.model
+    assert same.override_config == {"a": 1} and same.dtype == "float64"
+    (tmp_path / "other").mkdir()
+    other = prepare_config(PPOConfig, [*overrides, f"critic.model.path={tmp_path}/other", "critic.model.dtype=float32"]).config.critic.model
+    assert other.override_config == {} and other.dtype == "float32"
+
+
+def test_mini_batch_at_its_default_shrinks_but_a_given_one_does_not(base: list[str]) -> None:
+    prepared = prepare_config(PPOConfig, [*base, "data.train_batch_size=16"])
+    assert prepared.config.actor_rollout_ref.actor.ppo_mini_batch_size == 16
+    assert any("is more than data.train_batch_size" in note for note in prepared.notes)
+    message = problem(base, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
+    assert "ppo_mini_batch_size=256 prompts is more than data.train_batch_size=16: set it to 16" in message
+
+
+GRPO = "algorithm.adv_estimator=grpo"
+BAD = [
+    ([GRPO], "actor_rollout_ref.rollout.n=1 gives one: set actor_rollout_ref.rollout.n to 2 or more"),
+    (
+        ["data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_size=96", "actor_rollout_ref.rollout.n=8"],
+        "data.train_batch_size=100 × actor_rollout_ref.rollout.n=8 = 800 sequences cannot be split into "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=96 prompts: use a divisor of 100, for example 50",
+    ),
+    (["critic.ppo_mini_batch_size=300"], "critic.ppo_mini_batch_size=300 prompts cannot|critic.ppo_mini_batch_size=300"),
+    (["algorithm.adv_estimator=grop"], "algorithm.adv_estimator=grop: there are gae, grpo"),
+    (["algorithm.adv_estimator=no_such.py:f"], "algorithm.adv_estimator: there is no file no_such.py"),
+    (["algorithm.adv_estimator=file.py:"], "wanted path/to/file.py:name"),
+    (["actor_rollout_ref.actor.policy_loss.loss_mode=ppo"], "there is vanilla"),
+    (
+        ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512"],
+        "ppo_max_token_len_per_gpu=512 tokens cannot hold one row of data.max_prompt",
+    ),
+    (["critic.forward_max_token_len_per_gpu=9"], "critic.forward_max_token_len_per_gpu=9"),
+    (["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=9"], "rollout.log_prob_max_token_len_per_gpu=9"),
+    (["algorithm.use_kl_in_reward=true", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"], "ref.log_prob_max_token_len_per_gpu=9"),
+    (["actor_rollout_ref.rollout.max_num_batched_tokens=9"], "max_num_batched_tokens=9 cannot hold one prompt"),
+    (["critic.enable=false"], "needs the critic"),
+    (["algorithm.kl_penalty=k4"], "algorithm.kl_penalty=k4: there are kl, k1"),
+    (["algorithm.kl_penalty=k3+"], "has no gradient"),
+    (["actor_rollout_ref.actor.kl_loss_type=full"], "kl_loss_type=full"),
+    (["actor_rollout_ref.actor.clip_ratio_low=1.5"], "fall below 0"),
+    (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "val_kwargs.temperature=0: set a temperature above 0"),
+    (["actor_rollout_ref.actor.optim.betas=[0.9]"], "betas=[0.9]: wanted two numbers"),
+    (["critic.optim.betas=[0.9,1.0]"], "critic.optim.betas"),
+    (["trainer.n_gpus_per_node=8"], "this version runs one process"),
+    (["trainer.nnodes=2"], "trainer.nnodes=2 × trainer.n_gpus_per_node=1 = 2 processes"),
+    (["trainer.logger=[console,wandbb]"], "trainer.logger: got"),
+    (["trainer.logger=wandbb"], "trainer.logger=wandbb: there are console"),
+    (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
+    (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], "there is no folder /no/such"),
+    (["trainer.resume_from_path=/no/such"], "set trainer.resume_mode=resume_path"),
+    (["trainer.default_local_dir=/dev/null/run"], "trainer.default_local_dir=/dev/null/run cannot be written"),
+    (["trainer.rollout_data_dir=/dev/null/run"], "trainer.rollout_data_dir=/dev/null/run cannot be written"),
+    (["trainer.val_only=true", "data.val_files=[]"], "val_only=true without validation data"),
+    (["trainer.critic_warmup=5", "trainer.total_training_steps=5"], "leaves no step"),
+    (["data.train_files=[]"], "no training data"),
+    (["data.train_files=/no/such.parquet"], "data.train_files: there is no file /no/such.parquet"),
+    (["data.val_files=[/no/such.parquet]"], "data.val_files: there is no file /no/such.parquet"),
+    (["data.train_files='$HOME/a.parquet'"], "for the shell to fill in"),
+    (["data.task.name=arithmetic_chain"], "are both set: leave one out"),
+    (["data.train_files=[]", "data.task.name=chess"], "data.task.name=chess: there is arithmetic_chain"),
+    (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is not set"),
+    (["actor_rollout_ref.model.path=/no/model"], "there is no folder /no/model"),
+    (["critic.model.path=./no_model"], "critic.model.path: there is no folder ./no_model"),
+    (["reward.custom_reward_function.path=/no/reward.py"], "there is no file /no/reward.py"),
+    (["data.custom_cls.path=a.py"], "without a name: set data.custom_cls.name"),
+    (["data.sampler.class_path=/no/a.py:S"], "data.sampler.class_path: there is no file /no/a.py"),
+    (["reward.terms=[{weight: 1}]"], "reward.terms[0]"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
+def test_what_cannot_run_is_refused_with_the_way_out(base: list[str], overrides: list[str], says: str) -> None:
+    message = problem(base, *overrides)
+    assert any(part in message for part in says.split("|")), message
+
+
+def test_all_problems_at_once(base: list[str]) -> None:
+    message = problem(base, GRPO, "trainer.nnodes=2", "actor_rollout_ref.actor.optim.betas=[2,2]")
+    assert message.startswith("3 problems") and message.count("\n  - ") == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data.train_files=[]", "model.path=org/name"], "no training data"),
+        (["data.max_length=9000"], "cannot hold one conversation"),
+        (["model.path=null"], "model.path is not set"),
+        (["data.prompt_key=messages", "data.response_key=messages"], "different columns"),
+    ],
+)
+def test_sft_runs_are_checked_too(tmp_path: Path, overrides: list[str], says: str) -> None:
+    base = ["data.task.name=arithmetic_chain", "model.path=org/name", f"trainer.default_local_dir={tmp_path}/run"]
+    assert prepare_config(SFTConfig, base).config.data.tokenizer == "org/name"
+    base = base[1:] if "data.train_files=[]" in overrides else base
+    assert says in problem(base, *overrides, root=SFTConfig)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"], "charged twice"),
+        (["algorithm.kl_ctrl.kl_coef=0.1"], "no KL penalty in this run"),
+        (["trainer.test_freq=5", "data.val_files=[]"], "nothing is validated"),
+        ([GRPO, "actor_rollout_ref.rollout.n=4", "critic.optim.lr=1"], "runs without a critic"),
+        (["actor_rollout_ref.actor.loss_scale_factor=3"], "seq-mean-token-sum-norm"),
+        (["critic.model.tokenizer_path=org/other"], "critic.model.tokenizer_path is not used"),
+    ],
+)
+def test_notes_on_what_may_surprise(base: list[str], overrides: list[str], says: str) -> None:
+    assert any(says in note for note in prepare_config(PPOConfig, [*base, *overrides]).notes)
+
+
+def test_the_run_folder_is_made_and_left_empty(base: list[str], tmp_path: Path) -> None:
+    prepare_config(PPOConfig, base)
+    assert list((tmp_path / "run").iterdir()) == []

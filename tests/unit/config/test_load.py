@@ -1,0 +1,196 @@
+"""Recipes and command lines become configurations: Hydra's grammar, aliases, interpolation, composition, sweeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.load import expand_sweeps, load_config, prepare_config
+from hybridflow.config.recipes import FOLDER, recipe_names
+from hybridflow.config.resolve import resolve
+from hybridflow.config.show import to_yaml
+from hybridflow.config.tree import flatten, get_value, keys_of
+from hybridflow.errors import ConfigError
+
+
+def load(*overrides: str, recipe: str | Path | None = None) -> PPOConfig:
+    return load_config(PPOConfig, overrides, recipe).config
+
+
+def problem(*overrides: str, recipe: str | Path | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(PPOConfig, overrides, recipe)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("data.seed=3", "data.seed", 3),
+        ("+data.seed=3", "data.seed", 3),
+        ("++data.seed=3", "data.seed", 3),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr", 1e-6),
+        ("data.train_files=[a.parquet,b.parquet]", "data.train_files", ["a.parquet", "b.parquet"]),
+        ("data.train_files='a, b.parquet'", "data.train_files", "a, b.parquet"),
+        ("data.train_files=~/a.parquet", "data.train_files", "~/a.parquet"),
+        ("trainer.default_local_dir=runs/lr=3", "trainer.default_local_dir", "runs/lr=3"),
+        ("data.task.options={hops: 3, deep: {a: [1]}}", "data.task.options", {"hops": 3, "deep": {"a": [1]}}),
+        ("+data.task.options.hops=3", "data.task.options", {"hops": 3}),
+        ("trainer.logger=['console','wandb']", "trainer.logger", ["console", "wandb"]),
+        ("actor_rollout_ref.actor.grad_clip=null", "actor_rollout_ref.actor.grad_clip", None),
+        ("data.val_files=", "data.val_files", ""),
+        ("data.train_files=hdfs://host/a.parquet", "data.train_files", "hdfs://host/a.parquet"),
+        ("algorithm={gamma: 0.9}", "algorithm.gamma", 0.9),
+        ("trainer.experiment_name=${data.seed}_${trainer.project_name}", "trainer.experiment_name", "None_hybridflow"),
+        ("trainer.experiment_name=${oc.env:LOAD_TEST}", "trainer.experiment_name", "from the environment"),
+        ("data.max_response_length=${data.max_prompt_length}", "data.max_response_length", 512),
+    ],
+)
+def test_grammar(override: str, path: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOAD_TEST", "from the environment")
+    assert get_value(load(override), path) == value
+
+
+def test_interpolation_in_defaults_follows_overrides() -> None:
+    assert load("trainer.project_name=p", "trainer.experiment_name=e").trainer.default_local_dir == "checkpoints/p/e"
+
+
+def test_the_last_override_wins_and_a_tilde_restores_the_default() -> None:
+    assert load("data.seed=1", "data.seed=2").data.seed == 2
+    loaded = load_config(PPOConfig, ["data.seed=1", "~data.seed"])
+    assert loaded.config.data.seed is None and not loaded.given
+
+
+def test_given_paths_are_those_of_recipe_and_command_line() -> None:
+    loaded = load_config(PPOConfig, ["reward_model.reward_fn.path=r.py", "data.task.options={a: 1}"], "grpo")
+    assert {"reward.custom_reward_function.path", "data.task.options.a", "actor_rollout_ref.rollout.n"} <= loaded.given
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("reward_model.reward_fn.name", "reward.custom_reward_function.name", "f"),
+        ("custom_reward_function.path", "reward.custom_reward_function.path", "f.py"),
+        ("custom_reward_function.reward_kwargs.a", "reward.custom_reward_function.reward_kwargs.a", "1"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "4"),
+        ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu", "4"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "4"),
+        ("actor_rollout_ref.actor.optim.warmup_style", "actor_rollout_ref.actor.optim.lr_scheduler_type", "cosine"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler", "actor_rollout_ref.actor.optim.lr_scheduler_type", "cosine"),
+        ("critic.optim.warmup_steps_proportion", "critic.optim.lr_warmup_steps_ratio", "0.1"),
+        ("rollout.temperature", "actor_rollout_ref.rollout.temperature", "0.7"),
+        ("actor.checkpoint.contents", "actor_rollout_ref.actor.checkpoint.save_contents", "[model]"),
+        ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", "3"),
+        ("actor_rollout_ref.rollout.response_length", "data.max_response_length", "64"),
+    ],
+)
+def test_aliases_print_one_line_with_the_key_now_used(old: str, new: str, value: str) -> None:
+    loaded, direct = load_config(PPOConfig, [f"{old}={value}"]), load_config(PPOConfig, [f"{new}={value}"])
+    assert loaded.notes == [f"{old} is now {new}"] and not direct.notes
+    assert loaded.config == direct.config != PPOConfig()
+
+
+def test_sft_aliases() -> None:
+    loaded = load_config(SFTConfig, ["optim.warmup_steps_proportion=0.1", "optim.lr_scheduler=cosine"])
+    assert loaded.config.optim.lr_warmup_steps_ratio == 0.1 and loaded.config.optim.lr_scheduler_type == "cosine"
+    assert len(loaded.notes) == 2
+
+
+def test_null_in_an_old_key_does_not_undo_the_new_one() -> None:
+    overrides = ["critic.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size=null"]
+    assert load(*overrides).critic.ppo_micro_batch_size_per_gpu == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.trian_batch_size=3", "unknown key data.trian_batch_size; did you mean data.train_batch_size"),
+        ("temprature=3", "actor_rollout_ref.rollout.temperature"),
+        ("actor_rollout_ref.rollout.name=vllm", "rollout.name=vllm: not in this version: use actor_rollout_ref.rollout.name=native"),
+        ("data.seed=1,2", "[a,b] for a list, or give --multirun"),
+        ("data.seed", "not an override"),
+        ("data.seed=[1", "not an override"),
+        ("recipe@data=x", "config groups"),
+        ("data=3", "wanted a block of keys"),
+        ("trainer.experiment_name=${no.such}", "no.such"),
+        ("algorithm.filter_groups.enable=True", "dynamic sampling comes in a later version"),
+    ],
+)
+def test_mistakes_name_the_key_and_the_way_out(override: str, says: str) -> None:
+    assert says in problem(override)
+
+
+def test_all_mistakes_of_a_command_line_at_once() -> None:
+    message = problem("data.seed=x", "data.sed=1", "actor_rollout_ref.rollout.name=sglang", "a")
+    assert message.startswith("4 problems") and message.count("\n") == 4
+
+
+def test_recipes_build_on_each_other(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 8, seed: 1}\nactor_rollout_ref: {actor: {optim: {lr: 1e-3}}}\n")
+    (tmp_path / "run.yaml").write_text("defaults: [grpo, base]\ndata: {seed: 2}\ntrainer: {experiment_name: 's${data.seed}'}\n")
+    config = load("data.max_prompt_length=9", recipe=tmp_path / "run.yaml")
+    assert (config.data.train_batch_size, config.data.seed, config.data.max_prompt_length) == (8, 2, 9)
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-3 and config.actor_rollout_ref.rollout.n == 8
+    assert config.trainer.experiment_name == "s2"
+    (tmp_path / "last.yaml").write_text("defaults: [_self_, base]\ndata: {seed: 2}\n")
+    assert load(recipe=tmp_path / "last.yaml").data.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("defaults: [self]\n", "circle"),
+        ("defaults: {a: 1}\n", "list of recipe names"),
+        ("defaults: [nothing_like_it]\n", "no recipe is called nothing_like_it"),
+        ("- a\n", "wanted a block of keys"),
+        ("a: [\n", "cannot be read as YAML"),
+        ("data: {sed: 1}\n", "unknown key data.sed; did you mean data.seed"),
+    ],
+)
+def test_bad_recipes(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "self.yaml").write_text(text)
+    assert says in problem(recipe=tmp_path / "self.yaml")
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    assert "did you mean grpo?" in problem(recipe="grp")
+    assert "there is no file" in problem(recipe="no/such.yaml")
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_recipes_repeat_no_default(name: str) -> None:
+    tree = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    for path, value in flatten(tree):
+        assert keys_of(PPOConfig)[path].default != value, path
+    assert name in recipe_names()
+
+
+def test_sweeps_expand_in_order() -> None:
+    runs = expand_sweeps(["a=1,2", "+b=choice(x,y)", "c=[1,2]", "d=range(0,2)"])
+    assert len(runs) == 8
+    assert runs[0] == ["a=1", "+b=x", "c=[1,2]", "d=0"] and runs[1] == ["a=1", "+b=x", "c=[1,2]", "d=1"]
+    assert runs[-1] == ["a=2", "+b=y", "c=[1,2]", "d=1"]
+    assert expand_sweeps(["a=1"]) == [["a=1"]]
+    with pytest.raises(ConfigError, match="list the values"):
+        expand_sweeps(["a=interval(0,1)"])
+
+
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
+def test_yaml_that_is_shown_loads_to_the_same(root: type, tmp_path: Path) -> None:
+    config, _ = resolve(load_config(root, ["trainer.total_epochs=7", "trainer.project_name='a b: c'"]).config)
+    (tmp_path / "all.yaml").write_text(to_yaml(config))
+    assert load_config(root, [], tmp_path / "all.yaml").config == config
+    assert yaml.safe_load(to_yaml(config, only_changed=True)) == {
+        "trainer": {"total_epochs": 7, "project_name": "a b: c"} | ({"default_local_dir": "checkpoints/a b: c/run"})
+    }
+
+
+def test_prepared_runs_are_resolved_and_checked(tmp_path: Path) -> None:
+    overrides = ["data.task.name=arithmetic_chain", "actor_rollout_ref.model.path=org/name", f"trainer.default_local_dir={tmp_path}"]
+    prepared = prepare_config(PPOConfig, [*overrides, "data.train_batch_size=64"], "grpo")
+    assert prepared.config.actor_rollout_ref.actor.ppo_mini_batch_size == 64
+    assert any("ppo_mini_batch_size=64" in note for note in prepared.notes)
+    assert prepared.config.critic.enable is False

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from hybridflow.data.remote import hub_folder
 from hybridflow.errors import ModelError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
@@ -68,18 +69,21 @@ def build_value(
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None) -> PretrainedConfig:
     """The model's configuration with `override_config` merged in; ModelError where there is none or it is not known."""
-    folder = Path(path)
+    path = hub_folder(str(path))
+    folder = Path(path).expanduser()
     if folder.is_dir():
+        path = str(folder)
         if not (folder / "config.json").is_file():
             raise ModelError(f"model folder {folder} has no config.json: give a Hugging Face model folder (found: {_listing(folder)})")
-    elif folder.exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
+    elif folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(
-            f"model path {str(path)!r} is no folder: give a Hugging Face model folder or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
+            f"model path {path!r} is no folder: give a Hugging Face model folder or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     try:
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read the configuration of model {str(path)!r}: {_first_lines(error)}") from error
+        where = "" if folder.is_dir() else " (there is no such folder here, so it was taken as a hub name)"
+        raise ModelError(f"cannot read the configuration of model {path!r}{where}: {_first_lines(error)}") from error
     for name, value in (override_config or {}).items():
         if not hasattr(config, name):
             raise ModelError(f"override_config: {type(config).__name__} has no entry {name!r}")
@@ -107,16 +111,17 @@ def _load(
 ) -> PreTrainedModel:
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
-        raise ModelError(f"model {str(path)!r} has model_type {config.model_type!r}, which is no causal language model of transformers")
-    folder = Path(path)
+        raise ModelError(f"model {path!r} has model_type {config.model_type!r}, which is no causal language model of transformers")
+    path = hub_folder(str(path))
+    folder = Path(path).expanduser()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         other = [p.name for p in folder.glob("*.bin")]
         hint = f"; {other[0]} is a pickle, which is never loaded: convert it to safetensors" if other else f" (found: {_listing(folder)})"
         raise ModelError(f"model folder {folder} has no weights: *.safetensors is missing{hint}")
     try:
         with without_progress_bars():
-            hf, info = AutoModelForCausalLM.from_pretrained(
-                str(path),
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder) if folder.is_dir() else path,
                 config=config,
                 dtype=resolve_dtype(dtype, device),
                 trust_remote_code=trust_remote_code,
@@ -125,16 +130,15 @@ def _load(
                 output_loading_info=True,
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(f"cannot load model {str(path)!r}: {_first_lines(error)}") from error
+        raise ModelError(f"cannot load model {path!r}: {_first_lines(error)}") from error
+    hf, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"model {str(path)!r} lacks {len(missing)} weights its configuration asks for, the first {missing[0]!r}: they would be random"
+            f"model {path!r} lacks {len(missing)} weights its configuration asks for, the first {missing[0]!r}: they would be random"
         )
     if info.get("mismatched_keys"):
-        raise ModelError(
-            f"model {str(path)!r}: weights of another shape than its configuration says: {sorted(info['mismatched_keys'])[:3]}"
-        )
+        raise ModelError(f"model {path!r}: weights of another shape than its configuration says: {sorted(info['mismatched_keys'])[:3]}")
     _without_dropout(hf)
     model: PreTrainedModel = hf.to(device)
     return model

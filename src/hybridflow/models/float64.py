@@ -56,4 +56,4 @@ def _wrap(module: nn.Module) -> None:
             return forward(*args, **kwargs)
 
     widened.in_float64 = True  # type: ignore[attr-defined]
-    module.forward = widened  # type: ignore[method-assign]
+    module.forward = widened

@@ -37,11 +37,11 @@ def matmul_parameters(hf: PreTrainedModel) -> int:
 def forward_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:
     """FLOPs of one forward pass over rows of these lengths; `num_parameters` is `matmul_parameters`."""
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads: int = text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     dims = (getattr(text, "qk_head_dim", None) or dim) + (getattr(text, "v_head_dim", None) or dim)
-    attended = sum(_attended_pairs(length, window) for window in _windows(text) for length in lengths)
-    return 2.0 * num_parameters * sum(lengths) + 2.0 * heads * dims * attended
+    attended: float = sum(_attended_pairs(length, window) for window in _windows(text) for length in lengths)
+    return float(2 * num_parameters * sum(lengths) + 2 * heads * dims * attended)
 
 
 def training_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:

@@ -44,6 +44,7 @@ class PolicyModel(nn.Module):
         self.transform = LogitTransform.from_config(hf.config)
         if self.dtype == torch.float64:
             compute_in_float64(hf)
+        self.train(hf.training)
 
     @property
     def config(self) -> PretrainedConfig:

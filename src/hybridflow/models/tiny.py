@@ -55,7 +55,7 @@ def create_tiny_model(
     config = tiny_config(tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.float32)
+        model = LlamaForCausalLM(config).float()
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with without_progress_bars():
         model.save_pretrained(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +23,39 @@ class ValueModel(nn.Module):
         """Take the backbone of the causal LM `hf`; its output head is left behind."""
         super().__init__()
         use_attention(hf)
-        self.backbone: PreTrainedModel = hf.base_model
+        self.backbone: Any = hf.base_model
         if self.dtype == torch.float64:
             compute_in_float64(hf)
         kind = torch.promote_types(self.dtype, torch.float32)
         self.head = nn.Linear(hf.config.hidden_size, 1, dtype=kind, device=self.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.train(hf.training)
 
     @property
     def config(self) -> PretrainedConfig:
         """The backbone's Hugging Face configuration."""
-        return self.backbone.config
+        config: PretrainedConfig = self.backbone.config
+        return config
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return next(self.backbone.parameters()).device
+        return self._first().device
 
     @property
     def dtype(self) -> torch.dtype:
         """The backbone's compute dtype; the head's is float32 or better."""
-        return next(self.backbone.parameters()).dtype
+        return self._first().dtype
 
     @property
     def num_parameters(self) -> int:
         """Parameters of backbone and head."""
         return sum(p.numel() for p in self.parameters())
+
+    def _first(self) -> Tensor:
+        parameter: Tensor = next(self.backbone.parameters())
+        return parameter
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Values [M] of the predicted tokens, in reward units, float32 or better."""

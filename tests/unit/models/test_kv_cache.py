@@ -1,0 +1,72 @@
+"""Slots of keys and values, and the attention of decoding over them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridflow.models.attention import masked_attention
+from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
+from hybridflow.models.slot_layout import SlotLayout
+
+SHAPES = {0: LayerShape(2, 4, 4, torch.float32), 3: LayerShape(1, 6, 5, torch.float32)}
+
+
+def filled(num_slots: int = 5, capacity: int = 7, seed: int = 0) -> SlotCache:
+    cache = SlotCache(SHAPES, num_slots, capacity)
+    draw = torch.Generator().manual_seed(seed)
+    for stored in (*cache.keys.values(), *cache.values.values()):
+        stored.normal_(generator=draw)
+    return cache
+
+
+def test_tokens_land_in_their_slot_and_position() -> None:
+    cache = SlotCache(SHAPES, 5, 7)
+    places = Places(torch.tensor([4, 0, 0]), torch.tensor([6, 2, 3]), source=torch.tensor([1, 0, 1]))
+    for layer, shape in SHAPES.items():
+        key, value = torch.randn(2, shape.kv_heads, shape.key_dim), torch.randn(2, shape.kv_heads, shape.value_dim)
+        cache.write(layer, key, value, places)
+        assert torch.equal(cache.keys[layer][4, :, 6], key[1]) and torch.equal(cache.keys[layer][0, :, 2], key[0])
+        assert torch.equal(cache.values[layer][0, :, 3], value[1])
+        assert cache.values[layer].count_nonzero() == 3 * shape.kv_heads * shape.value_dim
+
+
+def test_moving_and_forking_copy_whole_slots_up_to_a_length() -> None:
+    cache, before = filled(), filled()
+    cache.move(torch.tensor([4, 3]), torch.tensor([0, 2]), length=5)
+    assert torch.equal(cache.keys[0][0, :, :5], before.keys[0][4, :, :5]) and torch.equal(cache.keys[0][0, :, 5:], before.keys[0][0, :, 5:])
+    assert torch.equal(cache.values[3][2, :, :5], before.values[3][3, :, :5]) and torch.equal(cache.values[3][1], before.values[3][1])
+    cache.fork(4, torch.tensor([1, 2, 3]), length=6)
+    assert all(torch.equal(cache.keys[3][slot, :, :6], before.keys[3][4, :, :6]) for slot in (1, 2, 3))
+
+
+def test_bytes_are_counted_by_layer() -> None:
+    cache = SlotCache(SHAPES, 5, 7)
+    assert cache.nbytes == 5 * 7 * sum(shape.bytes_per_token for shape in SHAPES.values()) == 5 * 7 * (2 * 8 + 11) * 4
+    assert cache.fits(5, 7) and not cache.fits(6, 7) and not cache.fits(5, 8)
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("special", [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decoding_attends_to_the_own_slot_up_to_the_new_token(window: int | None, special: dict[str, object], dtype: torch.dtype) -> None:
+    shapes = {0: LayerShape(2, 6, 5, dtype)}
+    cache = SlotCache(shapes, 4, 9)
+    cache.keys[0].normal_()
+    cache.values[0].normal_()
+    lengths = torch.tensor([2, 7, 0])
+    query, key, value = torch.randn(3, 4, 1, 6, dtype=dtype), torch.randn(3, 2, 1, 6, dtype=dtype), torch.randn(3, 2, 1, 5, dtype=dtype)
+    settings = {"softcap": None, "sinks": None, **special}
+    out = SlotLayout(cache, lengths, 7).attend(query, key, value, scaling=0.3, sliding_window=window, layer_idx=0, **settings)  # type: ignore[arg-type]
+    assert out.shape == (3, 1, 4, 5) and out.dtype == dtype
+    for row, length in enumerate(lengths.tolist()):
+        first = 0 if window is None else max(0, length + 1 - window)
+        keys, values = (x[0][row : row + 1, :, first : length + 1] for x in (cache.keys, cache.values))
+        assert torch.equal(keys[0, :, -1], key[row, :, 0])
+        wanted = masked_attention(query[row : row + 1], keys, values, None, scaling=0.3, **settings)  # type: ignore[arg-type]
+        torch.testing.assert_close(out[row : row + 1], wanted.transpose(1, 2))
+
+
+def test_a_row_past_its_capacity_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="outside of slots"):
+        SlotLayout(filled(), torch.tensor([7]), 7)

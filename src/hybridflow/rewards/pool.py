@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 120.0  # seconds a worker may take to import the reward function
 ASYNC_SLOTS = 32  # async samples under way in one worker
-ASYNC_GRACE = 1.0  # seconds an async worker has beyond the deadline to cancel a sample itself
+ASYNC_GRACE = 0.5  # seconds an async worker has beyond the deadline to cancel a sample itself
 MAX_IDLE_DEATHS = 10  # workers that end without having had a sample, in a row
 LONGEST_WAIT = 1.0  # seconds between two looks at processes that died without closing their pipe
 
@@ -90,12 +90,14 @@ class RewardPool:
         self._next_ticket = 0
         self._idle_deaths = 0
         self._closed = False
+        self._has_started = False  # once it has, a worker that dies while it loads is a chance event, and replaced like others
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)  # also when the interpreter ends
         try:
             for _ in range(config.num_workers):
                 self._workers.append(self._launch())
             while not all(worker.slots for worker in self._workers):
                 self._turn(_Batch([]))
+            self._has_started = True
         except BaseException:
             self.close()
             raise
@@ -177,8 +179,13 @@ class RewardPool:
         worker.in_flight[ticket] = (position, time.monotonic())
         try:
             worker.pipe.send_bytes(ticket + payload)
-        except OSError:
-            self._died(worker, batch)
+        except OSError:  # it died before it could see the sample, which is not to blame
+            worker.in_flight.pop(ticket)
+            batch.waiting.appendleft(position)
+            if worker.in_flight:
+                self._died(worker, batch)
+            else:
+                self._died_idle(worker)
 
     def _turn(self, batch: _Batch) -> None:
         """Wait for the next event (an answer, a death, a deadline) and deal with all that happened."""
@@ -224,7 +231,7 @@ class RewardPool:
             raise RewardError(f"{describe(self._config)} could not be loaded by a reward worker:\n{text}")
 
     def _died(self, worker: _Worker, batch: _Batch) -> None:
-        if not worker.slots:
+        if not worker.slots and not self._has_started:
             raise RewardError(f"a reward worker {_ending(worker.process)} while it loaded {describe(self._config)}")
         if not worker.in_flight:
             self._died_idle(worker)

@@ -1,0 +1,309 @@
+"""Reward functions that misbehave, in workers and in process: counted and survived, or refused with what to set."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards import RewardManager, ScoreRequest
+from hybridflow.rewards.build import build_reward_manager
+from hybridflow.rewards.dry_run import dry_run
+from hybridflow.rewards.pool import RewardPool
+
+TIMEOUT = 0.7
+
+BAD = """
+import asyncio, ctypes, os, re, subprocess, sys, time, json
+BAD = {
+    "raises": lambda info: 1 / 0,
+    "nan": lambda info: float("nan"),
+    "string": lambda info: "1.0",
+    "none": lambda info: None,
+    "no_score": lambda info: {"acc": 1.0},
+    "sys_exit": lambda info: sys.exit(3),
+    "stdin": lambda info: input(),
+    "prints": lambda info: print("x" * 1_000_000) or 1.0,
+    "hangs": lambda info: time.sleep(60),
+    "hangs_in_c": lambda info: re.match("(a+)+$", "a" * 60 + "b"),
+    "kills": lambda info: os._exit(3),
+    "segfault": lambda info: ctypes.string_at(0),
+    "child": lambda info: open(info["note"], "w").write(str(subprocess.Popen(["sleep", "60"]).pid)) and time.sleep(60),
+    "pid": lambda info: {"score": 1.0, "pid": os.getpid(), "torch": "torch" in sys.modules, "main": sys.modules["__main__"].__name__,
+                         "threads": os.environ["OMP_NUM_THREADS"]},
+    "slow": lambda info: time.sleep(0.05) or info["number"],
+    "number": lambda info: info["number"],
+}
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return BAD[solution_str](extra_info)
+
+async def async_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "awaits":
+        await asyncio.sleep(0.1)
+        return extra_info["number"]
+    if solution_str == "awaits_forever":
+        await asyncio.sleep(60)
+    if solution_str == "own_timeout":
+        raise TimeoutError("the judge is away")
+    return BAD[solution_str](extra_info)
+"""
+
+RETURNED = "returned"
+# response -> kind of error, what its text says ("" : it scores 1.0)
+HARMLESS = {
+    "raises": ("ZeroDivisionError", "division by zero"),
+    "nan": ("RewardError", RETURNED),
+    "string": ("RewardError", RETURNED),
+    "none": ("RewardError", RETURNED),
+    "no_score": ("RewardError", 'without "score"'),
+    "sys_exit": ("SystemExit", "SystemExit: 3"),
+    "prints": ("", ""),
+}
+DEADLY = {
+    "stdin": ("EOFError", "EOF"),
+    "hangs": ("timeout", f"reward.timeout={TIMEOUT}"),
+    "hangs_in_c": ("timeout", f"reward.timeout={TIMEOUT}"),
+    "kills": ("died", "exit code 3"),
+    "segfault": ("died", "SIGSEGV"),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "bad.py"
+    path.write_text(BAD)
+    return str(path)
+
+
+def config_of(file: str, name: str = "compute_score", **keys: Any) -> RewardConfig:
+    keys = {"timeout": TIMEOUT, "num_workers": 2, **keys}
+    return RewardConfig(custom_reward_function=CustomRewardConfig(file, name), **keys)
+
+
+@pytest.fixture(scope="module")
+def pool(bad_file: str) -> Iterator[RewardPool]:
+    with_deadline = RewardPool(config_of(bad_file), seed=0)
+    yield with_deadline
+    with_deadline.close()
+
+
+@pytest.fixture(scope="module")
+def async_pool(bad_file: str) -> Iterator[RewardPool]:
+    with_deadline = RewardPool(config_of(bad_file, "async_score", num_workers=1), seed=0)
+    yield with_deadline
+    with_deadline.close()
+
+
+def request(response: str, number: float = 1.0, **info: Any) -> ScoreRequest:
+    return ScoreRequest("mine", response, None, {"number": number, **info})
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie that nobody reaps has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_every_bad_sample_is_blamed_and_the_others_score(pool: RewardPool) -> None:
+    table = HARMLESS | DEADLY
+    requests = [item for response in table for item in (request(response), request("number", 5.0))]
+    outcomes = pool.score(requests)
+    assert [outcome.score for outcome in outcomes[1::2]] == [5.0] * len(table)
+    for response, outcome in zip(table, outcomes[::2], strict=True):
+        kind, text = table[response]
+        assert (response, outcome.error) == (response, kind)
+        assert text in outcome.detail
+    assert outcomes[2 * list(table).index("hangs")].seconds >= TIMEOUT
+
+
+def test_the_same_in_process(bad_file: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with build_reward_manager(config_of(bad_file, num_workers=0), seed=0) as manager:
+        for response, outcome in zip(HARMLESS, manager.outcomes([request(response) for response in HARMLESS]), strict=True):
+            kind, text = HARMLESS[response]
+            assert (response, outcome.error) == (response, kind) and text in outcome.detail
+
+
+def test_results_come_in_request_order_from_both_workers(pool: RewardPool) -> None:
+    outcomes = pool.score([request("slow" if number % 7 == 0 else "number", float(number)) for number in range(50)])
+    assert [outcome.score for outcome in outcomes] == [float(number) for number in range(50)]
+    assert pool.score([]) == []
+
+
+def test_workers_are_their_own_light_processes(pool: RewardPool) -> None:
+    outcome = pool.score([request("pid")])[0]
+    assert outcome.extras["pid"] in pool.process_ids
+    assert (outcome.extras["torch"], outcome.extras["threads"]) == (False, "1")
+
+
+def test_killing_a_worker_also_ends_what_the_function_started(pool: RewardPool, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    assert pool.score([request("child", note=str(note))])[0].error == "timeout"
+    assert wait_until(lambda: gone(int(note.read_text())))
+
+
+def test_a_worker_that_died_between_batches_is_replaced(pool: RewardPool) -> None:
+    for pid in pool.process_ids:
+        os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: all(gone(pid) for pid in pool.process_ids))
+    assert [outcome.score for outcome in pool.score([request("number", 3.0)] * 4)] == [3.0] * 4
+
+
+def test_a_request_that_cannot_travel_is_that_rows_error(pool: RewardPool) -> None:
+    outcomes = pool.score([ScoreRequest("mine", "number", lambda: 0, {"number": 1.0}), request("number")])
+    assert outcomes[0].error and outcomes[1].score == 1.0
+
+
+def test_large_requests_travel(pool: RewardPool) -> None:
+    assert pool.score([request("number", 2.0, text="x" * 3_000_000)] * 3)[2].score == 2.0
+
+
+def test_async_samples_run_together_and_each_has_its_deadline(async_pool: RewardPool) -> None:
+    started = time.monotonic()
+    outcomes = async_pool.score(
+        [request("awaits", float(number)) for number in range(20)] + [request("awaits_forever"), request("own_timeout")]
+    )
+    assert [outcome.score for outcome in outcomes[:20]] == [float(number) for number in range(20)]
+    assert [outcome.error for outcome in outcomes[20:]] == ["timeout", "TimeoutError"]
+    assert time.monotonic() - started < 1.5  # 20 in turn would take 2
+
+
+def test_an_async_worker_that_dies_is_tried_again_sample_by_sample(async_pool: RewardPool) -> None:
+    outcomes = async_pool.score([request("awaits", 1.0), request("kills"), request("awaits", 2.0)])
+    assert [outcome.error for outcome in outcomes] == ["", "died", ""]
+
+
+def test_an_async_worker_that_blocks_is_ended(async_pool: RewardPool) -> None:
+    assert async_pool.score([request("hangs")])[0].error == "timeout"
+
+
+@pytest.mark.slow
+def test_what_a_blocked_async_worker_had_beside_the_blocking_sample_scores(async_pool: RewardPool) -> None:
+    outcomes = async_pool.score([request("awaits", 1.0), request("hangs")])
+    assert [outcome.error for outcome in outcomes] == ["", "timeout"]
+
+
+def test_async_in_process_keeps_its_deadline(bad_file: str) -> None:
+    with build_reward_manager(config_of(bad_file, "async_score", num_workers=0, timeout=0.3), seed=0) as manager:
+        outcomes = manager.outcomes([request("awaits", 4.0), request("awaits_forever"), request("raises")])
+    assert [outcome.error for outcome in outcomes] == ["", "timeout", "ZeroDivisionError"]
+
+
+def in_process(file: str, on_error: str, response: str = "raises") -> tuple[RewardManager, list[ScoreRequest]]:
+    manager = build_reward_manager(config_of(file, num_workers=0, on_error=on_error), seed=0)
+    return manager, [request("number", 2.0), request(response), request("raises"), request("pid")]
+
+
+def test_on_error_raise_names_row_source_cause_and_way_out(bad_file: str) -> None:
+    manager, rows = in_process(bad_file, "raise")
+    with pytest.raises(RewardError) as refusal:
+        manager.score(rows)
+    for part in ("row 1", "'mine'", "ZeroDivisionError: division by zero", "bad.py", "reward.on_error=zero", "drop", "reward-test"):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_on_error_zero_and_drop_count_and_show_the_first_once(bad_file: str, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+    manager, rows = in_process(bad_file, on_error, "nan")
+    with caplog.at_level(logging.WARNING, "hybridflow.rewards"):
+        batch = manager.score(rows)
+        manager.score(rows)
+    assert batch.scores == [2.0, 0.0, 0.0, 1.0]
+    assert batch.dropped == [False, on_error == "drop", on_error == "drop", False]
+    assert (batch.num_errors, batch.num_timeouts) == (2, 0)
+    assert batch.metrics["reward/num_errors"] == 2.0 and batch.metrics["reward/num_errors/ZeroDivisionError"] == 1.0
+    assert batch.first_traceback is not None and "returned nan" in batch.first_traceback
+    assert [("returned nan" in record.getMessage()) for record in caplog.records] == [True, False]
+    assert math.isnan(batch.extras["pid"][0]) and batch.extras["main"][0] is None and batch.extras["torch"][3] == 0.0
+
+
+def test_a_zeroed_row_counts_as_wrong(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 1 / ground_truth, 'acc': 1}\n"
+    )
+    manager = build_reward_manager(config_of(str(tmp_path / "half.py"), num_workers=0, on_error="zero"), seed=0)
+    assert manager.score([ScoreRequest("x", "", 1), ScoreRequest("x", "", 0)]).extras == {"acc": [1.0, 0.0]}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_that_cannot_be_loaded_is_refused_at_build(bad_file: str, num_workers: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no name 'absent'"):
+        build_reward_manager(config_of(bad_file, "absent", num_workers=num_workers), seed=0)
+    (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
+    with pytest.raises(ConfigError, match=r"no_such_module_at_all.*broken.py:1"):
+        build_reward_manager(config_of(str(tmp_path / "broken.py"), num_workers=num_workers), seed=0)
+
+
+def test_a_worker_that_does_not_start_ends_in_a_named_refusal(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(RewardError, match=r"did not finish loading .*slow.py:compute_score within 0.5 seconds"):
+        RewardPool(config_of(str(tmp_path / "slow.py"), num_workers=1), seed=0, start_timeout=0.5)
+    (tmp_path / "dead.py").write_text("import os\nos._exit(4)\n")
+    with pytest.raises(RewardError, match=r"ended with exit code 4 while it loaded .*dead.py"):
+        RewardPool(config_of(str(tmp_path / "dead.py"), num_workers=1), seed=0)
+
+
+def test_close_ends_the_workers(bad_file: str) -> None:
+    pool = RewardPool(config_of(bad_file), seed=0)
+    pids = pool.process_ids
+    pool.close()
+    pool.close()
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(RewardError, match="closed"):
+        pool.score([request("number")])
+
+
+ORPHAN = """
+import os, signal, sys, threading, time
+from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.rewards import ScoreRequest
+from hybridflow.rewards.pool import RewardPool
+# no guard against being imported again: workers must not run this file
+pool = RewardPool(RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1]), num_workers=2), 0)
+print(*pool.process_ids, flush=True)
+threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+pool.score([ScoreRequest("x", "hangs", None)])
+"""
+
+
+def test_workers_end_with_a_killed_parent_even_while_busy(bad_file: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(ORPHAN)
+    parent = subprocess.run([sys.executable, str(script), bad_file], capture_output=True, text=True, timeout=30)
+    pids = [int(pid) for pid in parent.stdout.split()]
+    assert parent.returncode == -signal.SIGKILL and len(pids) == 2
+    assert wait_until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_dry_run_lists_scores_and_errors() -> None:
+    config = RewardConfig(num_workers=0)
+    rows = [
+        {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}, "extra_info": {"index": 0}, "answer": "#### 71"},
+        {"data_source": "elsewhere", "reward_model": {"ground_truth": "1"}, "extra_info": None, "answer": "1"},
+        {"data_source": "math", "reward_model": {"ground_truth": "x"}, "extra_info": {}, "answer": "x"},
+    ]
+    with build_reward_manager(config, seed=0) as manager:
+        table = dry_run(manager, rows, config, num_rows=2)
+        assert [row["score"] for row in table] == [1.0, None] and table[0]["response"] == "#### 72"
+        assert "knows no reward for data_source 'elsewhere'" in table[1]["error"]
+        assert dry_run(manager, rows, config, response="answer", num_rows=1)[0]["score"] == 0.0
+        assert dry_run(manager, rows, config, response="empty", num_rows=1)[0]["response"] == ""

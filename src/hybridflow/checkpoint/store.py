@@ -130,6 +130,7 @@ class CheckpointStore:
         final = self.run_dir / f"{STEP_PREFIX}{step}"
         temporary = self.run_dir / f".tmp_{final.name}_{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
+        old: Path | None = None
         try:
             for role, tree in state.items():
                 (temporary / role).mkdir(parents=True)
@@ -140,11 +141,14 @@ class CheckpointStore:
             sequence = 1 + max((_sequence(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
             write_manifest(temporary, step=step, sequence=sequence, roles=tuple(state))
             sync_tree(temporary)
-            old = self._set_aside(final, "old") if final.exists() else None
+            if final.exists():
+                old = self._set_aside(final, "old")
             os.replace(temporary, final)
             sync(self.run_dir)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            if old is not None and not final.exists():
+                os.replace(old, final)
         if old is not None:
             shutil.rmtree(old)
         return final

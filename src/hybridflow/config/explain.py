@@ -167,7 +167,8 @@ def _ppo_memory(config: PPOConfig, model: ModelNumbers) -> list[Line]:
     gradients = max(size for label, size, _ in parts if label.endswith("gradients"))
     slots = min(rows, roles.rollout.max_num_seqs)
     cache = slots * longest * 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.bytes_per_parameter
-    tokens = min(roles.actor.ppo_max_token_len_per_gpu, roles.actor.ppo_mini_batch_size * roles.rollout.n * longest)
+    limit = max(roles.actor.ppo_max_token_len_per_gpu, config.critic.ppo_max_token_len_per_gpu if config.critic.enable else 0)
+    tokens = min(limit, roles.actor.ppo_mini_batch_size * roles.rollout.n * longest)
     activations, how = _activations(model, tokens, roles.model.enable_gradient_checkpointing)
     parts += [
         (

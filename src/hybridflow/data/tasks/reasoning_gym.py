@@ -76,7 +76,7 @@ class ReasoningGymTask:
             "prompt": [*system, {"role": "user", "content": entry["question"]}],
             "ability": "reasoning",
             "reward_model": {"style": "rule", "ground_truth": None if entry["answer"] is None else str(entry["answer"])},
-            "extra_info": {"index": index, "split": split, "entry": json.dumps(entry, default=_plain)},
+            "extra_info": {"index": index, "split": split, "entry": encode_entry(entry)},
         }
 
 
@@ -88,7 +88,7 @@ def score(name: str, answer_text: str | None, entry: str | Mapping[str, Any]) ->
     if answer_text is None:
         return 0.0
     verifier = _verifier(name)
-    decoded = json.loads(entry) if isinstance(entry, str) else dict(entry)
+    decoded = decode_entry(entry) if isinstance(entry, str) else dict(entry)
     try:
         return float(verifier(answer=answer_text, entry=decoded))
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError) as error:
@@ -113,8 +113,38 @@ def _library() -> Any:
     return reasoning_gym
 
 
-def _plain(value: Any) -> Any:
-    """Values in an entry that JSON does not know: numpy numbers and arrays, sets, dates."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+def encode_entry(entry: Mapping[str, Any]) -> str:
+    """An entry as JSON from which `decode_entry` gets it back: verifiers compare tuples and look up keys that are no strings."""
+    return json.dumps(_pack(dict(entry)))
+
+
+def decode_entry(text: str) -> dict[str, Any]:
+    """The entry that `encode_entry` wrote."""
+    entry: dict[str, Any] = json.loads(text, object_hook=_unpack)
+    return entry
+
+
+def _pack(value: Any) -> Any:
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if hasattr(value, "tolist"):  # numpy
+        return _pack(value.tolist())
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _pack(item) for key, item in value.items()}
+        return {"__items__": [[_pack(key), _pack(item)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return [_pack(item) for item in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": [_pack(item) for item in value]}
+    if isinstance(value, (set, frozenset)):
+        return {"__set__": sorted((_pack(item) for item in value), key=repr)}
+    return str(value)
+
+
+def _unpack(value: dict[str, Any]) -> Any:
+    if value.keys() == {"__items__"}:
+        return dict(value["__items__"])
+    if value.keys() == {"__tuple__"}:
+        return tuple(value["__tuple__"])
+    return set(value["__set__"]) if value.keys() == {"__set__"} else value

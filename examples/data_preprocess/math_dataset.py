@@ -1,0 +1,45 @@
+"""MATH as parquet: competition problems whose solutions end in a boxed answer.
+
+python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
+python examples/data_preprocess/math_dataset.py --local_dataset_path ~/raw/math --local_save_dir ~/data/math
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rows import arguments, write_splits
+
+DATASET = "DigitalLearningGmbH/MATH-lighteval"
+INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+
+
+def boxed_answer(solution: str) -> str:
+    """The content of the last `\\boxed{...}` with its braces balanced. ValueError where there is none."""
+    start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
+    if start < 0:
+        raise ValueError(f"no \\boxed answer in the solution {solution[-80:]!r}")
+    rest = solution[start:].split("box", 1)[1].removeprefix("ed").lstrip()
+    if not rest.startswith("{"):  # "\boxed 5$": up to the next dollar sign or space
+        return rest.split("$")[0].split()[0]
+    depth = 0
+    for place, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[1:place]
+    raise ValueError(f"the braces of the boxed answer do not close: {rest[:80]!r}")
+
+
+def convert(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """One raw row (problem, solution, and level and type where the data has them) as a row of the project's schema."""
+    return {
+        "data_source": DATASET,
+        "prompt": [{"role": "user", "content": f"{raw['problem']} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": boxed_answer(raw["solution"])},
+        "extra_info": {"split": split, "index": index, "level": raw.get("level"), "type": raw.get("type")},
+    }
+
+
+if __name__ == "__main__":
+    write_splits(convert, arguments(__doc__.splitlines()[0], "~/data/math"), DATASET)

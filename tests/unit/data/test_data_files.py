@@ -1,0 +1,151 @@
+"""Reading data files: what comes back, and what each broken file says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridflow.data.files import Rows, load_rows
+from hybridflow.data.remote import hub_folder
+from hybridflow.errors import ConfigError, DataError
+
+ROWS = [{"prompt": f"q{i}", "n": i, "extra_info": {"index": i}} for i in range(5)]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.write_text(json.dumps(rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+def test_each_kind_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    rows = load_rows(write(tmp_path / f"a{suffix}", ROWS))
+    assert list(rows) == ROWS and len(rows) == 5 and rows.columns == ["prompt", "n", "extra_info"]
+    assert rows[-1] == ROWS[-1] and rows[1:3] == ROWS[1:3]
+    with pytest.raises(IndexError):
+        rows[5]
+
+
+def test_files_of_different_kinds_join(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.parquet", ROWS[:2]), write(tmp_path / "b.jsonl", [{**row, "more": 1} for row in ROWS[2:]])]
+    rows = load_rows(files)
+    assert [row["n"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [rows[i]["n"] for i in range(5)] == [0, 1, 2, 3, 4]
+    assert rows.columns == ["prompt", "n", "extra_info", "more"]
+    assert [row["n"] for row in rows.take([4, 0, 1, 3])] == [4, 0, 1, 3]
+
+
+def test_a_changed_row_does_not_change_the_table(tmp_path: Path) -> None:
+    rows = load_rows(write(tmp_path / "a.json", ROWS))
+    rows[0]["n"] = 99
+    assert rows[0]["n"] == 0
+
+
+def test_json_lines_under_the_name_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert list(load_rows(str(path))) == ROWS
+
+
+def test_unicode_line_separators_do_not_end_a_json_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert list(load_rows(str(path))) == [{"prompt": "a\u2028b"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a": }\n', r"a\.jsonl, line 3: not JSON"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', r"line 2: got list, wanted an object"),
+        ("a.json", '[{"a": 1},\n {"a": ]', r"a\.json, line 2: not JSON"),
+        ("a.json", '{"a": 1}', "got dict, wanted a list of objects"),
+        ("a.json", "[1, 2]", "entry 0: got int"),
+        ("a.json", "[]", "is empty: it has no rows"),
+        ("a.jsonl", "", "is empty: it has 0 bytes"),
+        ("a.jsonl", "\n\n", "is empty: it has no rows"),
+        ("a.parquet", "not parquet", "no readable parquet file"),
+        ("a.csv", "a,b", r"got the ending '\.csv', wanted \.parquet, \.json or \.jsonl"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, content: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DataError, match=said):
+        load_rows(str(path))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_rows(str(path))
+
+
+def test_empty_parquet_missing_file_folder_and_nothing(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "e.parquet")
+    with pytest.raises(DataError, match="is empty: it has no rows"):
+        load_rows(str(tmp_path / "e.parquet"))
+    with pytest.raises(DataError, match=r"no file /no/such.parquet"):
+        load_rows("/no/such.parquet")
+    with pytest.raises(DataError, match="looked in"):
+        load_rows("no_such.parquet")
+    with pytest.raises(DataError, match="is a folder"):
+        load_rows(str(tmp_path))
+    with pytest.raises(DataError, match="no data files given"):
+        load_rows([])
+
+
+def test_missing_column_names_those_present() -> None:
+    with pytest.raises(DataError, match=r"has no column answer; its columns: prompt, n, extra_info; set data\.x"):
+        Rows([ROWS]).require("prompt", "answer", hint="set data.x")
+
+
+def test_remote_file_is_copied_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/bucket/a.jsonl", b'{"n": 1}\n')
+    address = "memory://bucket/a.jsonl"
+    assert list(load_rows(address, tmp_path)) == [{"n": 1}]
+    (copy,) = tmp_path.rglob("a.jsonl")
+    stamp = copy.stat().st_mtime_ns
+    assert list(load_rows(address, tmp_path)) == [{"n": 1}]
+    assert copy.stat().st_mtime_ns == stamp, "the second load must use the copy"
+    memory.pipe("/bucket/a.jsonl", b'{"n": 22}\n')
+    assert list(load_rows(address, tmp_path)) == [{"n": 22}]
+    copies = [path for path in tmp_path.rglob("a.jsonl") if path.read_bytes() == b'{"n": 22}\n']
+    copies[0].write_bytes(b'{"n"')  # a copy that lost its end is not trusted
+    assert list(load_rows(address, tmp_path)) == [{"n": 22}]
+    memory.rm("/bucket", recursive=True)
+
+
+def test_remote_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no file memory://bucket/none.jsonl"):
+        load_rows("memory://bucket/none.jsonl", tmp_path)
+    with pytest.raises(ConfigError, match="cannot open nosuchprotocol://a"):
+        load_rows("nosuchprotocol://a/b.jsonl", tmp_path)
+
+
+def test_modelscope(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="wanted modelscope://OWNER/DATASET/PATH"):
+        load_rows("modelscope://owner/a.jsonl")
+    monkeypatch.setitem(sys.modules, "modelscope", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "modelscope.hub.file_download", None)
+    with pytest.raises(ConfigError, match=r"hybridflow\[remote\]"):
+        load_rows("modelscope://owner/name/a.jsonl")
+    monkeypatch.setenv("HYBRIDFLOW_USE_MODELSCOPE", "1")
+    assert hub_folder("/no/such") == "/no/such"
+    with pytest.raises(ConfigError, match="HYBRIDFLOW_USE_MODELSCOPE"):
+        hub_folder("owner/name")
+    monkeypatch.delenv("HYBRIDFLOW_USE_MODELSCOPE")
+    assert hub_folder("owner/name") == "owner/name"

@@ -1,0 +1,113 @@
+"""Which tokens a supervised run learns, how conversations are cut, and which rows are refused."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from hybridflow.config.data import SFTDataConfig
+from hybridflow.data.files import Rows
+from hybridflow.data.sft import SFTDataset, SFTRow
+from hybridflow.errors import DataError
+
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "1 + 1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no more"},
+]
+PAIR = {"prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "response": "yes"}
+
+
+def learned(tokenizer: PreTrainedTokenizerFast, row: SFTRow) -> str:
+    assert len(row.input_ids) == len(row.loss_mask)
+    return tokenizer.decode([token for token, keep in zip(row.input_ids, row.loss_mask, strict=True) if keep])
+
+
+@pytest.mark.parametrize("name", ["characters", "characters_marked"])
+def test_every_assistant_turn_and_its_end_token_are_learned(name: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(name)
+    (row,) = list(SFTDataset([{"messages": CHAT}], tokenizer, SFTDataConfig()))
+    assert learned(tokenizer, row) == "2<|im_end|>no more<|im_end|>"
+    assert row.input_ids == tokenizer(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False).input_ids
+
+
+def test_templated_prompt_and_response(characters: PreTrainedTokenizerFast) -> None:
+    dataset = SFTDataset([PAIR, {**PAIR, "response": "yes<|im_end|>"}], characters, SFTDataConfig())
+    assert dataset[0].input_ids == dataset[1].input_ids
+    assert characters.decode(dataset[0].input_ids) == PAIR["prompt"] + "yes<|im_end|>"
+    assert learned(characters, dataset[0]) == "yes<|im_end|>"
+
+
+def test_message_prompt_and_response_equal_messages(characters: PreTrainedTokenizerFast) -> None:
+    pair = SFTDataset([{"prompt": CHAT[:2], "response": "2"}], characters, SFTDataConfig())[0]
+    assert pair == SFTDataset([{"messages": CHAT[:3]}], characters, SFTDataConfig())[0]
+
+
+def test_rows_from_arrow(characters: PreTrainedTokenizerFast) -> None:
+    rows = Rows([pa.Table.from_pylist([{"messages": CHAT}])])
+    assert SFTDataset(rows, characters, SFTDataConfig())[0] == SFTDataset([{"messages": CHAT}], characters, SFTDataConfig())[0]
+
+
+def with_template(characters: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    other = PreTrainedTokenizerFast(tokenizer_object=characters.backend_tokenizer, pad_token="<pad>", eos_token="<|im_end|>")
+    other.chat_template = template
+    return other
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
+    dropping = with_template(
+        characters,
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.content }}]{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{% endif %}",
+    )
+    dataset = SFTDataset([{"messages": CHAT}, {"messages": CHAT[1:3]}], dropping, SFTDataConfig())
+    assert [row.index for row in dataset] == [1] and dataset.report.num_failed == 1
+    assert "rewrites" in caplog.text and "row 0" in caplog.text
+    with pytest.raises(DataError, match="1 of 1 rows .*rewrites"):
+        SFTDataset([{"messages": CHAT}], dropping, SFTDataConfig())
+
+
+def test_blank_text_that_is_not_decoration_stays(characters: PreTrainedTokenizerFast) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|> \n\n{% endif %}{% endfor %}"
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a \n b"}]
+    row = SFTDataset([{"messages": chat}], with_template(characters, template), SFTDataConfig())[0]
+    assert learned(characters, row) == " a \n b<|im_end|>"
+
+
+def test_overlong_error_names_the_ways_out(characters: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"1 of 2 conversations .*data.max_length=10 .*truncation=left, right or drop"):
+        SFTDataset([{"prompt": "a", "response": "b"}, PAIR], characters, SFTDataConfig(max_length=10))
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", "ad1234567<|im_end|>"), ("right", "ad12345"), ("drop", None)])
+def test_truncation(characters: PreTrainedTokenizerFast, side: str, kept: str | None) -> None:
+    rows = [{"prompt": "p", "response": "r"}, {"prompt": "abcad", "response": "1234567"}]
+    config = SFTDataConfig(max_length=10, truncation=side)  # type: ignore[arg-type]
+    dataset = SFTDataset(rows, characters, config)
+    texts = [characters.decode(row.input_ids) for row in dataset]
+    expected = {"left": "ad1234567<|im_end|>", "right": "abcad12345"}
+    assert texts == ["pr<|im_end|>"] + ([expected[side]] if kept else [])
+    assert dataset.num_overlong == 1
+
+
+def test_nothing_left_to_learn_is_counted(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "p", "response": "r"}, {"prompt": "a" * 20, "response": "1"}]
+    dataset = SFTDataset(rows, characters, SFTDataConfig(max_length=10, truncation="right"))
+    assert len(dataset) == 1 and "nothing left to learn after truncation" in caplog.text
+
+
+def test_bad_rows_are_counted(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"messages": CHAT}, {"messages": CHAT[:2]}, {"messages": "text"}, {"messages": []}]
+    dataset = SFTDataset(rows, characters, SFTDataConfig())
+    assert len(dataset) == 1 and "3 of 4 rows" in caplog.text and "no message has the role assistant" in caplog.text
+
+
+def test_column_mistakes(characters: PreTrainedTokenizerFast, characters_without_template: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"no column prompt, response; its columns: text; wanted data\.messages_key=messages"):
+        SFTDataset([{"text": "a"}], characters, SFTDataConfig())
+    with pytest.raises(DataError, match="has no chat template"):
+        SFTDataset([{"messages": CHAT}], characters_without_template, SFTDataConfig())
+    assert len(SFTDataset([PAIR], characters_without_template, SFTDataConfig())) == 1

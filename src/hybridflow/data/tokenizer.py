@@ -51,8 +51,10 @@ def _check_folder(path: str) -> None:
     if folder.is_dir():
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(f"{path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); set data.tokenizer")
-    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or ("/" in path and folder.parent.is_dir()):
         raise ModelError(f"no folder {path} to load a tokenizer from; wanted a Hugging Face folder or a hub name such as Qwen/Qwen2.5-0.5B")
+    else:
+        logger.info("%s is no folder here: taking it for a name on the model hub", path)
 
 
 def require_chat_template(tokenizer: Tokenizer) -> None:

@@ -146,11 +146,14 @@ def test_load_tokenizer(tokenizer_folder: Path, characters: PreTrainedTokenizerF
     assert load_tokenizer(tokenizer_folder)("3 + 4").input_ids == characters("3 + 4").input_ids
 
 
-def test_load_tokenizer_mistakes(tmp_path: Path) -> None:
+def test_load_tokenizer_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="no folder /no/such/folder"):
         load_tokenizer("/no/such/folder")
     with pytest.raises(ModelError, match="no folder"):
         load_tokenizer(f"{tmp_path}/none")
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ModelError, match="no folder"):
+        load_tokenizer(f"{tmp_path.name}/none")
     with pytest.raises(ModelError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

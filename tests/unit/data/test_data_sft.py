@@ -6,10 +6,13 @@ import pyarrow as pa
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hybridflow.config.data import SFTDataConfig
+from hybridflow.config.data import DataConfig, SFTDataConfig
 from hybridflow.data.files import Rows
+from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.sft import SFTDataset, SFTRow
+from hybridflow.data.tasks import ArithmeticChain
 from hybridflow.errors import DataError
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 
 CHAT = [
     {"role": "system", "content": "s"},
@@ -66,7 +69,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(characters: PreTraine
     dataset = SFTDataset([{"messages": CHAT}, {"messages": CHAT[1:3]}], dropping, SFTDataConfig())
     assert [row.index for row in dataset] == [1] and dataset.report.num_failed == 1
     assert "rewrites" in caplog.text and "row 0" in caplog.text
-    with pytest.raises(DataError, match="1 of 1 rows .*rewrites"):
+    with pytest.raises(DataError, match=r"1 of 1 rows .*rewrites"):
         SFTDataset([{"messages": CHAT}], dropping, SFTDataConfig())
 
 
@@ -103,6 +106,15 @@ def test_bad_rows_are_counted(characters: PreTrainedTokenizerFast, caplog: pytes
     rows = [{"messages": CHAT}, {"messages": CHAT[:2]}, {"messages": "text"}, {"messages": []}]
     dataset = SFTDataset(rows, characters, SFTDataConfig())
     assert len(dataset) == 1 and "3 of 4 rows" in caplog.text and "no message has the role assistant" in caplog.text
+
+
+def test_generation_and_supervised_training_see_the_same_tokens() -> None:
+    tokenizer = create_tiny_tokenizer()
+    rows = ArithmeticChain(seed=0).rows("train", 20)
+    for prompt, row in zip(PromptDataset(rows, tokenizer, DataConfig()), SFTDataset(rows, tokenizer, SFTDataConfig()), strict=True):
+        size = len(prompt.prompt_token_ids)
+        assert row.input_ids[:size] == prompt.prompt_token_ids and not any(row.loss_mask[:size])
+        assert learned(tokenizer, row) == rows[row.index]["messages"][-1]["content"] + "<|im_end|>"
 
 
 def test_column_mistakes(characters: PreTrainedTokenizerFast, characters_without_template: PreTrainedTokenizerFast) -> None:

@@ -1,0 +1,171 @@
+"""The native engine against transformers, against training, and against itself in other company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_models import EOS, KINDS, VOCABULARY, prompts, requests_for, run, tiny_engine
+from transformers import GenerationConfig
+
+from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import make_rows, pack
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.native.sampling import stream_keys, uniforms
+
+
+def greedy_by_transformers(engine: NativeEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    hf = engine.policy.hf
+    hf.set_attn_implementation("eager")
+    config = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=EOS, pad_token_id=0)
+    ids = torch.tensor([prompt])
+    out = hf.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :].tolist()
+    hf.set_attn_implementation("hybridflow")
+    return out
+
+
+def training_log_probs(
+    policy: PolicyModel, requests: list[GenerationRequest], outputs: dict[int, GenerationOutput], temperature: float
+) -> torch.Tensor:
+    rows = make_rows([r.prompt_token_ids for r in requests], [outputs[r.request_id].token_ids for r in requests], pad_id=0)
+    return policy(pack(DataProto.from_dict(rows)), temperature=temperature).log_probs
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_greedy_tokens_equal_those_of_transformers(kind: str) -> None:
+    engine = tiny_engine(kind, max_num_seqs=7)
+    token_ids = prompts(16)
+    lengths = [3 + (5 * i) % 13 for i in range(16)]  # so that rows leave at different steps
+    params = [SamplingParams(length, greedy=True) for length in lengths]
+    outputs = run(engine, [GenerationRequest(i, token_ids[i], params[i], seed=0) for i in range(16)])
+    wanted = [greedy_by_transformers(engine, prompt, length) for prompt, length in zip(token_ids, lengths)]
+    assert [outputs[i].token_ids for i in range(16)] == wanted
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_training(kind: str, temperature: float) -> None:
+    engine = tiny_engine(kind, max_num_seqs=5, max_num_batched_tokens=20)
+    requests = requests_for(prompts(6), n=3, temperature=temperature, top_k=20, max_tokens=10)
+    outputs = run(engine, requests)
+    kept = torch.tensor([value for request in requests for value in outputs[request.request_id].log_probs])
+    assert (training_log_probs(engine.policy, requests, outputs, temperature) - kept).abs().max() < 1e-4
+
+
+def test_log_probs_of_greedy_rows_are_at_temperature_one() -> None:
+    engine = tiny_engine()
+    requests = requests_for(prompts(4), greedy=True, temperature=0.3)
+    outputs = run(engine, requests)
+    kept = torch.tensor([value for request in requests for value in outputs[request.request_id].log_probs])
+    assert (training_log_probs(engine.policy, requests, outputs, 1.0) - kept).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(24, 8192), (5, 8192), (8, 16), (1, 8192)])
+def test_a_group_is_prefilled_once_however_it_enters(rows: int, budget: int) -> None:
+    engine = tiny_engine(dtype=torch.float64, max_num_seqs=rows, max_num_batched_tokens=budget)
+    token_ids = prompts(4)
+    requests = requests_for(token_ids, n=6)
+    outputs = run(engine, requests)
+    assert engine.stats.prefill_tokens == sum(len(prompt) for prompt in token_ids)
+    assert engine.stats.max_rows == rows
+    assert engine.stats.generated_tokens == sum(len(output.token_ids) for output in outputs.values())
+    alone = run(tiny_engine(dtype=torch.float64), requests)
+    assert outputs == alone or all(
+        outputs[i].token_ids == alone[i].token_ids and torch.allclose(torch.tensor(outputs[i].log_probs), torch.tensor(alone[i].log_probs))
+        for i in alone
+    )
+
+
+def test_tokens_do_not_depend_on_the_company() -> None:
+    engine = tiny_engine(dtype=torch.float64, max_num_seqs=4)
+    params = [
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=17, temperature=0.6),
+        SamplingParams(max_tokens=5, greedy=True),
+        SamplingParams(max_tokens=12, top_k=5, top_p=0.8),
+    ]
+    requests = [GenerationRequest(i, prompt, params[i % 4], seed=i * i) for i, prompt in enumerate(prompts(12))]
+    together = run(engine, requests)
+    reversed_order = run(tiny_engine(dtype=torch.float64, max_num_seqs=12), requests[::-1])
+    for request in requests:
+        alone = run(engine, [request])[request.request_id]
+        assert alone.token_ids == together[request.request_id].token_ids == reversed_order[request.request_id].token_ids
+
+
+def test_other_seeds_give_other_tokens_and_a_call_repeats_itself() -> None:
+    engine = tiny_engine()
+    requests = requests_for(prompts(1), n=8, max_tokens=10, ignore_eos=True)
+    first, second = run(engine, requests), run(engine, requests)
+    assert first == second
+    assert len({tuple(output.token_ids) for output in first.values()}) == 8
+
+
+def test_samples_follow_the_models_distribution() -> None:
+    engine = tiny_engine(max_num_seqs=512)
+    prompt = prompts(1)[0]
+    outputs = run(engine, requests_for([prompt], n=3000, max_tokens=1))
+    shares = torch.bincount(torch.tensor([output.token_ids[0] for output in outputs.values()]), minlength=VOCABULARY) / 3000
+    engine.policy.hf.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = engine.policy.hf(torch.tensor([prompt]), use_cache=False).logits[0, -1].softmax(-1)
+    assert (shares - wanted).abs().max() < 0.03
+
+
+def test_reasons_to_stop() -> None:
+    engine = tiny_engine()
+    token_ids = prompts(20, seed=3)
+    plain = run(engine, requests_for(token_ids, max_tokens=15))
+    assert {output.finish_reason for output in plain.values()} == {"stop", "length"}
+    for output in plain.values():
+        ended = output.token_ids[-1] == EOS
+        assert EOS not in output.token_ids[:-1] and output.finish_reason == ("stop" if ended else "length")
+        assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions) and (ended or len(output.token_ids) == 15)
+    longer = run(engine, requests_for(token_ids, max_tokens=15, ignore_eos=True))
+    assert all(output.finish_reason == "length" and len(output.token_ids) == 15 for output in longer.values())
+    assert all(longer[i].token_ids[: len(plain[i].token_ids)] == plain[i].token_ids for i in plain)
+    third = longer[0].token_ids[2]
+    stopped = run(engine, requests_for(token_ids, max_tokens=15, ignore_eos=True, stop_token_ids=(third,)))
+    assert stopped[0].finish_reason == "stop" and stopped[0].token_ids == longer[0].token_ids[: longer[0].token_ids.index(third) + 1]
+
+
+def test_outputs_come_as_they_finish_and_versions_go_with_the_tokens() -> None:
+    engine = tiny_engine()
+    engine.set_version(7)
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (9, 2, 5)]
+    stream = engine.generate([GenerationRequest(i, prompt, params[i], seed=i) for i, prompt in enumerate(prompts(3))])
+    first = next(stream)
+    assert first.request_id == 1 and first.policy_versions == [7, 7]
+    engine.set_version(8)
+    second, third = stream
+    assert second.policy_versions == [7, 7, 8, 8, 8] and third.policy_versions == [7, 7] + [8] * 7
+
+
+def test_bad_requests_fail_alone() -> None:
+    engine = tiny_engine()
+    good = requests_for(prompts(2), max_tokens=6)
+    bad = [
+        GenerationRequest(10, (), SamplingParams(6), seed=0),
+        GenerationRequest(11, (5,) * 125, SamplingParams(6), seed=0),
+        GenerationRequest(12, (5, VOCABULARY), SamplingParams(6), seed=0),
+        GenerationRequest(13, (5,), SamplingParams(6, stop_token_ids=(-4,)), seed=0),
+    ]
+    outputs = run(engine, [bad[0], good[0], *bad[1:], good[1]])
+    wanted = {10: "empty", 11: "max_position_embeddings 128", 12: "token id 48", 13: "token id -4"}
+    for request_id, text in wanted.items():
+        assert outputs[request_id].finish_reason == "error" and text in (outputs[request_id].error or "")
+    assert {i: outputs[i] for i in (0, 1)} == run(engine, good)
+
+
+def test_random_numbers_are_the_ones_of_the_request() -> None:
+    engine = tiny_engine(dtype=torch.float64)
+    request = requests_for(prompts(3), max_tokens=6, ignore_eos=True)[2]
+    tokens = run(engine, [request])[2].token_ids
+    numbers = uniforms(stream_keys(torch.tensor([request.seed])).expand(6), torch.arange(6), torch.float64)
+    ids = list(request.prompt_token_ids)
+    engine.policy.hf.set_attn_implementation("eager")
+    for token, number in zip(tokens, numbers):
+        with torch.no_grad():
+            cumulative = engine.policy.hf(torch.tensor([ids]), use_cache=False).logits[0, -1].double().softmax(-1).cumsum(-1)
+        assert int((cumulative <= number * cumulative[-1]).sum()) == token
+        ids.append(token)

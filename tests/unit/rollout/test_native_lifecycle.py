@@ -1,0 +1,154 @@
+"""Memory, sleep, weights, modes and interruptions of the native engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_models import prompts, requests_for, run, tiny_engine
+from torch import nn
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.errors import RolloutError
+from hybridflow.models.kv_cache import LayerShape
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.build import build_rollout_engine
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.native.memory import free_memory, rows_that_fit
+
+
+def test_sleep_frees_the_cache_and_wake_up_restores_the_output() -> None:
+    engine = tiny_engine()
+    requests = requests_for(prompts(4))
+    before = run(engine, requests)
+    assert engine.cache_bytes > 0
+    engine.sleep()
+    assert engine.cache_bytes == 0
+    with pytest.raises(RolloutError, match="wake_up"):
+        engine.generate(requests)
+    engine.wake_up()
+    assert run(engine, requests) == before
+
+
+def test_a_cache_that_was_used_before_gives_the_same_tokens() -> None:
+    engine = tiny_engine(max_num_seqs=6)
+    run(engine, requests_for(prompts(8, seed=5), max_tokens=40, ignore_eos=True))
+    held = engine.cache_bytes
+    requests = requests_for(prompts(6), max_tokens=9)
+    assert run(engine, requests) == run(tiny_engine(max_num_seqs=6), requests)
+    assert engine.cache_bytes == held
+
+
+def test_memory_bounds_the_rows_and_one_row_must_fit() -> None:
+    shapes = [LayerShape(2, 8, 8, torch.float32)] * 2
+    per_row = 2 * 2 * 16 * 4 * 50
+    assert rows_that_fit(64, shapes=shapes, capacity=50, budget=10 * per_row, spare=1) == 9
+    assert rows_that_fit(4, shapes=shapes, capacity=50, budget=10 * per_row, spare=1) == 4
+    with pytest.raises(RolloutError, match="gpu_memory_utilization"):
+        rows_that_fit(64, shapes=shapes, capacity=50, budget=per_row - 1, spare=0)
+    assert free_memory(torch.device("cpu")) > 2**20
+
+
+def test_little_memory_means_fewer_rows_and_the_same_tokens() -> None:
+    requests = requests_for(prompts(6), n=2, max_tokens=9)
+    wanted = run(tiny_engine(dtype=torch.float64), requests)
+    per_row = 2 * 2 * 16 * 8 * (max(len(request.prompt_token_ids) for request in requests) + 9)
+    engine = tiny_engine(dtype=torch.float64, gpu_memory_utilization=4.5 * per_row / free_memory(torch.device("cpu")))
+    outputs = run(engine, requests)
+    assert engine.stats.max_rows < 8
+    assert {i: output.token_ids for i, output in outputs.items()} == {i: output.token_ids for i, output in wanted.items()}
+    with pytest.raises(RolloutError, match="KV cache"):
+        list(tiny_engine(gpu_memory_utilization=1e-12).generate(requests))
+
+
+def test_updated_weights_change_the_output_and_carry_their_version() -> None:
+    engine = tiny_engine()
+    requests = requests_for(prompts(4), max_tokens=10, ignore_eos=True)
+    before = run(engine, requests)
+    weights = {name: weight.clone() for name, weight in engine.policy.hf.state_dict().items()}
+    engine.update_weights([(name, weight + 0.2) for name, weight in weights.items() if "down_proj" in name], version=3)
+    after = run(engine, requests)
+    assert all(before[i].token_ids != after[i].token_ids for i in before)
+    assert engine.policy_version == 3 and set(after[0].policy_versions) == {3}
+    engine.update_weights(weights.items(), version=4)
+    assert [run(engine, requests)[i].token_ids for i in before] == [before[i].token_ids for i in before]
+    with pytest.raises(RolloutError, match="no weight of that name"):
+        engine.update_weights([("nonsense.weight", torch.zeros(2))], version=5)
+    with pytest.raises(RolloutError, match="its own is"):
+        engine.update_weights([("lm_head.weight", torch.zeros(2))], version=5)
+
+
+def test_generation_runs_without_dropout_and_leaves_modes_and_gradients_as_they_were() -> None:
+    engine = tiny_engine()
+    wanted = run(engine, requests_for(prompts(3)))
+    seen: list[bool] = []
+    engine.policy.train()
+    engine.policy.hf.model.norm.eval()
+    handle = engine.policy.hf.model.layers[0].register_forward_hook(
+        lambda module, *_: seen.append(module.training or torch.is_grad_enabled())
+    )
+    stream = engine.generate(requests_for(prompts(3)))
+    first = next(stream)
+    assert torch.is_grad_enabled()  # the caller's, between outputs
+    assert {first.request_id: first, **{output.request_id: output for output in stream}} == wanted
+    handle.remove()
+    assert seen and not any(seen)
+    assert engine.policy.training and engine.policy.hf.model.layers[1].training and not engine.policy.hf.model.norm.training
+    loss = engine.policy.logits(nn.Parameter(torch.ones(1, 1, 32))).sum()
+    loss.backward()
+    assert engine.policy.head.weight.grad is not None
+
+
+def test_a_call_that_is_left_early_can_be_followed_by_another() -> None:
+    engine = tiny_engine()
+    requests = requests_for(prompts(5))
+    stream = engine.generate(requests)
+    next(stream)
+    with pytest.raises(RolloutError, match="another one is running"):
+        engine.generate(requests)
+    with pytest.raises(RolloutError, match="while generate"):
+        engine.sleep()
+    stream.close()  # type: ignore[attr-defined]
+    assert len(run(engine, requests)) == 5
+
+
+def test_aborted_requests_come_back_with_what_they_have() -> None:
+    engine = tiny_engine(dtype=torch.float64, max_num_seqs=3)
+    lengths = (4, 20, 30, 25, 8)
+    requests = [GenerationRequest(i, p, SamplingParams(lengths[i], ignore_eos=True), seed=i) for i, p in enumerate(prompts(5))]
+    whole = run(engine, requests)
+    stream = engine.generate(requests)
+    assert next(stream).request_id == 0
+    aborted = {output.request_id: output for output in engine.abort([1, 4, 77])}
+    assert {output.finish_reason for output in aborted.values()} == {"abort"} and set(aborted) == {1, 4}
+    assert aborted[1].token_ids == whole[1].token_ids[:4] and aborted[4].token_ids == []
+    rest = {output.request_id: output.token_ids for output in stream}
+    assert rest == {2: whole[2].token_ids, 3: whole[3].token_ids}
+    assert engine.abort([2]) == []
+
+
+def test_a_model_that_is_not_finite_gives_errors_not_tokens() -> None:
+    engine = tiny_engine()
+    requests = requests_for(prompts(3))
+    wanted = run(engine, requests)
+    weight = engine.policy.hf.model.layers[0].mlp.down_proj.weight.data
+    saved = weight.clone()
+    weight.fill_(float("nan"))
+    outputs = run(engine, requests)
+    assert all(
+        output.finish_reason == "error" and "not finite" in (output.error or "") and output.token_ids == [] for output in outputs.values()
+    )
+    weight.copy_(saved)
+    assert run(engine, requests) == wanted
+
+
+def test_two_requests_may_not_share_an_id() -> None:
+    request = requests_for(prompts(1))[0]
+    with pytest.raises(RolloutError, match="unique"):
+        tiny_engine().generate([request, request])
+
+
+def test_the_configuration_builds_the_engine() -> None:
+    policy = tiny_engine().policy
+    engine = build_rollout_engine(RolloutConfig(max_num_seqs=3, max_num_batched_tokens=99, gpu_memory_utilization=0.25), policy, [2, 5, 2])
+    assert isinstance(engine, NativeEngine) and engine.eos_token_ids == (2, 5)
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.gpu_memory_utilization) == (3, 99, 0.25)

@@ -50,6 +50,7 @@ _ROWS = (
     Field("token_level_scores", "B,R", "float32", "score", ("rewards",), ("KL penalty", "metrics"), "on the last sampled token or dense"),
     Field("token_level_rewards", "B,R", "float32", "score", ("KL penalty",), ("advantages",), "scores less the KL penalty"),
     Field("old_log_probs", "B,R", "float32", "nats", ("actor",), ("policy losses", "correction"), "log-probabilities before the update"),
+    Field("entropys", "B,R", "float32", "nats", ("actor",), ("metrics",), "entropy of the distribution that sampled the token"),
     Field("ref_log_prob", "B,R", "float32", "nats", ("reference",), ("KL penalty", "KL loss"), "log-probabilities of the reference"),
     Field("values", "B,R", "float32", "score", ("critic",), ("advantages", "value loss"), "read at the position that predicts the token"),
     Field("advantages", "B,R", "float32", "score", ("advantages",), ("policy losses",), "better than expected by; 0 outside the mask"),

@@ -57,9 +57,12 @@ def test_grpo_by_hand() -> None:
 
 
 def test_grpo_of_a_row_alone_and_of_equal_scores_is_exactly_zero() -> None:
-    rewards, mask = scores(5.0, 0.1, 0.1, 0.1)  # the float32 mean of three 0.1 is not 0.1
-    out = grpo(rewards, mask, torch.tensor([0, 1, 1, 1]), norm_by_std=True).advantages
-    assert bool((out == 0).all())
+    rewards, mask = scores(5.0, *[0.1] * 7)
+    mean = torch.zeros(1).index_add(0, torch.zeros(7, dtype=torch.int64), torch.full((7,), 0.1)) / 7
+    assert mean != torch.tensor(0.1)  # summed in float32 as groups are, the mean of seven 0.1 is another number
+    for norm_by_std in (True, False):
+        out = grpo(rewards, mask, torch.tensor([0] + [1] * 7), norm_by_std=norm_by_std).advantages
+        assert bool((out == 0).all())
 
 
 def test_grpo_does_not_count_a_row_without_sampled_tokens() -> None:

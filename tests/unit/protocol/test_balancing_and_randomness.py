@@ -20,6 +20,8 @@ def test_the_token_cap_is_hard() -> None:
 
 def test_the_row_cap_is_hard() -> None:
     assert [len(rows) for rows in split_micro_batches([1] * 5, max_tokens=100, max_rows=2)] == [2, 2, 1]
+    # a bin in the middle is full by rows while an earlier one is not
+    assert split_micro_batches([90, 30, 30, 30], max_tokens=100, max_rows=2) == [[0], [1, 3], [2]]
 
 
 def test_bins_are_evened_out() -> None:

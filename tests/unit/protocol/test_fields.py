@@ -20,7 +20,7 @@ AGREED = {
     ("B", "object"): {"uid", "finish_reason", "data_source", "reward_model", "extra_info"},
     ("B,R", "float32"): {
         *("rollout_log_probs", "token_level_scores", "token_level_rewards", "old_log_probs", "ref_log_prob"),
-        *("values", "advantages", "returns", "rollout_is_weights"),
+        *("values", "advantages", "returns", "rollout_is_weights", "entropys"),
     },
 }
 

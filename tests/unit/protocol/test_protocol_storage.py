@@ -15,7 +15,14 @@ from hybridflow.protocol import BatchError, DataProto
 def test_round_trip(tmp_path: Path) -> None:
     shared = torch.randn(4, 3)
     data = DataProto.from_dict(
-        {"a": shared[::2], "b": shared[1::2].t()[:2], "mask": torch.tensor([True, False]), "half": torch.ones(2, dtype=torch.bfloat16)},
+        {
+            "a": shared[::2],
+            "b": shared[1::2].t()[:2],
+            "view": shared[:2],
+            "same": shared[:2],
+            "mask": torch.tensor([True, False]),
+            "half": torch.ones(2, dtype=torch.bfloat16),
+        },
         {"uid": ["é", "b"], "n": np.array([1, 2]), "mixed": [None, {"k": [1.5, True]}], "array": [np.arange(2), np.float32(0.5)]},
         {"step": np.int64(3), "nested": {"x": (1, 2)}, "nan": float("nan")},
     )

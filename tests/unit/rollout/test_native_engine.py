@@ -61,20 +61,19 @@ def test_log_probs_of_greedy_rows_are_at_temperature_one() -> None:
     assert (training_log_probs(engine.policy, requests, outputs, 1.0) - kept).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("rows", "budget"), [(24, 8192), (5, 8192), (8, 16), (1, 8192)])
+@pytest.mark.parametrize(("rows", "budget"), [(12, 8192), (5, 8192), (8, 16), (1, 8192)])
 def test_a_group_is_prefilled_once_however_it_enters(rows: int, budget: int) -> None:
     engine = tiny_engine(dtype=torch.float64, max_num_seqs=rows, max_num_batched_tokens=budget)
-    token_ids = prompts(4)
-    requests = requests_for(token_ids, n=6)
+    token_ids = prompts(3)
+    requests = requests_for(token_ids, n=4, max_tokens=8)
     outputs = run(engine, requests)
     assert engine.stats.prefill_tokens == sum(len(prompt) for prompt in token_ids)
     assert engine.stats.max_rows == rows
     assert engine.stats.generated_tokens == sum(len(output.token_ids) for output in outputs.values())
-    alone = run(tiny_engine(dtype=torch.float64), requests)
-    assert outputs == alone or all(
-        outputs[i].token_ids == alone[i].token_ids and torch.allclose(torch.tensor(outputs[i].log_probs), torch.tensor(alone[i].log_probs))
-        for i in alone
-    )
+    whole = run(tiny_engine(dtype=torch.float64), requests)
+    for request_id, output in outputs.items():
+        assert output.token_ids == whole[request_id].token_ids
+        assert output.log_probs == pytest.approx(whole[request_id].log_probs, abs=1e-12)
 
 
 def test_tokens_do_not_depend_on_the_company() -> None:
@@ -85,9 +84,9 @@ def test_tokens_do_not_depend_on_the_company() -> None:
         SamplingParams(max_tokens=5, greedy=True),
         SamplingParams(max_tokens=12, top_k=5, top_p=0.8),
     ]
-    requests = [GenerationRequest(i, prompt, params[i % 4], seed=i * i) for i, prompt in enumerate(prompts(12))]
+    requests = [GenerationRequest(i, prompt, params[i % 4], seed=i * i) for i, prompt in enumerate(prompts(8))]
     together = run(engine, requests)
-    reversed_order = run(tiny_engine(dtype=torch.float64, max_num_seqs=12), requests[::-1])
+    reversed_order = run(tiny_engine(dtype=torch.float64, max_num_seqs=8), requests[::-1])
     for request in requests:
         alone = run(engine, [request])[request.request_id]
         assert alone.token_ids == together[request.request_id].token_ids == reversed_order[request.request_id].token_ids

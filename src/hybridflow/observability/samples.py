@@ -43,7 +43,8 @@ class SampleWriter:
         """Write the rows of a step, whole or not at all, and return the file."""
         target = self.folder / f"{step}.jsonl"
         partial = target.with_suffix(".jsonl.partial")
-        with partial.open("w", encoding="utf-8") as file:
+        # half of a surrogate pair, which no UTF-8 file can hold, becomes its backslash escape: valid JSON that reads back the same
+        with partial.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             for row in rows:
                 file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
         os.replace(partial, target)

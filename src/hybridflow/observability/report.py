@@ -1,0 +1,199 @@
+"""One HTML file that shows a run: curves and samples, with no server and no network.
+
+    {run}/metrics.jsonl, samples/*.jsonl, validation/*.jsonl, summary.json, config.yaml ──write_report──► report.html
+
+Whatever is missing is left out, with a note on the page. The page's own source stands beside this file: report.html, report.css and three
+scripts; the data is embedded as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridflow.errors import DataError
+from hybridflow.observability.trackers.jsonl import read_metrics
+
+MAX_SAMPLE_STEPS = 20
+MAX_ROWS = 64  # a step
+MAX_TOKENS = 2048  # a response
+MAX_TEXT = 20_000  # characters of a prompt or response
+MAX_POINTS = 3000  # steps of a curve
+
+_PARTS = {
+    "CSS": ("report.css",),
+    "SCRIPT": ("report_charts.js", "report_samples.js", "report.js"),
+}
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of a run folder to `out` (default: `report.html` in the run folder) and return its path.
+
+    Raises DataError where the folder does not exist or holds nothing of a run.
+    """
+    run = Path(run_dir)
+    if not run.is_dir():
+        raise DataError(f"{run} is no folder: give the run folder (trainer.default_local_dir) of a run")
+    data = collect(run)
+    if not data["steps"] and not any(data["samples"].values()) and data["summary"] is None:
+        raise DataError(f"{run} holds no metrics.jsonl, samples/, validation/ or summary.json: is it the folder of a run?")
+    target = Path(out) if out is not None else run / "report.html"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(render(data), encoding="utf-8")
+    return target
+
+
+def collect(run: Path) -> dict[str, Any]:
+    """Everything that the page shows, as JSON data; `notes` says what is missing or cut."""
+    notes: list[str] = []
+    metrics = read_metrics(run / "metrics.jsonl")
+    if not metrics:
+        notes.append("No metrics.jsonl with a step in it, so there are no curves.")
+    steps = _thinned(metrics, notes)
+    names = sorted({name for step in steps for name in metrics[step]})
+    config = _config(run / "config.yaml", notes)
+    trainer = config.get("trainer") if isinstance(config.get("trainer"), Mapping) else {}
+    samples = {kind: _samples(run / kind, kind, notes) for kind in ("samples", "validation")}
+    return {
+        "title": " / ".join(str(trainer[key]) for key in ("project_name", "experiment_name") if trainer and trainer.get(key))
+        or run.resolve().name,
+        "summary": _summary(run / "summary.json", notes),
+        "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
+        "steps": steps,
+        "metrics": {name: [_number(metrics[step].get(name)) for step in steps] for name in names},
+        "samples": samples,
+        "notes": notes,
+    }
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The page: template, style, scripts and data in one string."""
+    files = resources.files("hybridflow.observability")
+    parts = {key: "\n".join(files.joinpath(name).read_text(encoding="utf-8") for name in names) for key, names in _PARTS.items()}
+    parts["DATA"] = embed_json(data)
+    template = files.joinpath("report.html").read_text(encoding="utf-8")
+    # one pass over the template, so that a placeholder's name inside the data stays data
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def embed_json(data: Any) -> str:
+    """JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or open a comment."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    # half of a surrogate pair cannot be written as UTF-8; as an escape it can
+    return re.sub(r"[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _thinned(metrics: Mapping[int, Mapping[str, float]], notes: list[str]) -> list[int]:
+    """The steps whose metrics are shown: all, or evenly chosen ones and those of validations."""
+    steps = sorted(metrics)
+    if len(steps) <= MAX_POINTS:
+        return steps
+    stride = math.ceil(len(steps) / MAX_POINTS)
+    kept = [
+        step
+        for index, step in enumerate(steps)
+        if index % stride == 0 or step == steps[-1] or any(n.startswith("val") for n in metrics[step])
+    ]
+    notes.append(f"The curves show {len(kept)} of {len(steps)} steps: one in {stride}, those with a validation, and the last.")
+    return kept
+
+
+def _number(value: Any) -> float | str | None:
+    """Six digits for the page; None where there is no value; the name of what is not finite."""
+    if not isinstance(value, (int, float)):
+        return None
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return float(f"{value:.6g}")
+
+
+def _summary(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        notes.append(f"summary.json could not be read: {error}")
+        return None
+    return _finite(loaded) if isinstance(loaded, dict) else None
+
+
+def _config(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        notes.append("No config.yaml in the run folder.")
+        return {}
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        notes.append(f"config.yaml could not be read: {error}")
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _samples(folder: Path, kind: str, notes: list[str]) -> list[dict[str, Any]]:
+    """[{step, total, rows}] of the evenly chosen steps, in order of step."""
+    files = sorted((int(file.stem), file) for file in folder.glob("*.jsonl") if file.stem.isdigit()) if folder.is_dir() else []
+    if not files:
+        notes.append(
+            f"No {kind}/*.jsonl in the run folder, so there are no {'rollout' if kind == 'samples' else 'validation'} samples to read."
+        )
+        return []
+    chosen = evenly(files, MAX_SAMPLE_STEPS)
+    shown, num_bad = [], 0
+    for step, file in chosen:
+        lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+        rows = []
+        for line in lines[:MAX_ROWS]:
+            try:
+                rows.append(_row(json.loads(line)))
+            except (ValueError, AttributeError, TypeError):
+                num_bad += 1
+        shown.append({"step": step, "total": len(lines), "rows": rows})
+    if len(chosen) < len(files):
+        notes.append(f"{kind}: {len(chosen)} of {len(files)} steps are embedded, evenly chosen.")
+    if any(item["total"] > MAX_ROWS for item in shown):
+        notes.append(f"{kind}: the first {MAX_ROWS} rows of a step are embedded; the rest stands in the JSONL files.")
+    if num_bad:
+        notes.append(f"{kind}: {num_bad} lines could not be read.")
+    return shown
+
+
+def evenly(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` items at even distances, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample row as the page takes it: cut to size, and without numbers that JSON cannot hold."""
+    kept: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == "tokens" and isinstance(value, Mapping):
+            kept["tokens"] = {field: [_finite(item) for item in values[:MAX_TOKENS]] for field, values in value.items()}
+            kept["tokens_cut"] = max(0, max((len(values) for values in value.values()), default=0) - MAX_TOKENS)
+        elif isinstance(value, str) and len(value) > MAX_TEXT:
+            kept[name] = value[:MAX_TEXT] + f"… (cut; {len(value)} characters in all)"
+        else:
+            kept[name] = _finite(value)
+    return kept
+
+
+def _finite(value: Any) -> Any:
+    """The same JSON value with NaN and infinities as their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return _number(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.errors import DataError
+from hybridflow.observability.report import (
+    MAX_POINTS,
+    MAX_ROWS,
+    MAX_SAMPLE_STEPS,
+    MAX_TEXT,
+    MAX_TOKENS,
+    collect,
+    embed_json,
+    evenly,
+    write_report,
+)
+from hybridflow.observability.samples import SampleWriter
+from hybridflow.observability.trackers import build_trackers
+
+NASTY = "</script><script>alert(1)</script><!-- {{DATA}} {{CSS}} & \u2028 \ud800"
+
+
+class Page(HTMLParser):
+    """The tags of a page and the text of its scripts, as a browser would split them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self._inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self._inside = tag == "script"
+        if self._inside:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.scripts[-1] += data
+
+
+def make_run(folder: Path) -> Path:
+    with build_trackers("jsonl", folder) as trackers:
+        trackers.log({"val-core/sums/acc/mean@1": 0.25}, 0)
+        trackers.log({"critic/rewards/mean": 1 / 3, "actor/grad_norm": math.nan}, 1)
+    row = {"uid": "a", "prompt": NASTY, "response": "4", "score": math.nan, "tokens": {"text": ["4", NASTY], "advantages": [1.0, math.inf]}}
+    SampleWriter(folder / "samples").write([row], 1)
+    (folder / "config.yaml").write_text("trainer: {project_name: p, experiment_name: e}\n")
+    (folder / "summary.json").write_text('{"greedy_before": 0.5, "greedy_after": NaN}')
+    return folder
+
+
+def data_of(page: Page) -> dict[str, Any]:
+    loaded = json.loads(page.scripts[0])
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_page_holds_everything_and_asks_nothing_of_the_network(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path / "run"), tmp_path / "out" / "r.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert len(page.scripts) == 2, "text of the run must not open or close a script"
+    assert not [entry for entry in page.attributes if entry[1] in ("src", "href", "action")]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)
+    data = data_of(page)
+    assert data["title"] == "p / e" and data["steps"] == [0, 1]
+    assert data["metrics"] == {
+        "actor/grad_norm": [None, "NaN"],
+        "critic/rewards/mean": [None, 0.333333],
+        "val-core/sums/acc/mean@1": [0.25, None],
+    }
+    assert data["summary"] == {"greedy_before": 0.5, "greedy_after": "NaN"}
+    (step,) = data["samples"]["samples"]
+    (row,) = step["rows"]
+    assert row["prompt"] == NASTY and row["score"] == "NaN"
+    assert row["tokens"] == {"text": ["4", NASTY], "advantages": [1.0, "Infinity"]}
+    assert data["notes"] == ["No validation/*.jsonl in the run folder, so there are no validation samples to read."]
+
+
+def test_page_has_no_placeholder_left(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    assert "{{" not in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_missing_parts_become_notes(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a"')
+    (tmp_path / "summary.json").write_text("{broken")
+    (tmp_path / "config.yaml").write_text("a: [")
+    data = collect(tmp_path)
+    assert data["steps"] == [1] and data["title"] == tmp_path.name and len(data["notes"]) == 4
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no metrics\.jsonl"):
+        write_report(tmp_path)
+    with pytest.raises(DataError, match="is no folder"):
+        write_report(tmp_path / "missing")
+
+
+def test_samples_are_capped_and_the_page_says_so(tmp_path: Path) -> None:
+    writer = SampleWriter(tmp_path / "samples")
+    for step in range(1, 101):
+        writer.write([{"score": row} for row in range(MAX_ROWS + 2)], step)
+    long = {"prompt": "x" * (MAX_TEXT + 1), "tokens": {"text": ["y"] * (MAX_TOKENS + 3)}}
+    SampleWriter(tmp_path / "validation").write([long], 5)
+    data = collect(tmp_path)
+    steps = [item["step"] for item in data["samples"]["samples"]]
+    assert len(steps) == MAX_SAMPLE_STEPS and (steps[0], steps[-1]) == (1, 100)
+    assert {(len(item["rows"]), item["total"]) for item in data["samples"]["samples"]} == {(MAX_ROWS, MAX_ROWS + 2)}
+    assert any("20 of 100 steps" in note for note in data["notes"]) and any(f"first {MAX_ROWS} rows" in note for note in data["notes"])
+    (row,) = data["samples"]["validation"][0]["rows"]
+    assert (
+        row["tokens_cut"] == 3 and len(row["tokens"]["text"]) == MAX_TOKENS and row["prompt"].endswith(f"{MAX_TEXT + 1} characters in all)")
+    )
+
+
+def test_long_runs_are_thinned_but_keep_their_validations(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, MAX_POINTS + 1002):
+            file.write(json.dumps({"step": step, "a": 1.0} | ({"val/loss": 2.0} if step == 500 else {})) + "\n")
+    data = collect(tmp_path)
+    assert len(data["steps"]) <= MAX_POINTS and {1, 500, MAX_POINTS + 1001} <= set(data["steps"])
+    assert any("one in 2" in note and f"of {MAX_POINTS + 1001} steps" in note for note in data["notes"])
+
+
+def test_evenly_keeps_the_ends() -> None:
+    assert evenly([1, 2, 3], 5) == [1, 2, 3]
+    assert evenly(list(range(10)), 4) == [0, 3, 6, 9]
+
+
+def test_embedded_json_reads_back() -> None:
+    text = embed_json({"a": NASTY})
+    assert not set("<>&\u2028") & set(text) and text.encode("utf-8") and json.loads(text) == {"a": NASTY}

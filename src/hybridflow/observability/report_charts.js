@@ -38,8 +38,8 @@ function format(value) {
 
 function duration(seconds) {
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
-  const minutes = Math.round(seconds / 60);
-  return seconds < 3600 ? `${Math.floor(seconds / 60)} min ${String(Math.round(seconds % 60)).padStart(2, "0")} s` : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+  const whole = Math.round(seconds), two = (number) => String(number).padStart(2, "0");
+  return whole < 3600 ? `${Math.floor(whole / 60)} min ${two(whole % 60)} s` : `${Math.floor(whole / 3600)} h ${two(Math.floor((whole % 3600) / 60))} min`;
 }
 
 // Ticks at 1, 2 or 5 times a power of ten inside [low, high].
@@ -117,7 +117,7 @@ const tooltip = {
 
 // ---------------------------------------------------------------- charts
 
-const CHART_HEIGHT = 208;
+const CHART_HEIGHT = 208, FEW = 30; // below FEW points each one gets a dot
 const measure = (() => {
   const context = document.createElement("canvas").getContext("2d");
   return (text) => { context.font = "11px system-ui, sans-serif"; return context.measureText(text).width; };
@@ -126,7 +126,8 @@ const measure = (() => {
 // series: [{name, label, values, color}], values as long as `steps`: a number, null (not measured) or a string (not finite).
 function drawChart(host, steps, series, { log = false, smoothing = 0 } = {}) {
   const width = Math.max(240, host.clientWidth), height = CHART_HEIGHT;
-  const lines = series.map((one) => ({ ...one, shown: smooth(one.values, smoothing) }));
+  // a handful of points (validations) is shown as measured: smoothing would only make it late
+  const lines = series.map((one) => ({ ...one, shown: one.values.filter(isNumber).length > FEW ? smooth(one.values, smoothing) : one.values }));
   const finite = lines.flatMap((line) => line.values.filter(isNumber));
   const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((one) => one.name).join(", ") });
   host.replaceChildren(root);
@@ -152,11 +153,11 @@ function drawChart(host, steps, series, { log = false, smoothing = 0 } = {}) {
   root.append(svg("text", { x: (left + right) / 2, y: height - 3, "text-anchor": "middle" }, "step"));
 
   for (const line of lines) {
-    if (smoothing) root.append(svg("path", { d: path(line.values, steps, x, y), fill: "none", stroke: line.color, "stroke-opacity": 0.22, "stroke-width": 1.2 }));
+    if (line.shown !== line.values) root.append(svg("path", { d: path(line.values, steps, x, y), fill: "none", stroke: line.color, "stroke-opacity": 0.22, "stroke-width": 1.2 }));
     root.append(svg("path", { d: path(line.shown, steps, x, y), fill: "none", stroke: line.color, "stroke-width": 1.8, "stroke-linejoin": "round", "stroke-linecap": "round" }));
     const count = line.values.filter(isNumber).length;
     line.shown.forEach((value, index) => {
-      if (isNumber(value) && count <= 30) root.append(svg("circle", { cx: x(steps[index]), cy: y(value), r: count > 15 ? 2 : 2.8, fill: line.color }));
+      if (isNumber(value) && count <= FEW) root.append(svg("circle", { cx: x(steps[index]), cy: y(value), r: count > 15 ? 2 : 2.8, fill: line.color }));
       if (typeof value === "string") root.append(svg("path", { class: "broken", d: `M${x(steps[index]) - 4} ${top - 8}h8l-4 7z` }));
     });
   }

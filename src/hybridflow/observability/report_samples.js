@@ -48,7 +48,7 @@ function startSamples(samples) {
   }
 
   function fillList() {
-    const scores = state.rows.map((row) => row.score).filter(isNumber), best = Math.max(...scores), worst = Math.min(...scores);
+    const scores = samples[state.kind][state.stepIndex].rows.map((row) => row.score).filter(isNumber), best = Math.max(...scores), worst = Math.min(...scores);
     const nodes = [];
     let group = null;
     state.rows.forEach((row, index) => {
@@ -78,6 +78,7 @@ function startSamples(samples) {
   });
 
   function fillDetail() {
+    tooltip.hide();
     const row = state.rows[state.row];
     if (!row) { detail.replaceChildren(el("div", { class: "empty" }, "Nothing to show.")); return; }
     const hidden = new Set(["prompt", "response", "tokens", "tokens_cut", "step"]);

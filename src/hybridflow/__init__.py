@@ -10,7 +10,12 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {"DataProto": "hybridflow.protocol", "PPOConfig": "hybridflow.config", "SFTConfig": "hybridflow.config", "HybridFlowError": "hybridflow.errors"}
+_HOMES = {
+    "DataProto": "hybridflow.protocol",
+    "PPOConfig": "hybridflow.config",
+    "SFTConfig": "hybridflow.config",
+    "HybridFlowError": "hybridflow.errors",
+}
 
 __all__ = ["DataProto", "HybridFlowError", "PPOConfig", "SFTConfig", "__version__"]
 

@@ -69,7 +69,9 @@ def test_heavy_libraries_come_through_their_door() -> None:
 
 def test_light_rooms_stay_light() -> None:
     heavy = {"config": {"torch", "ray", "transformers"}, "algorithms": {"tensordict", "transformers", "ray", "numpy"}}
-    wrong = [f"{f.module}:{f.line} imports {f.target}" for f in imports() if f.target.split(".")[0] in heavy.get(f.module.split(".")[0], set())]
+    wrong = [
+        f"{f.module}:{f.line} imports {f.target}" for f in imports() if f.target.split(".")[0] in heavy.get(f.module.split(".")[0], set())
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -14,7 +14,6 @@ from ragged_batches import SEEDS, Ragged, ragged
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossScale, aggregate
-from hybridflow.algorithms.entropy import entropy_bonus
 from hybridflow.algorithms.policy_losses import vanilla
 from hybridflow.algorithms.value_loss import value_loss
 
@@ -90,7 +89,6 @@ def every_loss(b: Ragged, x: Tensor, rows: list[int], scale: LossScale, mode: st
     outputs = [
         vanilla(x[rows], b.old_log_prob[rows], b.advantages[rows], mask, scale, b.weights[rows], **keys),  # type: ignore[arg-type]
         value_loss(x[rows], b.old_values[rows], b.returns[rows], mask, scale, clip_range=0.3, **keys),  # type: ignore[arg-type]
-        entropy_bonus(x[rows], mask, scale, coeff=0.01, **keys),  # type: ignore[arg-type]
     ]
     metrics = {name: (float(n), float(d)) for out in outputs for name, (n, d) in out.metrics.items()}
     return sum((out.loss for out in outputs), torch.zeros((), dtype=torch.float64)), metrics

@@ -53,4 +53,3 @@ def collate(batch: RequestBatch, outputs: Sequence[GenerationOutput], tokenizer:
         "extra_info": [row.row.get("extra_info") or {} for row in batch.rows],
     }
     return DataProto.from_dict(tensors, columns)
-

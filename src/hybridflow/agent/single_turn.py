@@ -1,6 +1,6 @@
 """The simplest agent: one prompt, `n` responses.
 
-    prompt rows ──build_requests──► GenerationRequest × n ──Generate──► GenerationOutput ──collate──► DataProto
+prompt rows ──build_requests──► GenerationRequest × n ──Generate──► GenerationOutput ──collate──► DataProto
 """
 
 from __future__ import annotations

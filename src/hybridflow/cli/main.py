@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--algo", choices=["grpo", "ppo"], default="grpo")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", default="demo", help="folder of the run (default: demo)")
-    demo.add_argument("--reward", choices=["arithmetic_chain", "random"], default="arithmetic_chain", help="random: the control that must not learn")
+    demo.add_argument(
+        "--reward", choices=["arithmetic_chain", "random"], default="arithmetic_chain", help="random: the control that must not learn"
+    )
     demo.add_argument("overrides", nargs="*", help=f"overrides of the reinforcement-learning run: {OVERRIDES}")
     demo.set_defaults(body=commands.demo)
 

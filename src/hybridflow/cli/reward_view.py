@@ -29,7 +29,12 @@ def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
         error = str(result["error"] or "")
         score = "" if error else f"{result['score']:g}"
         table.add_row(
-            str(result["row"]), str(result["data_source"]), Text(str(result["response"])[:60]), score, f"{result['seconds']:.3f}", Text(error)
+            str(result["row"]),
+            str(result["data_source"]),
+            Text(str(result["response"])[:60]),
+            score,
+            f"{result['seconds']:.3f}",
+            Text(error),
         )
     Console().print(table)
     failed = sum(bool(result["error"]) for result in results)

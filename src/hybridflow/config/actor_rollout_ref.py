@@ -1,7 +1,5 @@
 """`actor_rollout_ref.*`: the policy that trains, the engine that generates with it, and the reference it is held to."""
 
-# ruff: noqa: RUF009  (key() and group() make dataclass fields)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`algorithm.*`: advantage estimation and the KL terms."""
 
-# ruff: noqa: RUF009  (key() and group() make dataclass fields)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

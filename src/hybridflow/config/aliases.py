@@ -19,7 +19,6 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     # where the reward lived in older versions
     (r"reward_model\.reward_fn\.(path|name)", r"reward.custom_reward_function.\1"),
     (r"custom_reward_function\.(.+)", r"reward.custom_reward_function.\1"),
-    (r"reward_model\.num_examine", r"reward.num_examine"),
     (r"reward_model\.reward_manager", r"reward.reward_manager.name"),
     (r"reward_manager\.(.+)", r"reward.reward_manager.\1"),
     (r"reward_model\.(reward_kwargs|sandbox_fusion)\.(.+)", r"reward.\1.\2"),

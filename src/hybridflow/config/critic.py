@@ -1,7 +1,5 @@
 """`critic.*`: the value model of PPO."""
 
-# ruff: noqa: RUF009  (key() and group() make dataclass fields)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

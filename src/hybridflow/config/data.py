@@ -1,7 +1,5 @@
 """`data.*`: where prompts come from and how they become batches."""
 
-# ruff: noqa: RUF009  (key() and group() make dataclass fields)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Model, optimizer and engine keys that actor, critic and SFT share."""
 
-# ruff: noqa: RUF009  (key() and group() make dataclass fields)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

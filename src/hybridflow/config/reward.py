@@ -1,7 +1,5 @@
 """`reward.*`: how a response gets its score."""
 
-# ruff: noqa: RUF009  (key() and group() make dataclass fields)
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,4 +29,3 @@ class RewardConfig:
     on_error: Literal["raise", "zero", "drop"] = key(
         "raise", "a reward that fails: stop the run, score 0, or leave the row out of the loss"
     )
-    num_examine: int = key(0, "samples printed at each validation", minimum=0)

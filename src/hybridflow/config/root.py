@@ -1,7 +1,5 @@
 """The two roots: a PPO-family run and a supervised fine-tuning run."""
 
-# ruff: noqa: RUF009  (key() and group() make dataclass fields)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

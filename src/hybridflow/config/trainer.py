@@ -1,7 +1,5 @@
 """`trainer.*`: length of the run, machine, logging, checkpoints."""
 
-# ruff: noqa: RUF009  (key() and group() make dataclass fields)
-
 from __future__ import annotations
 
 from dataclasses import dataclass

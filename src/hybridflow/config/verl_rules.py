@@ -169,6 +169,7 @@ PPO_RULES: tuple[Rule, ...] = (
     off(r"data\.datagen\.(path|name)", "data made during the run comes later; data.custom_cls and data.sampler take your own classes"),
     off(r"data\.(tool_config_path|chat_template)", "not in this version"),
     # reward
+    ignored(r"reward\.(reward_model\.)?num_examine", "trainer.log_val_generations shows samples"),
     off(r"reward\.reward_model\.enable", "learned reward models come later: use reward.custom_reward_function"),
     off(r"reward\.reward_model\.enable_resource_pool", ONE_PROCESS),
     ignored(r"reward\.reward_model\.launch_reward_fn_async", "rewards are scored by workers of their own"),

@@ -224,7 +224,7 @@ class PackedLayout:
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, D]
         if self._gather is not None:
             assert self._restore is not None
-            tokens = [_Spread.apply(x, self._gather, self._restore) for x in tokens]
+            tokens = [_Spread.apply(x, self._gather, self._restore) for x in tokens]  # type: ignore[no-untyped-call]
         done, offset = [], 0
         for rows, longest in self.buckets:
             q, k, v = (x[offset : offset + rows * longest].unflatten(0, (rows, longest)).transpose(1, 2) for x in tokens)
@@ -234,7 +234,7 @@ class PackedLayout:
             offset += rows * longest
         out = done[0] if len(done) == 1 else torch.cat(done)
         if self._gather is not None:
-            out = _Collect.apply(out, self._gather, self._restore, self._padding)
+            out = _Collect.apply(out, self._gather, self._restore, self._padding)  # type: ignore[no-untyped-call]
         return out[None]
 
     def _bucket(

@@ -73,7 +73,7 @@ def token_log_probs(
     )
     transform = LogitTransform(logit_scale, softcap)
     chunk = chunk_tokens(weight.shape[0], hidden.dtype, chunk_bytes)
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, transform, chunk)
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, transform, chunk)  # type: ignore[no-untyped-call]
     return log_probs, entropy if with_entropy else None
 
 

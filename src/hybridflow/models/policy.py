@@ -122,7 +122,7 @@ def packed_hidden(backbone: nn.Module, packed: PackedBatch, device: torch.device
     """Hidden states [M, H] at the positions that predict `packed.targets`."""
     layout = PackedLayout.build(packed.lengths, device)
     states = run_backbone(backbone, packed.input_ids.to(device)[None], packed.position_ids.to(device)[None], layout)
-    selected: Tensor = _SelectTokens.apply(states[0], packed.predict_index.to(device))
+    selected: Tensor = _SelectTokens.apply(states[0], packed.predict_index.to(device))  # type: ignore[no-untyped-call]
     return selected
 
 

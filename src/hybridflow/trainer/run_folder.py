@@ -17,7 +17,9 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a writable place.") from error
+            raise ConfigError(
+                f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a writable place."
+            ) from error
 
     @property
     def nonfinite(self) -> Path:

@@ -62,7 +62,8 @@ class ActorGroup(StatefulGroup[ActorWorker]):
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
         """Epochs × mini-batches of optimizer steps."""
-        columns = [*UPDATE_COLUMNS, *(key for key in ("ref_log_prob", "rollout_is_weights") if key in batch.batch.keys())]
+        present = set(batch.batch.keys())
+        columns = [*UPDATE_COLUMNS, *(key for key in ("ref_log_prob", "rollout_is_weights") if key in present)]
 
         def step(mini: DataProto, scale: LossScale) -> Metrics:
             return self.call(ActorWorker.update_mini_batch, mini, scale=scale)

@@ -1,7 +1,7 @@
 """The only place that touches both DataProto and the maths: rows in, named columns out.
 
-    token_level_scores ──apply_kl_penalty──► token_level_rewards ──estimate_advantages──► advantages, returns
-    micro-batch + outputs ──policy_loss / critic_loss / sft_loss──► the loss's share, metrics
+token_level_scores ──apply_kl_penalty──► token_level_rewards ──estimate_advantages──► advantages, returns
+micro-batch + outputs ──policy_loss / critic_loss / sft_loss──► the loss's share, metrics
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def apply_kl_penalty(batch: DataProto, config: AlgorithmConfig, controller: KLCo
     if not config.use_kl_in_reward:
         return _columns(token_level_rewards=scores), metrics
     mask = batch.batch["response_mask"]
-    kl = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], config.kl_penalty).masked_fill(~mask, 0.0)
+    kl = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], config.kl_penalty, mask)
     tokens = mask.sum(-1)
     current = float((kl.sum(-1) / tokens.clamp(min=1))[tokens > 0].mean()) if bool((tokens > 0).any()) else 0.0
     metrics.add_mean("actor/reward_kl_penalty", current)
@@ -108,7 +108,8 @@ def policy_loss(config: ActorConfig, scale: LossScale) -> LossFn:
             total = total - config.entropy_coeff * entropy
             metrics.add_sum("actor/entropy_loss", entropy.detach())
         if config.use_kl_loss:
-            kl = aggregate(kl_estimate(log_prob, rows["ref_log_prob"], config.kl_loss_type), mask, mode, scale, config.loss_scale_factor)
+            estimate = kl_estimate(log_prob, rows["ref_log_prob"], config.kl_loss_type, mask)
+            kl = aggregate(estimate, mask, mode, scale, config.loss_scale_factor)
             total = total + config.kl_loss_coef * kl
             metrics.add_sum("actor/kl_loss", kl.detach())
             metrics.add_last("actor/kl_coef", config.kl_loss_coef)

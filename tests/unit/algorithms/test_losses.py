@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
-from hybridflow.algorithms.entropy import entropy_bonus
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss, vanilla
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.errors import ConfigError
@@ -101,12 +100,6 @@ def test_value_loss_by_hand(value: float, clip: float | None, loss: float, slope
     out = value_loss(v, one, 2 * one, one.bool(), LossScale(1, 1), clip_range=clip)
     assert float(out.loss.detach()) == pytest.approx(loss) and float(torch.autograd.grad(out.loss, v)[0]) == pytest.approx(slope)
     assert [float(out.metrics["critic/vf_clipfrac"][0]), float(out.metrics["critic/vpred_mean"][0])] == [clipped, value]
-
-
-def test_entropy_bonus_lowers_the_loss_where_entropy_is_high() -> None:
-    out = entropy_bonus(TOKENS, MASK, LossScale.count(MASK), coeff=0.3)
-    assert float(out.loss) == pytest.approx(-1.0)
-    assert [float(t) for t in out.metrics["actor/entropy"]] == [10.0, 3.0]
 
 
 def test_the_table_of_policy_losses_refuses_a_taken_name() -> None:

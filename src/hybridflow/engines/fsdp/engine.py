@@ -74,7 +74,7 @@ class FSDPEngine:
             packed = pack(micro)
             outputs = {key: packed.unpack(value) for key, value in forward(self.module, packed).items()}
             share, micro_metrics = loss(outputs, micro)
-            share.backward()  # type: ignore[no-untyped-call]
+            share.backward()
             total += share.detach().double().cpu()
             metrics.update(micro_metrics)
         return self._step(batch, float(total), metrics)
@@ -147,4 +147,3 @@ class FSDPEngine:
         counters = state.get("scheduler", {})
         self.num_steps = int(counters.get("num_steps", 0))
         self.nonfinite_in_a_row = int(counters.get("nonfinite_in_a_row", 0))
-

@@ -27,9 +27,7 @@ class MasterAdamW:
         others = [m for m in self.masters.values() if m.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         beta1, beta2 = config.betas
-        self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True
-        )
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype in (torch.float32, torch.float64):
@@ -42,7 +40,7 @@ class MasterAdamW:
             master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
             p.grad = None
 
-        parameter.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(accumulate)
         return master
 
     @torch.no_grad()
@@ -80,7 +78,7 @@ class MasterAdamW:
         """Moments, step counts and masters by parameter name."""
         state: dict[str, Any] = {}
         for name, master in self.masters.items():
-            entry = {key: value for key, value in self.adamw.state.get(master, {}).items()}
+            entry = dict(self.adamw.state.get(master, {}))
             if master is not self.parameters[name]:
                 entry["master"] = master
             state[name] = entry

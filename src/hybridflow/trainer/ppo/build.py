@@ -1,6 +1,6 @@
 """The one place that wires a PPO run: a prepared configuration in, a trainer ready to `fit` out.
 
-    config ─► tokenizer, data ─► models ─► engines ─► workers on a backend ─► Roles ─► PPOStep, Trajectories, Validator ─► SyncTrainer
+config ─► tokenizer, data ─► models ─► engines ─► workers on a backend ─► Roles ─► PPOStep, Trajectories, Validator ─► SyncTrainer
 """
 
 from __future__ import annotations
@@ -42,7 +42,16 @@ from hybridflow.trainer.ppo.sync import SyncTrainer
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.run_folder import RunFolder
-from hybridflow.workers import ActorGroup, ActorWorker, CriticGroup, CriticWorker, ReferenceGroup, ReferenceWorker, RolloutGroup, RolloutWorker
+from hybridflow.workers import (
+    ActorGroup,
+    ActorWorker,
+    CriticGroup,
+    CriticWorker,
+    ReferenceGroup,
+    ReferenceWorker,
+    RolloutGroup,
+    RolloutWorker,
+)
 from hybridflow.workers.bridge import kl_controller
 
 
@@ -181,7 +190,9 @@ class Host:
 
     def rollout(self, info: RankInfo) -> RolloutWorker:
         """Generation with the actor's own module: no second copy of the weights."""
-        return RolloutWorker(build_rollout_engine(self.config.actor_rollout_ref.rollout, self.policy, end_tokens(self.policy, self.tokenizer)))
+        return RolloutWorker(
+            build_rollout_engine(self.config.actor_rollout_ref.rollout, self.policy, end_tokens(self.policy, self.tokenizer))
+        )
 
     def write_huggingface(self, target: Path, with_weights: bool) -> None:
         """The actor as a Hugging Face folder: configuration and tokenizer, and the weights if asked."""
@@ -193,9 +204,7 @@ class Host:
     def _updates(self, groups: int, epochs: int) -> int:
         return -(-self.config.data.train_batch_size // groups) * epochs
 
-    def _engine(
-        self, module: torch.nn.Module, name: str, optim: OptimConfig | None, updates: int, grad_clip: float | None
-    ) -> TrainEngine:
+    def _engine(self, module: torch.nn.Module, name: str, optim: OptimConfig | None, updates: int, grad_clip: float | None) -> TrainEngine:
         trainer = self.config.trainer
         return FSDPEngine(
             module,
@@ -206,4 +215,3 @@ class Host:
             max_nonfinite_steps=trainer.max_nonfinite_steps,
             dump_dir=self.folder.nonfinite,
         )
-

@@ -30,7 +30,7 @@ def score(batch: DataProto, rewards: RewardManager) -> tuple[DataProto, Metrics]
         batch.narrow_loss_mask(keep[:, None].expand_as(batch.batch["loss_mask"]))
     metrics = Metrics()
     for name, value in scored.metrics.items():
-        metrics.add_sum(name, value)
+        (metrics.add_max if name.endswith("_max") else metrics.add_sum)(name, value)
     return batch, metrics
 
 
@@ -41,4 +41,3 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     rows = response_mask.any(-1).nonzero().flatten()
     placed[rows, positions.max(-1).values[rows]] = scores[rows]
     return placed
-

@@ -42,7 +42,8 @@ class PPOStep:
         metrics.update(rollout_difference(batch))
         metrics.update(batch_metrics(batch, has_critic=roles.critic is not None))
         mask = batch.batch["loss_mask"]
-        entropy = aggregate(batch.batch["entropys"], mask, actor.loss_agg_mode or "token-mean", LossScale.count(mask), actor.loss_scale_factor)
+        mode = actor.loss_agg_mode or "token-mean"
+        entropy = aggregate(batch.batch["entropys"], mask, mode, LossScale.count(mask), actor.loss_scale_factor)
         metrics.add_mean("actor/entropy", entropy)
         if roles.critic:
             with timer("update_critic"):

@@ -1,8 +1,8 @@
 """The synchronous schedule: generate, train, validate, save; each step starts when the one before has ended.
 
-    loader ──prompts──► Trajectories ──scored rows──► PPOStep ──► metrics ──► trackers
-                             ▲                           │
-                             └──── the same weights ◄────┘
+loader ──prompts──► Trajectories ──scored rows──► PPOStep ──► metrics ──► trackers
+                         ▲                           │
+                         └──── the same weights ◄────┘
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where batches come from in the synchronous schedule: prompts, generation with the current weights, scores.
 
-    prompts ──requests──► rollout ──outputs──► collate ──► DataProto ──score──► DataProto with token_level_scores
+prompts ──requests──► rollout ──outputs──► collate ──► DataProto ──score──► DataProto with token_level_scores
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Trajectories:
         return self._make(prompts, sampling, n=rollout.n, purpose="rollout", step=step, version=step - 1)
 
     def for_validation(self, prompts: Sequence[PromptRow], step: int, first_row: int = 0) -> tuple[DataProto, Metrics]:
-        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights after step `step`; row numbers start at `first_row`."""
+        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights of step `step`; rows are numbered from `first_row`."""
         rollout = self.config.actor_rollout_ref.rollout
         val = rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0.0

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: conversations in, a model that imitates the assistant out.
 
-    loader ──conversations──► rows ──► SFTGroup.update ──► metrics ──► trackers
+loader ──conversations──► rows ──► SFTGroup.update ──► metrics ──► trackers
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class MiniBatchResult:
 
     metrics: Metrics
     applied: bool
-    """False where the loss or the gradient was not finite, or nothing was left to learn from: parameters are untouched."""
+    """False where the loss or the gradient was not finite: parameters are untouched."""
 
 
 class TrainEngine(Protocol):
@@ -63,5 +63,5 @@ class TrainEngine(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; CheckpointError names what does not fit."""
+        """Take over what `state_dict` gave, or some of its parts, in place; CheckpointError names what does not fit."""
         ...

@@ -51,7 +51,7 @@ def update_by_mini_batches(
 
     The counts are of the whole mini-batch, so that neither ranks nor micro-batches change the loss.
     """
-    metrics, rows = Metrics(), batch.select([*columns], [])
+    metrics, rows = Metrics(), batch.select([*columns], ["uid"])  # the uid only to recognise the rows of a step that was skipped
     for indices in mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan):
         mini = rows.select_idxs(indices)
         scale = LossScale.count(mini.batch["loss_mask"])

@@ -133,17 +133,25 @@ class FSDPEngine:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict()`, in place: whoever shares the module sees the new weights."""
+        """Take over the parts of `state_dict()` that are there, in place: whoever shares the module sees the new weights."""
+        if "model" in state:
+            self._load_module(state["model"])
+        if self.optimizer is not None:
+            if "optimizer" in state:
+                self.optimizer.load_state_dict(state["optimizer"])
+            else:
+                self.optimizer.copy_from_parameters()
+        if "scheduler" in state:
+            self.num_steps = int(state["scheduler"]["num_steps"])
+            self.nonfinite_in_a_row = int(state["scheduler"]["nonfinite_in_a_row"])
+
+    def _load_module(self, saved: dict[str, Tensor]) -> None:
         own = self.module.state_dict()
-        if set(own) != set(state["model"]):
-            odd = sorted(set(own) ^ set(state["model"]))[:3]
+        if set(own) != set(saved):
+            odd = sorted(set(own) ^ set(saved))[:3]
             raise CheckpointError(f"The checkpoint's model has other parameters than this {self.name}, for example {odd}.")
-        for key, value in state["model"].items():
+        for key, value in saved.items():
             if own[key].shape != value.shape:
                 raise CheckpointError(f"{self.name}: {key} is {tuple(value.shape)} in the checkpoint and {tuple(own[key].shape)} here.")
+        for key, value in saved.items():
             own[key].copy_(value)
-        if self.optimizer is not None and "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        counters = state.get("scheduler", {})
-        self.num_steps = int(counters.get("num_steps", 0))
-        self.nonfinite_in_a_row = int(counters.get("nonfinite_in_a_row", 0))

@@ -90,11 +90,21 @@ class MasterAdamW:
         if set(state) != set(self.masters):
             odd = sorted(set(state) ^ set(self.masters))[:3]
             raise CheckpointError(f"The checkpoint's optimizer is for other parameters than this model's, for example {odd}.")
+        self.copy_from_parameters()
         for name, entry in state.items():
             master = self.masters[name]
-            if master is not self.parameters[name]:
+            if "master" in entry:  # else the checkpoint is of a run whose parameters were their own masters
                 master.copy_(entry["master"])
                 self.parameters[name].copy_(master)
             moments = {key: value.to(master.device).clone() for key, value in entry.items() if key != "master"}
             if moments:
                 self.adamw.state[master] = moments
+            else:
+                self.adamw.state.pop(master, None)
+
+    @torch.no_grad()
+    def copy_from_parameters(self) -> None:
+        """Masters become what the module's parameters are, after those were written from outside."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                self.masters[name].copy_(parameter)

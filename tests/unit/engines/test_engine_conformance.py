@@ -1,0 +1,236 @@
+"""What every training engine owes the workers. An engine joins by one line in `engine_zoo.ENGINES`; the tests know nothing else of it."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_zoo import (
+    ENGINES,
+    EngineMaker,
+    Gradients,
+    ask_policy,
+    folders,
+    row_tokens,
+    same_weights,
+    tiny_policy,
+    training_rows,
+    weights,
+)
+from engine_zoo import Counting as CountingForward
+from torch import Tensor
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.config.model import OptimConfig
+from hybridflow.engines import BatchLimits, LossFn, TrainEngine
+from hybridflow.errors import CheckpointError, ConfigError, TrainingError
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.workers.bridge import sft_loss
+
+WHOLE = BatchLimits(max_tokens=1000)
+OPTIM = OptimConfig(lr=1e-3)
+
+
+@pytest.fixture(params=ENGINES)
+def make(request: pytest.FixtureRequest) -> EngineMaker:
+    return ENGINES[request.param]
+
+
+def likelihood(batch: DataProto) -> LossFn:
+    return sft_loss(LossScale.count(batch.batch["loss_mask"]))
+
+
+def not_a_number(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+    return outputs["log_probs"].sum() * float("nan"), Metrics()
+
+
+def infinite_gradient(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+    """A finite loss: sqrt at 0 has an infinite slope."""
+    return (outputs["log_probs"] * 0.0).abs().sum().sqrt(), Metrics()
+
+
+def step(engine: TrainEngine, rows: DataProto, loss: LossFn | None = None, limits: BatchLimits = WHOLE) -> dict[str, float]:
+    return engine.train_mini_batch(rows, ask_policy(), loss or likelihood(rows), limits).metrics.to_floats()
+
+
+@pytest.mark.parametrize("limits", [BatchLimits(14), BatchLimits(20), BatchLimits(33, max_rows=2), BatchLimits(1000, max_rows=1), WHOLE])
+def test_no_forward_gets_more_than_the_limits(make: EngineMaker, limits: BatchLimits) -> None:
+    rows, engine = training_rows(extra_prompt=9, extra_response=9), make(tiny_policy(), OPTIM)
+    for train in (True, False):
+        counting = CountingForward(ask_policy())
+        if train:
+            engine.train_mini_batch(rows, counting, likelihood(rows), limits)
+        else:
+            engine.forward(rows, counting, limits)
+        assert sum(count for count, _ in counting.seen) == len(rows)
+        assert sum(tokens for _, tokens in counting.seen) == sum(row_tokens()), "padding is not computed"
+        assert max(tokens for _, tokens in counting.seen) <= limits.max_tokens
+        assert max(count for count, _ in counting.seen) <= (limits.max_rows or len(rows))
+
+
+def test_a_row_over_the_cap_is_refused(make: EngineMaker) -> None:
+    engine = make(tiny_policy(), OPTIM)
+    with pytest.raises(ConfigError, match="row 3 has 14 tokens but a micro-batch may hold 13"):
+        engine.forward(training_rows(), ask_policy(), BatchLimits(13))
+
+
+def test_forward_leaves_no_gradient_and_no_trace(make: EngineMaker) -> None:
+    module = tiny_policy()
+    engine, before = make(module, OPTIM), weights(module)
+    engine.forward(training_rows(), ask_policy(), WHOLE)
+    assert all(parameter.grad is None for parameter in module.parameters()) and same_weights(weights(module), before)
+
+
+def test_rows_without_a_response_are_carried_along(make: EngineMaker) -> None:
+    rows = training_rows(dtype=torch.float32)
+    for column in ("attention_mask", "response_mask", "loss_mask"):
+        width = rows.batch["responses"].shape[1]
+        rows.batch[column][0, -width:] = False
+    engine = make(tiny_policy(), OPTIM)
+    assert not engine.forward(rows, ask_policy(), BatchLimits(1000, max_rows=1))["log_probs"][0].any()
+    assert step(engine, rows, limits=BatchLimits(1000, max_rows=1))["actor/num_skipped_steps"] == 0.0
+
+
+def test_learning_lowers_the_loss(make: EngineMaker) -> None:
+    rows, engine = training_rows(dtype=torch.float32), make(tiny_policy(), OptimConfig(lr=1e-2), grad_clip=1.0)
+    losses = [step(engine, rows)["train/loss"] for _ in range(15)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gradients_are_clipped_to_the_limit_and_reported_before_it(make: EngineMaker) -> None:
+    """AdamW's first step forgets the size of a gradient, so the clip is seen in the second: it weighs like one of that size."""
+
+    def second_step(scale: float, grad_clip: float | None) -> tuple[dict[str, Tensor], dict[str, float], float]:
+        module, rows = tiny_policy(torch.float64), training_rows()
+        engine = make(module, OPTIM, grad_clip=grad_clip)
+        base = likelihood(rows)
+
+        def scaled(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+            share, metrics = base(outputs, micro)
+            return share * scale, metrics
+
+        step(engine, rows)
+        gradients = Gradients(module)
+        metrics = step(engine, rows, scaled, BatchLimits(20))
+        return weights(module), metrics, gradients.norm()
+
+    limit = 1e6  # leaves the first step alone
+    _, metrics, norm = second_step(1.0, limit)
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-10)
+    clipped, metrics, big = second_step(1e7 / norm, limit)
+    assert metrics["actor/grad_norm"] == pytest.approx(big, rel=1e-10) and big == pytest.approx(1e7)
+    by_hand, _, exact = second_step(1e6 / norm, None)
+    assert exact == pytest.approx(limit, rel=1e-5)
+    assert max(float((clipped[name] - by_hand[name]).abs().max()) for name in clipped) < 1e-9
+    unclipped, _, _ = second_step(1e7 / norm, None)
+    assert not same_weights(unclipped, clipped)
+
+
+@pytest.mark.parametrize("bad", [not_a_number, infinite_gradient])
+def test_a_step_that_is_not_finite_changes_nothing_and_leaves_its_rows(make: EngineMaker, bad: LossFn, tmp_path: Path) -> None:
+    module, rows = tiny_policy(), training_rows(dtype=torch.float32)
+    engine = make(module, OPTIM, dump_dir=tmp_path / "nonfinite")
+    step(engine, rows)
+    before, state = weights(module), deepcopy(engine.state_dict()["optimizer"])
+    result = engine.train_mini_batch(rows, ask_policy(), bad, BatchLimits(20))
+    assert not result.applied and same_weights(weights(module), before)
+    assert all(
+        torch.equal(value, state[name][key]) for name, entry in engine.state_dict()["optimizer"].items() for key, value in entry.items()
+    )
+    metrics = result.metrics.to_floats()
+    assert metrics["actor/num_skipped_steps"] == 1.0 and "actor/grad_norm" not in metrics
+    (folder,) = folders(tmp_path / "nonfinite")
+    kept = DataProto.load_from_disk(folder)
+    assert torch.equal(kept.batch["input_ids"], rows.batch["input_ids"])
+    assert list(kept.non_tensor_batch["uid"]) == list(rows.non_tensor_batch["uid"])
+    step(engine, rows)
+    again = make(tiny_policy(), OPTIM)
+    step(again, rows)
+    step(again, rows)
+    assert same_weights(weights(module), weights(again.module)), "as if the bad step had never been"
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run(make: EngineMaker, tmp_path: Path) -> None:
+    rows, engine = training_rows(dtype=torch.float32), make(tiny_policy(), OPTIM, max_nonfinite_steps=3, dump_dir=tmp_path)
+    for _ in range(2):
+        step(engine, rows, not_a_number)
+    step(engine, rows)
+    for _ in range(2):
+        step(engine, rows, not_a_number)
+    with pytest.raises(TrainingError, match=r"3 in a row of at most 3.*trainer\.max_nonfinite_steps"):
+        step(engine, rows, not_a_number)
+    assert len(folders(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_state_goes_on_to_the_bit(make: EngineMaker, dtype: torch.dtype) -> None:
+    optim = OptimConfig(lr=1e-3, lr_scheduler_type="cosine", lr_warmup_steps=2, total_training_steps=6)
+    rows = training_rows(dtype=torch.float32)
+    first = make(tiny_policy(dtype), optim, grad_clip=1.0)
+    for _ in range(3):
+        step(first, rows)
+    state = deepcopy(first.state_dict())
+    second = make(tiny_policy(dtype, seed=7), optim, grad_clip=1.0)
+    step(second, rows)
+    before = [parameter.data_ptr() for parameter in second.module.parameters()]
+    second.load_state_dict(state)
+    assert same_weights(weights(second.module), weights(first.module))
+    for _ in range(2):
+        assert step(first, rows) == step(second, rows)
+    assert same_weights(weights(second.module), weights(first.module))
+    assert [parameter.data_ptr() for parameter in second.module.parameters()] == before, "whoever shares the module sees the new weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_state_can_be_loaded(make: EngineMaker, dtype: torch.dtype) -> None:
+    """`checkpoint.load_contents` chooses; a model taken alone must not be undone by masters that are left from before."""
+    rows = training_rows(dtype=torch.float32)
+    first = make(tiny_policy(dtype, seed=7), OPTIM)
+    step(first, rows)
+    state = deepcopy(first.state_dict())
+    second = make(tiny_policy(dtype), OptimConfig(lr=0.0))
+    second.load_state_dict({"model": state["model"]})
+    step(second, rows)  # at lr 0 nothing moves
+    assert same_weights(weights(second.module), weights(first.module))
+    third = make(tiny_policy(), OptimConfig(lr=1e-3, lr_scheduler_type="linear", total_training_steps=4))
+    third.load_state_dict({"scheduler": {"num_steps": 2, "nonfinite_in_a_row": 0}})
+    assert step(third, rows)["actor/lr"] == pytest.approx(5e-4)
+
+
+def test_a_fresh_state_forgets_the_moments(make: EngineMaker) -> None:
+    rows, fresh = training_rows(dtype=torch.float32), make(tiny_policy(), OPTIM)
+    state = deepcopy(fresh.state_dict())
+    used = make(tiny_policy(), OPTIM)
+    step(used, rows)
+    used.load_state_dict(state)
+    step(used, rows)
+    step(fresh, rows)
+    assert same_weights(weights(used.module), weights(fresh.module))
+
+
+def change(state: dict[str, Any], part: str, name: str, value: Any) -> dict[str, Any]:
+    return {**state, part: {**state[part], name: value}}
+
+
+def test_a_state_that_does_not_fit_is_refused_whole(make: EngineMaker) -> None:
+    engine = make(tiny_policy(), OPTIM)
+    before, state = weights(engine.module), deepcopy(engine.state_dict())
+    moved = {**state, "model": {name: value + 1 for name, value in state["model"].items()}}
+    with pytest.raises(CheckpointError, match=r"other parameters.*'odd'"):
+        engine.load_state_dict(change(moved, "model", "odd", torch.zeros(1)))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is \(2, 2\) in the checkpoint and \(64, 32\) here"):
+        engine.load_state_dict(change(moved, "model", "hf.lm_head.weight", torch.zeros(2, 2)))
+    assert same_weights(weights(engine.module), before)
+    with pytest.raises(CheckpointError, match=r"optimizer is for other parameters.*'odd'"):
+        engine.load_state_dict(change(state, "optimizer", "odd", {}))
+
+
+def test_an_engine_without_an_optimizer_only_reads(make: EngineMaker) -> None:
+    engine = make(tiny_policy().requires_grad_(False), None)
+    assert engine.forward(training_rows(), ask_policy(), WHOLE)["log_probs"].shape == (7, 9)
+    with pytest.raises(AssertionError, match="without an optimizer"):
+        step(engine, training_rows())

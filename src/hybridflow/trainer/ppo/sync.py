@@ -76,16 +76,17 @@ class SyncTrainer:
             if self._due(self.config.trainer.test_freq, step) and self.validator:
                 with self.timer("testing"):
                     validation = self.validator(step)
-            if self.config.trainer.save_freq > 0 and self._due(self.config.trainer.save_freq, step):
-                with self.timer("save_checkpoint"):
-                    self.state.save(self.store)
-        self._log(batch, metrics, validation, step)
+        self._log(batch, metrics, validation, step)  # before saving: a run killed in between resumes after this step, whose line must stand
+        if self.config.trainer.save_freq > 0 and self._due(self.config.trainer.save_freq, step):
+            with self.timer("save_checkpoint"):
+                self.state.save(self.store)
+            self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
         return validation
 
     def _log(self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int) -> None:
         timings = self.timer.as_metrics()
         values: dict[str, Any] = metrics.to_floats() | validation | timings
-        seconds = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0) - timings.get("timing_s/save_checkpoint", 0.0)
+        seconds = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
         values["perf/time_per_step"] = seconds
         values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
         values["training/global_step"] = step

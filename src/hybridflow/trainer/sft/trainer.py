@@ -80,14 +80,15 @@ class SFTTrainer:
             if self._due(self.config.trainer.test_freq, step) and self.validation is not None:
                 with self.timer("testing"):
                     metrics.update(self.evaluate())
-            if self._due(self.config.trainer.save_freq, step):
-                with self.timer("save_checkpoint"):
-                    self.state.save(self.store)
         values = metrics.to_floats() | self.timer.as_metrics()
         tokens = float(rows.batch["attention_mask"].sum())
         values |= {"perf/total_num_tokens": tokens, "perf/throughput": tokens / values["timing_s/step"]}
         values |= {"training/global_step": step, "training/epoch": self.loader.epoch}
-        self.trackers.log(values, step)
+        self.trackers.log(values, step)  # before saving: a run killed in between resumes after this step, whose line must stand
+        if self._due(self.config.trainer.save_freq, step):
+            with self.timer("save_checkpoint"):
+                self.state.save(self.store)
+            self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
 
     def evaluate(self) -> Metrics:
         """Validation loss over all validation conversations."""

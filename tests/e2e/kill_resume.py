@@ -245,8 +245,6 @@ def main(arguments: list[str] | None = None) -> int:
                 failed += bool(found)
                 equal = f"equal: {num_values} values of {STEPS} steps, last checkpoint"
                 verdict = f"DIFFERS: {'; '.join(found[:5])}" if found else equal
-                    f"equal: {num_values} values of {STEPS} steps, last checkpoint" if not found else f"DIFFERS: {'; '.join(found[:5])}"
-                )
                 print(f"{algorithm:5} killed: {name:28} {verdict}")
     return int(failed > 0)
 

@@ -56,7 +56,8 @@ def config(options: argparse.Namespace) -> int:
     from hybridflow.config.load import prepare_config
     from hybridflow.config.show import to_yaml
 
-    prepared = prepare_config(SFTConfig if options.sft else PPOConfig, options.overrides, recipe=options.recipe)
+    root: type[PPOConfig] | type[SFTConfig] = SFTConfig if options.sft else PPOConfig
+    prepared = prepare_config(root, options.overrides, recipe=options.recipe, make_folders=False)
     _show_notes(prepared.notes)
     if options.explain:
         from hybridflow.cli.explain_view import show_explanation
@@ -90,7 +91,7 @@ def reward_test(options: argparse.Namespace) -> int:
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
 
-    prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe)
+    prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe, make_folders=False)
     _show_notes(prepared.notes)
     return show_reward_test(prepared.config, rows=options.rows, response=options.response)
 

@@ -1,4 +1,4 @@
-"""`hybridflow doctor`: versions, devices, and for each optional part what it needs and whether it is there."""
+"""`hybridflow doctor`: versions, devices, the optional parts that are there, and the backends that are not."""
 
 from __future__ import annotations
 
@@ -17,23 +17,29 @@ import hybridflow
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part: the module that proves it and the extra that brings it."""
+    """An optional part: the module that proves it and the package that brings it."""
 
     name: str
     module: str
     distribution: str
-    remedy: str
 
 
 PARTS = (
-    Part("math rewards", "math_verify", "math-verify", "pip install 'hybridflow[math]'"),
-    Part("reasoning-gym tasks", "reasoning_gym", "reasoning-gym", "pip install 'hybridflow[tasks]'"),
-    Part("TensorBoard", "tensorboard", "tensorboard", "pip install 'hybridflow[tensorboard]'"),
-    Part("Weights & Biases", "wandb", "wandb", "pip install 'hybridflow[wandb]'"),
-    Part("MLflow", "mlflow", "mlflow", "pip install 'hybridflow[mlflow]'"),
-    Part("SwanLab", "swanlab", "swanlab", "pip install 'hybridflow[swanlab]'"),
-    Part("S3 files", "s3fs", "s3fs", "pip install 'hybridflow[remote]'"),
-    Part("ModelScope", "modelscope", "modelscope", "pip install 'hybridflow[remote]'"),
+    Part("math rewards", "math_verify", "math-verify"),
+    Part("reasoning-gym tasks", "reasoning_gym", "reasoning-gym"),
+    Part("TensorBoard", "tensorboard", "tensorboard"),
+    Part("Weights & Biases", "wandb", "wandb"),
+    Part("MLflow", "mlflow", "mlflow"),
+    Part("SwanLab", "swanlab", "swanlab"),
+    Part("S3 files", "s3fs", "s3fs"),
+    Part("ModelScope", "modelscope", "modelscope"),
+)
+
+LATER = (
+    Part("many processes, many machines", "ray", "ray"),
+    Part("generation by vLLM", "vllm", "vllm"),
+    Part("generation by SGLang", "sglang", "sglang"),
+    Part("training by Megatron", "megatron.core", "megatron-core"),
 )
 
 
@@ -42,6 +48,7 @@ def show_machine() -> None:
     console = Console()
     console.print(_machine())
     console.print(_parts())
+    console.print(_later())
 
 
 def _machine() -> Table:
@@ -69,11 +76,27 @@ def _machine() -> Table:
 
 
 def _parts() -> Table:
-    table = Table("optional part", "there", "remedy", title="Optional parts", title_justify="left")
+    table = Table("optional part", "there", "to have it", title="Optional parts", title_justify="left")
     for part in PARTS:
-        there = importlib.util.find_spec(part.module) is not None
-        table.add_row(part.name, importlib.metadata.version(part.distribution) if there else "no", "" if there else part.remedy)
+        version = _version(part)
+        table.add_row(part.name, version or "no", "" if version else f"pip install {part.distribution}")
     return table
+
+
+def _later() -> Table:
+    table = Table("backend", "its package", "", title="Backends to come", title_justify="left")
+    for part in LATER:
+        table.add_row(part.name, _version(part) or "not installed", "not in this version")
+    return table
+
+
+def _version(part: Part) -> str | None:
+    if importlib.util.find_spec(part.module.partition(".")[0]) is None:
+        return None
+    try:
+        return importlib.metadata.version(part.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "yes"
 
 
 def _memory_gib() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,8 @@ from hybridflow.rewards.dry_run import dry_run
 def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
     """Score the first rows and print them; status 1 where a row failed."""
     tokenizer = load_tokenizer(config.data.tokenizer or str(config.actor_rollout_ref.model.path), config.data.trust_remote_code)
-    data = build_prompt_data(config.data, tokenizer, config.trainer.seed)
+    few_rows_will_do = replace(config.data, train_batch_size=1)
+    data = build_prompt_data(few_rows_will_do, tokenizer, config.trainer.seed)
     assert data.train_loader is not None, "the checks ask for training data"
     dataset = data.train_loader.dataset
     prompts = [dataset[index].row for index in range(min(rows, len(dataset)))]

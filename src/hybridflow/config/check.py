@@ -2,7 +2,8 @@
 
     resolved config ──check──► notes (things that may surprise), or one ConfigError
 
-Reads the file system (do files exist, can the run folder be written); creates nothing but the run folder.
+Reads the file system (do files exist, can the run folder be written); creates nothing but the run folder, and with `make_folders=False`
+nothing at all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TRACKERS = ("console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab")
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
 
-def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[str]:
+def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_folders: bool = True) -> list[str]:
     """Cross-check a resolved configuration; notes on what may surprise. `given`: paths that the user set.
 
     Raises ConfigError that lists every problem.
@@ -39,7 +40,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             *(model_problem(config.critic.model, "critic.model") if config.critic.enable and config.critic.model.path else []),
             *_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim"),
             *_optim(config.critic.optim, "critic.optim"),
-            *_trainer(config.trainer),
+            *_trainer(config.trainer, make_folders),
         ]
         notes = list(_ppo_notes(config, given))
     else:
@@ -48,7 +49,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             *data_problems(config.data.train_files, config.data.val_files, config.data.task),
             *model_problem(config.model, "model"),
             *_optim(config.optim, "optim"),
-            *_trainer(config.trainer),
+            *_trainer(config.trainer, make_folders),
         ]
         notes = []
     raise_all(problems)
@@ -166,7 +167,7 @@ def _optim(optim: OptimConfig, path: str) -> Iterator[str]:
         yield f"{path}.lr_warmup_steps={optim.lr_warmup_steps} is more than {path}.total_training_steps={optim.total_training_steps}"
 
 
-def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+def _trainer(trainer: TrainerConfig | SFTTrainerConfig, make_folders: bool) -> Iterator[str]:
     if trainer.nnodes > 1 or trainer.n_gpus_per_node > 1:
         yield (
             f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node} = "
@@ -178,7 +179,7 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         if name not in TRACKERS:
             yield f"trainer.logger={name}: there are {', '.join(TRACKERS)}"
     yield from resume_problems(trainer)
-    yield from folder_problems(trainer)
+    yield from folder_problems(trainer, make=make_folders)
     if isinstance(trainer, TrainerConfig) and trainer.total_training_steps and trainer.critic_warmup >= trainer.total_training_steps:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} leaves no step of trainer.total_training_steps="

@@ -5,6 +5,7 @@ Each yields one line per problem. Addresses with :// are remote and not looked a
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -88,8 +89,8 @@ def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         yield f"trainer.resume_from_path: there is no folder {path}"
 
 
-def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
-    """The run folder, and the folders of samples, can be made and written."""
+def folder_problems(trainer: TrainerConfig | SFTTrainerConfig, *, make: bool = True) -> Iterator[str]:
+    """The run folder, and the folders of samples, can be written: they are made and tried, or with `make=False` only looked at."""
     folders = {"trainer.default_local_dir": trainer.default_local_dir}
     if isinstance(trainer, TrainerConfig):
         folders |= {f"trainer.{n}": getattr(trainer, n) or "" for n in ("rollout_data_dir", "validation_data_dir")}
@@ -100,8 +101,20 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             yield f"{key}={folder}: wanted a local folder"
             continue
         try:
-            os.makedirs(local(folder), exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=local(folder)):
-                pass
+            if make:
+                os.makedirs(local(folder), exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=local(folder)):
+                    pass
+            else:
+                _look_at(local(folder))
         except OSError as error:
             yield f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you may write"
+
+
+def _look_at(folder: Path) -> None:
+    """OSError where the nearest folder that exists does not let us write."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))

@@ -78,11 +78,17 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
     return Loaded(config, notes, frozenset(given))
 
 
-def prepare_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[C]:
-    """`load_config`, then derived values filled in, then every cross-check: what a command runs with."""
+def prepare_config(
+    root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None, *, make_folders: bool = True
+) -> Loaded[C]:
+    """`load_config`, then derived values filled in, then every cross-check: what a command runs with.
+
+    `make_folders=False` is for commands that only look: no run folder is made.
+    """
     loaded: Loaded[C] = load_config(root, overrides, recipe)
     resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
-    return Loaded(resolved[0], [*loaded.notes, *resolved[1], *check(resolved[0], loaded.given)], loaded.given)
+    surprises = check(resolved[0], loaded.given, make_folders=make_folders)
+    return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:

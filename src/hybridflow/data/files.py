@@ -104,6 +104,26 @@ def load_rows(files: str | Sequence[str], cache_dir: str | Path | None = None) -
     return Rows(parts, source=", ".join(addresses))
 
 
+def count_rows(files: str | Sequence[str]) -> int | None:
+    """How many rows the files hold, from a parquet file's footer alone; None where a file would have to be fetched first.
+
+    Raises DataError as `load_rows` does.
+    """
+    addresses = as_list(files)
+    if any("://" in address for address in addresses):
+        return None
+    return sum(_count(address, local_file(address)) for address in addresses)
+
+
+def _count(address: str, path: Path) -> int:
+    if Path(address).suffix.lower() in (".parquet", ".pq"):
+        try:
+            return int(pq.read_metadata(path).num_rows)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{address} is no readable parquet file: {error}") from error
+    return len(_load_file(address, path))
+
+
 def _load_file(address: str, path: Path) -> pa.Table | list[Row]:
     suffix = Path(address).suffix.lower()
     if path.stat().st_size == 0:

@@ -92,6 +92,13 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False, override_c
     return config
 
 
+def count_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> int:
+    """Parameters of the causal LM that `config` describes, shared ones counted once; nothing is allocated."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in hf.parameters())
+
+
 def resolve_dtype(dtype: str, device: torch.device | str) -> torch.dtype:
     """`auto` is float32 on CPU (half precision is 60 times slower there) and bfloat16 on CUDA."""
     if dtype == "auto":

@@ -1,0 +1,182 @@
+"""The `hybridflow` command in process: what each word prints, what it leaves behind, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridflow import __version__
+from hybridflow.checkpoint import CheckpointStore
+from hybridflow.cli.main import main
+from hybridflow.data.files import count_rows
+from hybridflow.models.tiny import create_tiny_model
+
+WORDS = ("demo", "train", "sft", "config", "doctor", "merge", "reward-test", "view")
+NUM_PARAMETERS = 56 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32) + 32
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # what a command sets up must not outlive its captured stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*words: object) -> list[str]:
+    return [str(word) for word in words]
+
+
+def task(model: object, *more: str) -> list[str]:
+    return run("data.task.name=arithmetic_chain", f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo", *more)
+
+
+def status_of_exit(arguments: list[str]) -> object:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return end.value.code
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of_exit(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in WORDS)
+    assert status_of_exit(["--version"]) == 0 and __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_each_command_has_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of_exit([word, "--help"]) == 0
+    assert f"usage: hybridflow {word}" in capsys.readouterr().out
+
+
+def test_misspelt_commands_end_in_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of_exit([]) == 2
+    assert status_of_exit(["tarin"]) == 2 and "'tarin'" in capsys.readouterr().err
+    assert status_of_exit(["demo", "--algo", "dpo"]) == 2
+
+
+def test_config_prints_the_run_as_yaml_and_makes_no_folder(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(run("config", *task(tiny, "actor_rollout_ref.rollout.n=4"))) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["actor_rollout_ref"]["rollout"]["n"] == 4 and tree["data"]["tokenizer"] == str(tiny)
+    assert main(run("config", "--changed", *task(tiny, "actor_rollout_ref.rollout.n=4"))) == 0
+    assert "train_batch_size" not in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_config_refuses_a_run_folder_that_cannot_be_written(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert main(run("config", *task(tiny, "trainer.default_local_dir=file/run", "actor_rollout_ref.rollout.n=4"))) == 1
+    assert "trainer.default_local_dir=file/run cannot be written" in capsys.readouterr().err
+
+
+def test_config_shows_notes_and_takes_recipes(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = run("config", "--recipe", "grpo", "data.task.name=arithmetic_chain", f"model.path={tiny}")
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "note: model.path is now actor_rollout_ref.model.path" in shown and "adv_estimator: grpo" in shown
+
+
+def test_explain_counts_steps_parameters_and_memory(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"data_source": "x", "prompt": "1 + 1 = ?", "reward_model": {"ground_truth": "2"}}] * 50
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    words = run("data.train_files=rows.jsonl", f"actor_rollout_ref.model.path={tiny}", "algorithm.adv_estimator=grpo")
+    words += run("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4")
+    words += run("trainer.total_epochs=2")
+    assert main(run("config", "--explain", *words)) == 0
+    shown = {
+        line.split("│")[1].strip(): line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")
+    }
+    assert shown["sequences per step"] == "32" and shown["optimizer steps per step"] == "2"
+    assert shown["training steps"] == "12", "2 epochs of 50 // 8 steps"
+    assert shown["optimizer steps in all"] == "24" and "memory while updating" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+def test_explain_counts_parameters_without_weights(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    vocabulary = json.loads((tiny / "config.json").read_text())["vocab_size"]
+    assert main(run("config", "--explain", "--sft", "data.task.name=arithmetic_chain", "model.path=bare")) == 0
+    assert f"{NUM_PARAMETERS + 32 * (vocabulary - 56):,} parameters" in capsys.readouterr().out
+
+
+def test_explain_without_the_model_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(run("config", "--explain", *task("owner/model", "actor_rollout_ref.rollout.n=4"))) == 0
+    shown = capsys.readouterr().out
+    assert "not estimated" in shown and "owner/model is no folder on this machine" in shown
+
+
+def test_rows_are_counted_without_reading_parquet_and_not_for_remote_files(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"a": list(range(7))}), "rows.parquet")
+    (tmp_path / "rows.json").write_text('[{"a": 1}, {"a": 2}]')
+    assert count_rows(["rows.parquet", "rows.json"]) == 9
+    assert count_rows(["rows.parquet", "s3://bucket/rows.parquet"]) is None
+
+
+@pytest.mark.parametrize("word", ["config", "train", "sft", "reward-test"])
+def test_a_wrong_configuration_is_one_message_and_status_1(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "data.train_batch_sise=8"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("ConfigError: ") and "data.train_batch_size" in shown and "Traceback" not in shown
+
+
+def test_doctor_says_what_is_here_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "pip install" in shown and "not in this version" in shown
+
+
+def test_view_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    assert main(["view", "run", "-o", "page.html"]) == 0
+    assert "wrote page.html" in capsys.readouterr().out and "critic/score/mean" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["view", "nowhere"], "DataError: nowhere is no folder"),
+        (["view", "."], "DataError: . holds no metrics.jsonl"),
+        (["merge", "nowhere", "out"], "CheckpointError: no actor to merge at nowhere"),
+    ],
+)
+def test_a_wrong_folder_is_one_message_and_status_1(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 1
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_merge_refuses_a_checkpoint_without_a_model_and_a_full_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = CheckpointStore(tmp_path / "run").save(1, {"actor": {"scheduler": {"num_steps": 1}}})
+    assert main(run("merge", step, "out")) == 1
+    assert "has no model" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    assert main(run("merge", step, "full")) == 1
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+
+
+def test_reward_test_scores_rows(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = task(tiny, "actor_rollout_ref.rollout.n=4", "data.task.size=16", "reward.num_workers=0")
+    assert main(run("reward-test", "-n", 3, *words)) == 0
+    assert "3 of 3 rows scored" in capsys.readouterr().out
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return solution_str['no']\n"
+    )
+    assert main(run("reward-test", "-n", 2, *words, "reward.custom_reward_function.path=mine.py")) == 1
+    shown = capsys.readouterr().out
+    assert "0 of 2 rows scored, 2 failed" in shown and "TypeError" in shown
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["mine.py"]

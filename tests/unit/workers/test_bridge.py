@@ -1,0 +1,269 @@
+"""The bridge between rows and maths, by hand-computed numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from hybridflow.config.algorithm import AlgorithmConfig, KLControlConfig
+from hybridflow.config.critic import CriticConfig
+from hybridflow.errors import ConfigError
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.workers.bridge import (
+    LOSS_SHARES,
+    apply_kl_penalty,
+    critic_loss,
+    estimate_advantages,
+    explained_variance,
+    group_ids,
+    kl_controller,
+    policy_loss,
+    sft_loss,
+)
+
+NAN = float("nan")
+MASK = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 1]]).bool()
+
+
+def rows(uids: str = "aabb", **columns: Any) -> DataProto:
+    tensors = {"response_mask": MASK.clone(), "loss_mask": MASK.clone(), **columns}
+    return DataProto.from_dict(tensors, {"uid": list(uids)})
+
+
+def field(*values: tuple[float, float, float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+# ---- KL in the reward ---------------------------------------------------------------------------------------------
+
+OLD = field((-1.0, -2.0, NAN), (-1.0, NAN, -1.0), (NAN, NAN, NAN), (-1.0, -1.0, -1.0))
+REF = field((-1.5, -2.5, 0.0), (-2.0, 0.0, -1.0), (0.0, 0.0, 0.0), (-1.0, -1.0, -1.3))
+SCORES = field((0.0, 1.0, 0.0), (0.0, 0.0, 2.0), (0.0, 0.0, 0.0), (0.0, 0.0, 3.0))
+KL = field((0.5, 0.5, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.3))
+MEAN_KL = (0.5 + 0.5 + 0.1) / 3  # of the rows' token means; the row without a sampled token does not count
+
+
+def kl_rows() -> DataProto:
+    return rows(old_log_probs=OLD, ref_log_prob=REF, token_level_scores=SCORES)
+
+
+def test_a_fixed_coefficient_is_taken_off_each_sampled_token() -> None:
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_penalty="kl", kl_ctrl=KLControlConfig(kl_coef=0.1))
+    controller = kl_controller(config)
+    batch, metrics = apply_kl_penalty(kl_rows(), config, controller)
+    torch.testing.assert_close(batch.batch["token_level_rewards"], SCORES - 0.1 * KL)
+    assert metrics.to_floats() == pytest.approx({"actor/reward_kl_penalty": MEAN_KL, "actor/reward_kl_penalty_coeff": 0.1})
+    assert controller.value == 0.1
+
+
+def test_an_adaptive_coefficient_moves_after_use() -> None:
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=40, target_kl=0.1))
+    controller = kl_controller(config)
+    for beta in (0.1, 0.1 * 1.02, 0.1 * 1.02**2):  # error clipped to 0.2, times 4 rows / 40
+        batch, metrics = apply_kl_penalty(kl_rows(), config, controller)
+        torch.testing.assert_close(batch.batch["token_level_rewards"], SCORES - beta * KL)
+        assert metrics.to_floats()["actor/reward_kl_penalty_coeff"] == pytest.approx(beta)
+    assert controller.value == pytest.approx(0.1 * 1.02**3)
+
+
+def test_without_kl_in_the_reward_scores_are_rewards() -> None:
+    config = AlgorithmConfig()
+    batch, metrics = apply_kl_penalty(rows(token_level_scores=SCORES), config, kl_controller(config))
+    assert torch.equal(batch.batch["token_level_rewards"], SCORES) and len(metrics) == 0
+
+
+def test_no_sampled_token_at_all_leaves_the_coefficient_finite() -> None:
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1))
+    batch = kl_rows()
+    batch.batch["response_mask"] = torch.zeros_like(MASK)
+    rewards, metrics = apply_kl_penalty(batch, config, kl_controller(config))
+    assert torch.equal(rewards.batch["token_level_rewards"], SCORES)
+    assert metrics.to_floats()["actor/reward_kl_penalty"] == 0.0
+
+
+# ---- advantages ---------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_numbered_in_order_of_appearance() -> None:
+    assert group_ids(rows("xyxz")).tolist() == [0, 1, 0, 2]
+
+
+def test_grpo_by_hand() -> None:
+    """Row 2 has no sampled token: it is no part of its group, so row 3 is alone there."""
+    batch = rows("aabb", token_level_rewards=field((1, 1, NAN), (0, NAN, 4), (9, 9, 9), (1, 1, 1)))
+    for by_std, size in ((True, 1 / 2**0.5), (False, 1.0)):
+        config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
+        found = estimate_advantages(batch, config).batch["advantages"]
+        torch.testing.assert_close(found, field((-size, -size, 0), (size, 0, size), (0, 0, 0), (0, 0, 0)), atol=1e-5, rtol=0)
+
+
+def test_gae_by_hand_jumps_over_tokens_that_were_not_sampled() -> None:
+    rewards, values = (
+        field((0, 1, NAN), (0, NAN, 2), (NAN, NAN, NAN), (0, 0, 0)),
+        field((0.5, 0.5, NAN), (1, NAN, 1), (NAN,) * 3, (0, 0, 0)),
+    )
+    config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5)
+    found = estimate_advantages(rows(token_level_rewards=rewards, values=values), config).batch
+    # row 0: delta_1 = 1 - .5 = .5, delta_0 = .25 - .5 = -.25, L_0 = -.25 + .25 * .5; row 1: delta_2 = 1, delta_0 = .5 - 1, L_0 = -.5 + .25
+    raw = field((-0.125, 0.5, 0), (-0.25, 0, 1), (0, 0, 0), (0, 0, 0))
+    kept = raw[MASK]
+    torch.testing.assert_close(found["advantages"][MASK], (kept - kept.mean()) / kept.std(), atol=1e-5, rtol=0)
+    assert not found["advantages"][~MASK].any()
+    torch.testing.assert_close(found["returns"], torch.where(MASK, raw + torch.where(MASK, values, 0.0), 0.0))
+
+
+def test_whitening_sees_only_what_is_learned_from() -> None:
+    rewards, values = field((0, 1, 0), (0, 0, 2), (0, 0, 0), (0, 0, 50)), torch.zeros(4, 3)
+    batch = rows(token_level_rewards=rewards, values=values)
+    batch.narrow_loss_mask(torch.tensor([True, True, True, False])[:, None].expand(4, 3))
+    advantages = estimate_advantages(batch, AlgorithmConfig(adv_estimator="gae")).batch["advantages"]
+    learned = batch.batch["loss_mask"]
+    assert advantages[learned].mean().abs() < 1e-6 and advantages[learned].std() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_an_estimator_from_a_users_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from hybridflow.algorithms.advantages import Advantages\n"
+        "def centred(token_level_rewards, response_mask, group_ids, *, weight, rollout_log_probs, absent=None, **fields):\n"
+        "    assert absent is None and 'gamma' in fields and 'loss_mask' in fields\n"
+        "    a = weight * group_ids[:, None] * response_mask + rollout_log_probs\n"
+        "    return a, token_level_rewards\n"
+    )
+    batch = rows("aabb", token_level_rewards=SCORES, rollout_log_probs=torch.full((4, 3), 0.5))
+    spec = f"{tmp_path / 'mine.py'}:centred"
+    found = estimate_advantages(batch, AlgorithmConfig(adv_estimator=spec, options={"weight": 3.0})).batch
+    assert torch.equal(found["advantages"], 3.0 * torch.tensor([[0], [0], [1], [1]]) * MASK + 0.5)
+    assert torch.equal(found["returns"], SCORES)
+    with pytest.raises(ConfigError, match="needs weight"):
+        estimate_advantages(batch, AlgorithmConfig(adv_estimator=spec))
+
+
+# ---- losses -------------------------------------------------------------------------------------------------------
+
+ADVANTAGES = field((1, 2, NAN), (-1, NAN, 3), (NAN,) * 3, (0.5, 1, 1))
+
+
+def loss_rows() -> DataProto:
+    zeros = torch.zeros(4, 3)
+    columns = {"advantages": ADVANTAGES, "ref_log_prob": zeros.clone(), "values": zeros.clone(), "returns": ADVANTAGES}
+    return rows(old_log_probs=zeros, **columns)
+
+
+def evaluate(config: ActorConfig, batch: DataProto, log_prob: float = 0.0, **outputs: Tensor) -> tuple[float, dict[str, float]]:
+    loss = policy_loss(config, LossScale.count(batch.batch["loss_mask"]))
+    value, metrics = loss({"log_probs": torch.full((4, 3), log_prob), **outputs}, batch)
+    return float(value), metrics.to_floats()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", -7.5 / 7),
+        ("token-sum", -7.5),
+        ("seq-mean-token-sum", -7.5 / 3),
+        ("seq-mean-token-mean", -(1.5 + 1.0 + 2.5 / 3) / 3),
+        ("seq-mean-token-sum-norm", -7.5 / 3 / 10),
+        (None, -7.5 / 7),
+    ],
+)
+def test_policy_loss_honours_the_aggregation(mode: Any, expected: float) -> None:
+    """At a ratio of 1 the loss of a token is minus its advantage."""
+    value, metrics = evaluate(ActorConfig(loss_agg_mode=mode, loss_scale_factor=10.0), loss_rows())
+    assert value == pytest.approx(expected) and metrics["actor/pg_loss"] == pytest.approx(expected)
+
+
+def test_clipping_keys_reach_the_loss() -> None:
+    batch = loss_rows()
+    up = 0.4  # the ratio is e^0.4 = 1.49 everywhere
+    for config, positive, negative in (
+        (ActorConfig(), 1.2, torch.tensor(up).exp().item()),
+        (ActorConfig(clip_ratio_high=0.28), 1.28, torch.tensor(up).exp().item()),
+        (ActorConfig(clip_ratio=0.1, clip_ratio_c=1.2), 1.1, 1.2),
+    ):
+        value, _ = evaluate(config, batch, up)
+        assert value == pytest.approx((-8.5 * positive + 1.0 * negative) / 7, rel=1e-5)
+    value, metrics = evaluate(ActorConfig(clip_ratio_low=0.3), batch, -0.5)
+    assert value == pytest.approx((-8.5 * torch.tensor(-0.5).exp().item() + 0.7) / 7, rel=1e-5)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(1 / 7)
+
+
+def test_entropy_and_kl_terms_by_hand() -> None:
+    config = ActorConfig(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k2", loss_agg_mode="seq-mean-token-sum")
+    value, metrics = evaluate(config, loss_rows(), 0.1, entropy=torch.full((4, 3), 2.0))
+    entropy, kl = 2.0 * 7 / 3, 0.005 * 7 / 3
+    assert metrics["actor/entropy_loss"] == pytest.approx(entropy)
+    assert metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-5) and metrics["actor/kl_coef"] == 0.5
+    assert value == pytest.approx(metrics["actor/pg_loss"] - 0.1 * entropy + 0.5 * kl, rel=1e-5)
+
+
+def test_rollout_weights_multiply_where_they_are() -> None:
+    batch = loss_rows()
+    batch.batch["rollout_is_weights"] = field((2, 0, NAN), (1, NAN, 0), (NAN,) * 3, (0, 0, 0))
+    value, _ = evaluate(ActorConfig(loss_agg_mode="token-sum"), batch)
+    assert value == pytest.approx(-2.0 + 1.0)
+
+
+def test_a_policy_loss_from_a_users_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from hybridflow.algorithms.aggregation import LossOutput, aggregate\n"
+        "def plain(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, *, sharpness,\n"
+        "          loss_agg_mode=None, loss_scale_factor=None):\n"
+        "    loss = aggregate(-sharpness * advantages * log_prob, response_mask, loss_agg_mode or 'token-sum', scale, loss_scale_factor)\n"
+        "    return LossOutput(loss, {'actor/mine': (loss.detach(), response_mask.sum())})\n"
+    )
+    mine = PolicyLossConfig(loss_mode=f"{tmp_path / 'mine.py'}:plain", options={"sharpness": 2.0})
+    value, metrics = evaluate(ActorConfig(policy_loss=mine), loss_rows(), -1.0)
+    assert value == pytest.approx(2.0 * 7.5) and metrics["actor/mine"] == pytest.approx(2.0 * 7.5 / 7)
+    value, _ = evaluate(ActorConfig(policy_loss=mine, loss_agg_mode="token-mean"), loss_rows(), -1.0)
+    assert value == pytest.approx(2.0 * 7.5 / 7)
+
+
+def test_value_loss_by_hand() -> None:
+    loss = critic_loss(CriticConfig(cliprange_value=0.5), LossScale.count(MASK), None)
+    value, metrics = loss({"values": torch.ones(4, 3)}, loss_rows())
+    targets = ADVANTAGES[MASK]
+    errors = torch.maximum((1 - targets) ** 2, (0.5 - targets) ** 2)
+    assert float(value) == pytest.approx(0.5 * float(errors.mean()))
+    found = metrics.to_floats()
+    assert found["critic/vf_loss"] == pytest.approx(float(value)) and found["critic/vpred_mean"] == 1.0
+
+
+def test_sft_loss_is_the_mean_over_all_tokens_to_learn() -> None:
+    value, metrics = sft_loss(LossScale.count(MASK))({"log_probs": ADVANTAGES}, loss_rows())
+    assert float(value) == pytest.approx(-7.5 / 7) and metrics.to_floats()["train/loss"] == pytest.approx(-7.5 / 7)
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[3], [0, 2], [1]], [[2], [1, 0, 3]]])
+def test_metrics_do_not_depend_on_how_rows_are_cut(parts: list[list[int]]) -> None:
+    batch, log_prob = loss_rows(), 0.3 * torch.arange(12.0).reshape(4, 3) - 1.0
+    scale = LossScale.count(MASK)
+
+    def all_metrics(cuts: list[list[int]]) -> dict[str, float]:
+        joined = Metrics()
+        for indices in cuts:
+            micro, outputs = batch.select_idxs(indices), {"log_probs": log_prob[indices], "values": log_prob[indices]}
+            joined.update(policy_loss(ActorConfig(use_kl_loss=True), scale)(outputs, micro)[1])
+            joined.update(critic_loss(CriticConfig(), scale, None)(outputs, micro)[1])
+        joined.average_sums(LOSS_SHARES)
+        return joined.to_floats()
+
+    whole = all_metrics([[0, 1, 2, 3]])
+    assert 0 < whole["actor/pg_clipfrac"] < 1 and whole["actor/pg_loss"] != 0
+    assert all_metrics(parts) == pytest.approx(whole, rel=1e-5)
+
+
+def test_explained_variance() -> None:
+    returns, values = field((0, 2, 9), (4, 9, 6), (9, 9, 9), (0, 2, 4)), torch.zeros(4, 3)
+    assert explained_variance(values, returns, MASK) == pytest.approx(0.0)
+    assert explained_variance(returns, returns, MASK) == pytest.approx(1.0)
+    assert explained_variance(values, torch.ones(4, 3), MASK) == 0.0
+    off_by_one = returns + torch.where(torch.arange(12).reshape(4, 3) % 2 == 0, 1.0, -1.0)
+    exact = 1 - (off_by_one - returns)[MASK].var(unbiased=False) / returns[MASK].var(unbiased=False)
+    assert explained_variance(off_by_one, returns, MASK) == pytest.approx(float(exact))

@@ -1,0 +1,98 @@
+"""Mini-batches: whole groups, each row once an epoch, an order that only (seed, step, epoch) decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows, update_by_mini_batches
+
+UIDS = [*"aabbb", *"c", *"dddd", *"ee", *"ff", *"gg"]
+PLAN = MiniBatchPlan(groups=3, epochs=1, shuffle=True, seed=1, step=5)
+
+
+def groups_of(rows: list[int], uids: list[str] = UIDS) -> set[str]:
+    return {uids[row] for row in rows}
+
+
+def test_groups_stay_whole_and_the_last_may_be_smaller() -> None:
+    parts = list(mini_batch_rows(UIDS, PLAN))
+    assert [len(groups_of(rows)) for rows in parts] == [3, 3, 1]
+    for rows in parts:
+        assert sorted(rows) == [row for row, uid in enumerate(UIDS) if uid in groups_of(rows)]
+
+
+def test_scattered_rows_of_a_group_meet() -> None:
+    uids = [*"abcabcab"]
+    parts = list(mini_batch_rows(uids, replace(PLAN, groups=1)))
+    assert sorted(map(sorted, parts)) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+
+
+def test_each_row_once_an_epoch_in_a_new_order_each_epoch() -> None:
+    parts = list(mini_batch_rows(UIDS, replace(PLAN, epochs=3)))
+    epochs = [sum(parts[start : start + 3], []) for start in (0, 3, 6)]
+    assert all(sorted(rows) == list(range(len(UIDS))) for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) == 3
+
+
+def test_the_order_depends_on_seed_step_and_epoch_alone() -> None:
+    order = list(mini_batch_rows(UIDS, PLAN))
+    torch.manual_seed(123)
+    assert list(mini_batch_rows(UIDS, PLAN)) == order
+    assert list(mini_batch_rows(UIDS, replace(PLAN, epochs=2)))[:3] == order
+    assert list(mini_batch_rows([uid.upper() for uid in UIDS], PLAN)) == order, "not on the names"
+    assert list(mini_batch_rows(UIDS, replace(PLAN, seed=2))) != order
+    assert list(mini_batch_rows(UIDS, replace(PLAN, step=6))) != order
+
+
+def test_without_shuffling_rows_come_as_they_are() -> None:
+    parts = list(mini_batch_rows(UIDS, replace(PLAN, shuffle=False, epochs=2)))
+    assert parts == [list(range(6)), list(range(6, 14)), [14, 15]] * 2
+
+
+def batch_of(uids: list[str]) -> DataProto:
+    mask = torch.ones(len(uids), 2, dtype=torch.bool)
+    return DataProto.from_dict({"loss_mask": mask, "x": torch.arange(len(uids)), "unused": torch.zeros(len(uids))}, {"uid": uids})
+
+
+def test_updates_get_their_rows_and_the_counts_of_them() -> None:
+    batch = batch_of(UIDS)
+    batch.batch["loss_mask"][3] = False
+    batch.batch["loss_mask"][5, 0] = False
+    seen: list[list[int]] = []
+
+    def update(mini: DataProto, scale: LossScale) -> Metrics:
+        mask = mini.batch["loss_mask"]
+        assert scale == LossScale(float(mask.sum()), float(mask.any(-1).sum())) and "unused" not in mini
+        seen.append(mini.batch["x"].tolist())
+        metrics = Metrics()
+        metrics.add_sum("actor/pg_loss", float(len(mini)))
+        metrics.add_sum("actor/pg_loss", 1.0)
+        metrics.add_mean("other", scale.num_tokens, 10.0)
+        return metrics
+
+    metrics = update_by_mini_batches(batch, ["loss_mask", "x"], replace(PLAN, epochs=2), update, name="actor").to_floats()
+    assert seen == list(mini_batch_rows(UIDS, replace(PLAN, epochs=2)))
+    assert metrics["actor/num_updates"] == 6
+    assert metrics["actor/pg_loss"] == pytest.approx(2 * len(UIDS) / 6 + 1), "the mean of the losses of six mini-batches"
+    assert metrics["other"] == pytest.approx(2 * (2 * len(UIDS) - 3) / 60)
+
+
+def test_a_mini_batch_with_nothing_to_learn_is_left_out_and_counted() -> None:
+    batch = batch_of([*"aabbcc"])
+    batch.batch["loss_mask"][2:4] = False
+    plan = MiniBatchPlan(groups=1, epochs=2, shuffle=False, seed=0, step=1)
+    seen: list[list[int]] = []
+
+    def update(mini: DataProto, scale: LossScale) -> Metrics:
+        seen.append(mini.batch["x"].tolist())
+        return Metrics()
+
+    metrics = update_by_mini_batches(batch, ["loss_mask", "x"], plan, update, name="critic").to_floats()
+    assert seen == [[0, 1], [4, 5]] * 2
+    assert metrics == {"critic/num_updates": 4.0, "critic/num_empty_mini_batches": 2.0}

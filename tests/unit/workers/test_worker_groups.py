@@ -1,0 +1,184 @@
+"""Worker groups on the local backend: which columns come back, what an update leaves behind, what a state holds."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.critic import CriticConfig
+from hybridflow.config.model import OptimConfig
+from hybridflow.controller import LocalBackend, RankInfo
+from hybridflow.engines import BatchLimits
+from hybridflow.engines.fsdp import FSDPEngine
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import make_rows
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.workers import (
+    ActorGroup,
+    ActorWorker,
+    CriticGroup,
+    CriticWorker,
+    ReferenceGroup,
+    ReferenceWorker,
+    RolloutGroup,
+    RolloutWorker,
+)
+from hybridflow.workers.mini_batches import MiniBatchPlan
+from hybridflow.workers.sft import SFTGroup, SFTWorker
+
+LIMITS = BatchLimits(max_tokens=24, max_rows=3)
+OPTIM = OptimConfig(lr=1e-2)
+PLAN = MiniBatchPlan(groups=2, epochs=2, shuffle=True, seed=0, step=1)
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(
+        vocab_size=32, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0, **sizes
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM._from_config(config, attn_implementation="eager")
+
+
+class House:
+    """All roles of a step on tiny models; the rollout has the actor's module."""
+
+    def __init__(self, config: ActorConfig | None = None) -> None:
+        config = config or ActorConfig(ppo_max_token_len_per_gpu=24)
+        self.policy, self.frozen, self.value = PolicyModel(llama()), PolicyModel(llama()).requires_grad_(False), ValueModel(llama())
+
+        def actor(info: RankInfo) -> ActorWorker:
+            engine = FSDPEngine(self.policy, name="actor", optim=OPTIM, grad_clip=1.0)
+            return ActorWorker(engine, config, temperature=0.7, log_prob_limits=LIMITS)
+
+        def critic(info: RankInfo) -> CriticWorker:
+            engine = FSDPEngine(self.value, name="critic", optim=OPTIM)
+            return CriticWorker(engine, CriticConfig(), forward_limits=LIMITS, loss_scale_factor=None)
+
+        def reference(info: RankInfo) -> ReferenceWorker:
+            return ReferenceWorker(FSDPEngine(self.frozen, name="reference", optim=None), temperature=0.7, limits=LIMITS)
+
+        def rollout(info: RankInfo) -> RolloutWorker:
+            return RolloutWorker(NativeEngine(self.policy, eos_token_ids=[2]))
+
+        def sft(info: RankInfo) -> SFTWorker:
+            return SFTWorker(FSDPEngine(self.policy, name="train", optim=OPTIM), LIMITS)
+
+        backend = LocalBackend({"actor": actor, "critic": critic, "reference": reference, "rollout": rollout, "sft": sft})
+        self.actor, self.critic = ActorGroup(backend, "actor"), CriticGroup(backend, "critic")
+        self.reference, self.rollout = ReferenceGroup(backend, "reference"), RolloutGroup(backend, "rollout")
+        self.sft = SFTGroup(backend, "sft")
+
+
+def rows() -> DataProto:
+    draw = torch.Generator().manual_seed(3)
+    lengths = [(3, 5), (3, 2), (6, 4), (6, 1), (2, 7), (2, 3)]
+    prompts, responses = ([torch.randint(3, 32, (pair[i],), generator=draw).tolist() for pair in lengths] for i in (0, 1))
+    columns = make_rows(prompts, responses, pad_id=0)
+    columns["loss_mask"] = columns["response_mask"].clone()
+    for name in ("advantages", "returns"):
+        columns[name] = torch.randn(columns["responses"].shape, generator=draw)
+    return DataProto.from_dict(columns, {"uid": [*"aabbcc"], "text": [*"uvwxyz"]})
+
+
+def prepared(house: House) -> DataProto:
+    batch = rows()
+    batch |= house.actor.log_probs(batch)
+    batch |= house.reference.log_probs(batch)
+    batch |= house.critic.values(batch)
+    return batch
+
+
+def test_columns_that_forwards_add() -> None:
+    batch = prepared(House())
+    for name in ("old_log_probs", "entropys", "ref_log_prob", "values"):
+        column = batch.batch[name]
+        assert column.shape == batch.batch["responses"].shape and column.dtype == torch.float32 and not column.requires_grad
+        assert not column[~batch.batch["response_mask"]].any()
+    assert torch.equal(batch.batch["ref_log_prob"], batch.batch["old_log_probs"]), "the reference is where the actor starts"
+    assert not batch.batch["values"].any(), "a fresh critic expects nothing"
+    assert batch.batch["entropys"].max() < torch.log(torch.tensor(32.0))
+
+
+def test_updates_move_actor_and_critic_and_not_the_reference() -> None:
+    house = House()
+    batch = prepared(house)
+    columns = set(batch.batch.keys())
+    actor, critic = (metrics.to_floats() for metrics in (house.actor.update(batch, PLAN), house.critic.update(batch, PLAN)))
+    assert actor["actor/num_updates"] == critic["critic/num_updates"] == 4.0
+    assert actor["actor/num_skipped_steps"] == 0.0 and actor["actor/grad_norm"] > 0 and actor["actor/lr"] == 1e-2
+    assert "actor/entropy_loss" not in actor and {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl"} <= actor.keys()
+    assert {"critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm"} <= critic.keys()
+    assert set(batch.batch.keys()) == columns
+    after = rows()
+    after |= house.actor.log_probs(after)
+    assert not torch.equal(after.batch["old_log_probs"], batch.batch["old_log_probs"])
+    assert torch.equal(house.reference.log_probs(after).batch["ref_log_prob"], batch.batch["ref_log_prob"])
+    assert house.critic.values(after).batch["values"].any()
+
+
+@pytest.mark.parametrize(("mini_groups", "epochs"), [(1, 1), (2, 3)])
+def test_optimizer_steps_are_mini_batches_times_epochs(mini_groups: int, epochs: int) -> None:
+    house = House()
+    plan = MiniBatchPlan(groups=mini_groups, epochs=epochs, shuffle=False, seed=0, step=1)
+    house.actor.update(prepared(house), plan)
+    assert house.actor.state_dict()["scheduler"]["num_steps"] == -(-3 // mini_groups) * epochs
+
+
+def test_the_first_mini_batch_is_on_policy() -> None:
+    """Old log-probs and the loss's own come from the same function: the ratio is 1 to rounding, the clip touches nothing."""
+    house = House()
+    found = house.actor.update(prepared(house), MiniBatchPlan(groups=3, epochs=1, shuffle=True, seed=0, step=1)).to_floats()
+    assert abs(found["actor/ppo_kl"]) < 1e-6 and found["actor/pg_clipfrac"] == 0.0
+
+
+def test_entropy_and_kl_are_computed_where_they_are_asked_for() -> None:
+    house = House(ActorConfig(entropy_coeff=0.01, use_kl_loss=True))
+    found = house.actor.update(prepared(house), PLAN).to_floats()
+    assert found["actor/entropy_loss"] > 0 and found["actor/kl_loss"] > 0 and found["actor/kl_coef"] == 0.001
+
+
+def test_a_state_goes_from_group_to_group() -> None:
+    first, second = House(), House()
+    batch = prepared(first)
+    first.actor.update(batch, PLAN)
+    second.actor.load_state_dict(deepcopy(first.actor.state_dict()))
+    ours, theirs = (house.actor.update(batch, PLAN).to_floats() for house in (first, second))
+    assert ours == theirs
+    assert all(torch.equal(a, b) for a, b in zip(first.policy.parameters(), second.policy.parameters(), strict=True))
+
+
+def test_rollout_answers_in_the_order_of_the_requests_with_the_weights_of_now() -> None:
+    house = House()
+    sampling = SamplingParams(max_tokens=6, temperature=0.7, ignore_eos=True)
+    requests = [GenerationRequest(row, (3 + row, 4), sampling, seed=row) for row in (7, 3, 5)]
+    outputs = house.rollout.generate(requests, policy_version=4)
+    assert [output.request_id for output in outputs] == [7, 3, 5]
+    assert all(output.policy_versions == [4] * 6 for output in outputs)
+    pointers = [parameter.data_ptr() for parameter in house.policy.parameters()]
+    house.actor.update(prepared(house), PLAN)
+    again = house.rollout.generate(requests, policy_version=5)
+    assert [parameter.data_ptr() for parameter in house.policy.parameters()] == pointers
+    columns = make_rows([list(request.prompt_token_ids) for request in requests], [output.token_ids for output in again], pad_id=0)
+    trained = house.actor.log_probs(DataProto.from_dict(columns, {"uid": [*"abc"]})).batch["old_log_probs"]
+    assert (torch.tensor([output.log_probs for output in again]) - trained).abs().max() < 1e-4
+    assert [output.log_probs for output in outputs] != [output.log_probs for output in again]
+
+
+def test_sft_update_and_evaluate_agree() -> None:
+    house = House()
+    batch = rows()
+    before = house.sft.evaluate(batch).to_floats()["val/loss"]
+    assert house.sft.update(batch).to_floats()["train/loss"] == pytest.approx(before, rel=1e-5)
+    parts = house.sft.evaluate(batch.select_idxs([0, 1]))
+    parts.update(house.sft.evaluate(batch.select_idxs([2, 3, 4, 5])))
+    assert parts.to_floats()["val/loss"] == pytest.approx(house.sft.evaluate(batch).to_floats()["val/loss"], rel=1e-6)
+    assert house.sft.evaluate(batch).to_floats()["val/loss"] < before

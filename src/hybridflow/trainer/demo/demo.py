@@ -27,7 +27,7 @@ from hybridflow.trainer.sft.build import build as build_sft
 
 logger = logging.getLogger(__name__)
 
-CHECK_EVERY = 20
+CHECK_EVERY = 5
 """SFT steps between two looks at the held-out accuracy."""
 NUM_SHOWN = 5
 
@@ -52,7 +52,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     start = time.perf_counter()
     folder = RunFolder(options.folder / options.algorithm)
     model = create_tiny_model(options.folder / "model", seed=options.seed)
-    logger.info("a model of its own: Qwen2 architecture, 0.4 M parameters, random weights, in %s", model)
+    logger.info("a model of its own: Llama architecture, 0.4 M parameters, random weights, in %s", model)
     warm, sft = _warm_up(options, model)
     logger.info("warm-up done in %.0f s (%d steps); reinforcement learning starts", sft["seconds"], sft["steps"])
     before, after, trained = _reinforce(options, warm, folder)
@@ -135,7 +135,7 @@ def _both(engine: RolloutEngine, tokenizer: Tokenizer, questions: MapDataset[Pro
 
 def _questions(tokenizer: Tokenizer, *, seed: int) -> MapDataset[PromptRow]:
     """The held-out questions: the validation split of the demo's task, in neither training set."""
-    config = prepare_config(PPOConfig, ["actor_rollout_ref.model.path=unused"], recipe="demo_grpo").config
+    config = prepare_config(PPOConfig, ["actor_rollout_ref.model.path=unused"], recipe="demo_grpo", make_folders=False).config
     data = build_prompt_data(config.data, tokenizer, seed)
     assert data.val_dataset is not None, "the demo's recipe has held-out questions"
     return data.val_dataset

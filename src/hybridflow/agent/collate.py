@@ -21,7 +21,7 @@ def collate(batch: RequestBatch, outputs: Sequence[GenerationOutput], tokenizer:
 
     Tensors: prompts, responses, input_ids, attention_mask, response_mask, loss_mask, rollout_log_probs [B, R] float32 nats,
     policy_version [B, R] int32, row_id [B]. Object columns: uid, finish_reason, solution_str and the prompt row's own fields.
-    RolloutError where a request failed or came back empty-handed.
+    RolloutError where a request failed.
     """
     failed = [o for o in outputs if o.finish_reason == "error"]
     if failed:

@@ -21,7 +21,7 @@ from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.critic import CriticConfig
-from hybridflow.data.plugin import load_object
+from hybridflow.data.plugin import load_function
 from hybridflow.engines import LossFn
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -44,14 +44,14 @@ def find_estimator(name: str) -> AdvantageEstimator:
     """An estimator by its name in the table, or a user's own by `path.py:name`."""
     if name in ADVANTAGE_ESTIMATORS:
         return ADVANTAGE_ESTIMATORS[name]
-    return AdvantageEstimator.of(load_object(name))
+    return AdvantageEstimator.of(load_function(name, key="algorithm.adv_estimator"))
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
     """A policy loss by its name in the table, or a user's own by `path.py:name`."""
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    loss: PolicyLoss = load_object(name)
+    loss: PolicyLoss = load_function(name, key="actor_rollout_ref.actor.policy_loss.loss_mode")
     return loss
 
 
@@ -80,7 +80,7 @@ def group_ids(batch: DataProto) -> Tensor:
 def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> DataProto:
     """advantages and returns, both [B, R] float32, by `algorithm.adv_estimator`."""
     estimator = find_estimator(config.adv_estimator)
-    available: dict[str, Any] = {key: value for key, value in batch.batch.items() if key != "batch_size"}
+    available: dict[str, Any] = dict(batch.batch.items())
     available |= {"group_ids": group_ids(batch), "gamma": config.gamma, "lam": config.lam}
     available |= {"norm_by_std": config.norm_adv_by_std_in_grpo, **config.options}
     result = estimator(available)

@@ -78,8 +78,18 @@ class RunState:
         for name, group in self._roles.items():
             if name not in state:
                 raise CheckpointError(f"The checkpoint has no '{name}': it was saved by a run without one.")
-            wanted = {part for word in self.contents[name].load_contents for part in ENGINE_PARTS.get(word, ())}
-            group.load_state_dict({part: value for part, value in state[name].items() if part in wanted})
+            group.load_state_dict(self._parts_to_load(name, state[name]))
         self.loader.load_state_dict(state[DATA])
         self.kl_controller.load_state_dict(state[TRAINER]["kl_controller"])
         self.step = int(state[TRAINER]["step"])
+
+    def _parts_to_load(self, name: str, saved: dict[str, Any]) -> dict[str, Any]:
+        wanted = {part for word in self.contents[name].load_contents for part in ENGINE_PARTS.get(word, ())}
+        missing = sorted(wanted - saved.keys())
+        if "model" in missing:
+            raise CheckpointError(f"The checkpoint has no model of the {name}: its run saved without (checkpoint.save_contents).")
+        if missing:
+            logger.warning(
+                "the checkpoint has no %s of the %s (checkpoint.save_contents): it starts afresh", " and no ".join(missing), name
+            )
+        return {part: value for part, value in saved.items() if part in wanted}

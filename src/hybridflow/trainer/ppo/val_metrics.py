@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,30 +17,37 @@ NUM_BOOTSTRAP = 1000
 def validation_metrics(
     sources: Sequence[str], uids: Sequence[str], variables: dict[str, Sequence[Any]], predictions: Sequence[Any] | None, *, seed: int
 ) -> dict[str, float]:
-    """Metrics of each data source and variable (`reward`, `acc`, …).
+    """Metrics of each data source and of each variable (`reward`, `acc`, …) that is a number there.
 
     For n responses of a prompt: `mean@n`; for k = 2, 4, 8, … n: `best@k/mean` and, where there are predictions, `maj@k/mean`, each the
-    mean over NUM_BOOTSTRAP draws of k responses with replacement. `acc` is the core variable where there is one, else `reward`.
+    mean over NUM_BOOTSTRAP draws of k responses with replacement. `acc` is the core variable of a source that has one, else `reward`.
+    A response without the variable (its reward failed) counts as 0.
     """
     result: dict[str, float] = {}
     rows_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, uid) in enumerate(zip(sources, uids, strict=True)):
         rows_of[source][uid].append(row)
-    core = "acc" if "acc" in variables else "reward"
     for source, groups in rows_of.items():
-        for name, values in variables.items():
-            prefix = f"{'val-core' if name == core else 'val-aux'}/{source}/{name}"
+        rows = [row for members in groups.values() for row in members]
+        known = {name: values for name, values in variables.items() if any(_is_number(values[row]) for row in rows)}
+        votes = predictions if predictions is not None and any(predictions[row] is not None for row in rows) else None
+        for name, values in known.items():
+            prefix = f"{'val-core' if name == ('acc' if 'acc' in known else 'reward') else 'val-aux'}/{source}/{name}"
             per_prompt: dict[str, list[float]] = defaultdict(list)
-            for number, rows in enumerate(groups.values()):
-                scores = np.array([float(values[row]) for row in rows])
-                votes = None if predictions is None else [predictions[row] for row in rows]
-                for key, value in _prompt_metrics(scores, votes, derive_seed(seed, "bootstrap", number)).items():
+            for number, members in enumerate(groups.values()):
+                scores = np.array([float(values[row]) if _is_number(values[row]) else 0.0 for row in members])
+                answers = None if votes is None else np.unique([str(votes[row]) for row in members], return_inverse=True)[1]
+                for key, value in _prompt_metrics(scores, answers, derive_seed(seed, "bootstrap", number)).items():
                     per_prompt[key].append(value)
             result |= {f"{prefix}/{key}": float(np.mean(entries)) for key, entries in per_prompt.items()}
     return result
 
 
-def _prompt_metrics(scores: np.ndarray, votes: list[Any] | None, seed: int) -> dict[str, float]:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and not math.isnan(value)
+
+
+def _prompt_metrics(scores: np.ndarray, answers: np.ndarray | None, seed: int) -> dict[str, float]:
     n = len(scores)
     metrics = {f"mean@{n}": float(scores.mean())}
     if n == 1:
@@ -50,8 +58,8 @@ def _prompt_metrics(scores: np.ndarray, votes: list[Any] | None, seed: int) -> d
         draws = rng.integers(0, n, size=(NUM_BOOTSTRAP, k))
         metrics[f"best@{k}/mean"] = float(scores[draws].max(axis=1).mean())
         metrics[f"worst@{k}/mean"] = float(scores[draws].min(axis=1).mean())
-        if votes is not None:
-            metrics[f"maj@{k}/mean"] = float(np.mean([_majority_score(scores, votes, draw) for draw in draws]))
+        if answers is not None:
+            metrics[f"maj@{k}/mean"] = float(_majority_scores(scores, answers, draws).mean())
     return metrics
 
 
@@ -60,8 +68,9 @@ def _subset_sizes(n: int) -> list[int]:
     return [*sizes, n]
 
 
-def _majority_score(scores: np.ndarray, votes: list[Any], draw: np.ndarray) -> float:
-    """The score of the answer that most of the drawn responses give; a tie goes to the answer drawn first."""
-    counts = Counter(str(votes[index]) for index in draw)
-    winner = counts.most_common(1)[0][0]
-    return float(next(scores[index] for index in draw if str(votes[index]) == winner))
+def _majority_scores(scores: np.ndarray, answers: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """For each draw [D, k], the score of the answer that most of its responses give; a tie goes to the answer drawn first."""
+    given = answers[draws]
+    support = (given[:, :, None] == given[:, None, :]).sum(axis=-1)  # [D, k]: how many of the draw agree with each
+    won: np.ndarray = scores[draws[np.arange(len(draws)), support.argmax(axis=1)]]
+    return won

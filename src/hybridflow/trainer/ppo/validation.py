@@ -32,14 +32,12 @@ class Validator:
             shown += sample_rows(part, self.samples.decode, max_rows=self.samples.validation_rows)
             parts.append(_without_padding(part))
         self.samples.validation(shown, step)
-        return self._metrics(DataProto.concat(parts))
+        return self._metrics(DataProto.concat(_with_all_columns(parts)))
 
     def _metrics(self, rows: DataProto) -> dict[str, float]:
         columns = rows.non_tensor_batch
         variables: dict[str, Any] = {"reward": rows.batch["score"].tolist()}
-        for key, values in columns.items():
-            if key not in _OWN_COLUMNS and all(isinstance(value, (bool, int, float)) for value in values):
-                variables[key] = values
+        variables |= {key: values for key, values in columns.items() if key not in _OWN_COLUMNS}
         predictions = list(columns["pred"]) if "pred" in columns else None
         seed = derive_seed(self.config.trainer.seed, "validation_bootstrap")
         metrics = validation_metrics(list(columns["data_source"]), list(columns["uid"]), variables, predictions, seed=seed)
@@ -57,3 +55,9 @@ def _without_padding(part: DataProto) -> DataProto:
     scores = part.batch["token_level_scores"].sum(-1)
     lengths = part.batch["response_mask"].sum(-1)
     return part.select(["row_id"]).union(DataProto.from_dict({"score": scores, "response_length": lengths}))
+
+
+def _with_all_columns(parts: list[DataProto]) -> list[DataProto]:
+    """Rewards of different sources have different extra keys: a part without one gets None there."""
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    return [part | DataProto.from_dict({}, {name: [None] * len(part) for name in names if name not in part}) for part in parts]

@@ -30,9 +30,9 @@ AfterStep = Callable[[int], bool]
 def conversation_rows(examples: Sequence[SFTRow], pad_id: int) -> DataProto:
     """Conversations as rows: all before the first token to learn is the prompt, the rest the response [B, R].
 
-    `response_mask` and `loss_mask` mark the tokens to learn.
+    `response_mask` and `loss_mask` mark the tokens to learn. The first token of all is never among them: nothing predicts it.
     """
-    starts = [example.loss_mask.index(1) for example in examples]
+    starts = [example.loss_mask.index(1, 1) for example in examples]
     columns = make_rows(
         [example.input_ids[:start] for example, start in zip(examples, starts, strict=True)],
         [example.input_ids[start:] for example, start in zip(examples, starts, strict=True)],

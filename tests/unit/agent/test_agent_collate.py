@@ -1,0 +1,115 @@
+"""Prompts to requests, outputs to rows: seeds, ids, and every number at its token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from hybridflow.agent import build_requests, collate
+from hybridflow.agent.single_turn import RequestBatch
+from hybridflow.data.prompts import PromptRow
+from hybridflow.errors import RolloutError
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.rollout.base import GenerationOutput, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return create_tiny_tokenizer()
+
+
+def prompt(*tokens: int, **row: Any) -> PromptRow:
+    return PromptRow(list(tokens), row, index=0)
+
+
+PROMPTS = [
+    prompt(5, 6, 7, data_source="sums", reward_model={"ground_truth": "4"}, extra_info={"index": 3}),
+    prompt(9, data_source="words", reward_model=None),
+]
+
+
+def requests(n: int = 2, step: int = 1, **changes: Any) -> RequestBatch:
+    return build_requests(PROMPTS, SAMPLING, **{"n": n, "seed": 0, "purpose": "rollout", "step": step, **changes})
+
+
+def outputs_for(batch: RequestBatch, *token_ids: list[int]) -> list[GenerationOutput]:
+    return [
+        GenerationOutput(request.request_id, tokens, [-0.5 * (1 + t) for t in range(len(tokens))], "stop", [4] * len(tokens))
+        for request, tokens in zip(batch.requests, token_ids, strict=True)
+    ]
+
+
+def test_rows_of_a_prompt_are_neighbours_and_share_a_group() -> None:
+    batch = requests(n=3)
+    assert [request.prompt_token_ids for request in batch.requests] == [(5, 6, 7)] * 3 + [(9,)] * 3
+    assert [row.row["data_source"] for row in batch.rows] == ["sums"] * 3 + ["words"] * 3
+    assert [request.request_id for request in batch.requests] == list(range(6))
+    assert len(set(batch.uids)) == 2 and batch.uids[0] == batch.uids[2] != batch.uids[3]
+    assert not set(batch.uids) & set(requests(n=3, step=2).uids), "groups of two steps never meet"
+
+
+def seeds(**changes: Any) -> list[int]:
+    return [request.seed for request in requests(**changes).requests]
+
+
+def test_seeds_differ_by_seed_purpose_step_and_row_and_by_nothing_else() -> None:
+    assert seeds() == seeds() and len(set(seeds())) == 4
+    for change in ({"step": 2}, {"seed": 1}, {"purpose": "validation"}):
+        assert not set(seeds(**change)) & set(seeds())
+
+
+def test_parts_of_a_batch_have_the_seeds_and_groups_of_the_whole() -> None:
+    whole = requests()
+    parts = [build_requests([p], SAMPLING, n=2, seed=0, purpose="rollout", step=1, first_row=2 * i) for i, p in enumerate(PROMPTS)]
+    assert [request for part in parts for request in part.requests] == whole.requests
+    assert [uid for part in parts for uid in part.uids] == whole.uids
+
+
+def test_every_number_stands_at_its_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = requests()
+    end = tokenizer.eos_token_id
+    answers = [[20, 21, end], [22], [23, 24], [end]]
+    rows = collate(batch, outputs_for(batch, *answers), tokenizer, step=3)
+    pad = tokenizer.pad_token_id
+    assert rows.batch["prompts"].tolist() == [[5, 6, 7]] * 2 + [[pad, pad, 9]] * 2
+    assert rows.batch["responses"].tolist() == [[20, 21, end], [22, pad, pad], [23, 24, pad], [end, pad, pad]]
+    for name in ("response_mask", "loss_mask"):
+        assert rows.batch[name].tolist() == [[True] * 3, [True, False, False], [True, True, False], [True, False, False]]
+    assert rows.batch["response_mask"].data_ptr() != rows.batch["loss_mask"].data_ptr(), "one is narrowed, the other never changes"
+    assert rows.batch["rollout_log_probs"].tolist() == [[-0.5, -1.0, -1.5], [-0.5, 0, 0], [-0.5, -1.0, 0], [-0.5, 0, 0]]
+    assert rows.batch["rollout_log_probs"].dtype == torch.float32
+    assert rows.batch["policy_version"].tolist() == [[4] * 3, [4, -1, -1], [4, 4, -1], [4, -1, -1]]
+    columns = {name: list(column) for name, column in rows.non_tensor_batch.items()}
+    assert columns["solution_str"] == [tokenizer.decode([20, 21]), tokenizer.decode([22]), tokenizer.decode([23, 24]), ""]
+    assert columns["uid"] == batch.uids and columns["finish_reason"] == ["stop"] * 4
+    assert columns["data_source"] == ["sums", "sums", "words", "words"]
+    assert columns["ground_truth"] == ["4", "4", None, None] and columns["extra_info"] == [{"index": 3}] * 2 + [{}] * 2
+
+
+def test_row_ids_are_unique_in_a_run(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = requests()
+    ids = [
+        row
+        for step in (0, 1, 2, 10**6)
+        for row in collate(batch, outputs_for(batch, *[[5]] * 4), tokenizer, step=step).batch["row_id"].tolist()
+    ]
+    assert len(set(ids)) == 16 and max(ids) < 2**63
+
+
+def test_an_empty_response_is_a_row_without_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = requests()
+    rows = collate(batch, outputs_for(batch, [], [5], [6, 7], []), tokenizer, step=1)
+    assert rows.batch["response_mask"].sum(-1).tolist() == [0, 1, 2, 0] and rows.non_tensor_batch["solution_str"][0] == ""
+
+
+def test_a_request_that_failed_ends_the_step(tokenizer: PreTrainedTokenizerFast) -> None:
+    batch = requests()
+    outputs = outputs_for(batch, [5], [5], [5], [5])
+    outputs[2] = GenerationOutput(2, [], [], "error", [], error="prompt of 900 tokens")
+    with pytest.raises(RolloutError, match=r"1 of 4 requests failed; the first, row 2: prompt of 900 tokens"):
+        collate(batch, outputs, tokenizer, step=1)

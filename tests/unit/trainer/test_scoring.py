@@ -1,0 +1,77 @@
+"""Scores on their tokens, and what a reward that fails does to its row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.config.reward import RewardConfig
+from hybridflow.errors import RewardError
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import make_rows
+from hybridflow.rewards.in_process import InProcessScorer
+from hybridflow.rewards.manager import RewardManager
+from hybridflow.trainer.ppo.scoring import place_scores, score
+from hybridflow.workers.bridge import estimate_advantages
+
+
+def test_a_score_lands_on_the_last_sampled_token() -> None:
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
+    placed = place_scores(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), mask)
+    assert placed.tolist() == [[0, 0, 0, 1], [0, 2, 0, 0], [0, 0, 3, 0], [4, 0, 0, 0], [0, 0, 0, 0], [0, 6, 0, 0]]
+    assert not placed[~mask].any()
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+    if solution_str == "broken":
+        raise ValueError("no number in it")
+    right = float(solution_str == ground_truth)
+    return {"score": right + extra_info.get("bonus", 0.0), "acc": right, "pred": solution_str, "uid": "mine"}
+
+
+def rows(*solutions: str) -> DataProto:
+    tensors = make_rows([[5]] * len(solutions), [[6] * (2 + i) for i in range(len(solutions))], pad_id=0)
+    tensors["loss_mask"] = tensors["response_mask"].clone()
+    columns = {
+        "uid": ["a"] * len(solutions),
+        "data_source": ["sums"] * len(solutions),
+        "solution_str": list(solutions),
+        "ground_truth": ["4"] * len(solutions),
+        "extra_info": [{}, {"bonus": 0.5}, *[{}] * (len(solutions) - 2)],
+    }
+    return DataProto.from_dict(tensors, columns)
+
+
+def manager(on_error: Any = "raise") -> RewardManager:
+    return RewardManager(InProcessScorer(compute_score, RewardConfig().timeout), on_error=on_error)
+
+
+def test_scores_and_extra_keys_become_columns() -> None:
+    batch, metrics = score(rows("4", "4", "5"), manager())
+    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 1.5, 0.0]
+    assert batch.batch["token_level_scores"].nonzero().tolist() == [[0, 1], [1, 2]]
+    assert list(batch.non_tensor_batch["acc"]) == [1.0, 1.0, 0.0] and list(batch.non_tensor_batch["pred"]) == ["4", "4", "5"]
+    assert list(batch.non_tensor_batch["uid"]) == ["a"] * 3, "a reward cannot replace a column of ours"
+    assert metrics.to_floats()["reward/num_errors"] == 0.0
+    assert torch.equal(batch.batch["loss_mask"], batch.batch["response_mask"])
+
+
+def test_a_dropped_row_leaves_the_loss_and_stays_in_its_group() -> None:
+    batch, metrics = score(rows("4", "broken", "5"), manager("drop"))
+    assert metrics.to_floats()["reward/num_errors"] == 1.0
+    assert batch.batch["loss_mask"].any(-1).tolist() == [True, False, True]
+    assert batch.batch["response_mask"].any(-1).all()
+    batch |= DataProto.from_dict({"token_level_rewards": batch.batch["token_level_scores"]})
+    config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
+    advantages = estimate_advantages(batch, config).batch["advantages"]
+    torch.testing.assert_close(advantages[[0, 2], 0], torch.tensor([1.0, 0.0]) - 1 / 3)  # scores 1, 0 (dropped), 0
+
+
+def test_on_error_zero_and_raise() -> None:
+    batch, _ = score(rows("4", "broken"), manager("zero"))
+    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0] and batch.batch["loss_mask"].any(-1).all()
+    with pytest.raises(RewardError, match="no number in it"):
+        score(rows("4", "broken"), manager("raise"))

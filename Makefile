@@ -9,6 +9,7 @@ READY := $(VENV)/.ready
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 …"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
@@ -21,7 +22,7 @@ test: setup  ## the tests of a working day
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2
 
 test-slow: setup  ## the end-to-end runs that are too long for a working day; CI runs them too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2 || [ $$? -eq 5 ]  # 5: none is marked slow
 
 check: setup  ## style, types
 	$(BIN)/ruff check .

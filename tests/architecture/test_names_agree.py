@@ -1,0 +1,44 @@
+"""Names that `config` checks without importing torch are those of the tables that the run looks them up in."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from hybridflow.algorithms.kl import KL_KINDS
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import check as checks
+from hybridflow.config.check_paths import TASKS
+from hybridflow.config.data import TaskConfig
+from hybridflow.config.trainer import Tracker
+from hybridflow.config.verl_rules import REFUSED_VALUES
+from hybridflow.data.tasks import build_task
+from hybridflow.observability.trackers.build import TRACKERS
+
+
+def test_estimators_losses_kl_and_trackers() -> None:
+    assert set(checks.ESTIMATORS) == set(ADVANTAGE_ESTIMATORS)
+    assert set(checks.POLICY_LOSSES) == set(POLICY_LOSSES)
+    assert set(checks.KL_ESTIMATORS) == set(KL_KINDS)
+    assert set(checks.TRACKERS) == set(TRACKERS) == set(get_args(Tracker))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_are_built_by_their_names(name: str) -> None:
+    assert len(build_task(TaskConfig(name=name)).rows("train", 2)) == 2
+
+
+def test_no_name_is_both_there_and_refused() -> None:
+    refused = {path: set(values) for path, values in REFUSED_VALUES.items()}
+    assert not refused["algorithm.adv_estimator"] & set(ADVANTAGE_ESTIMATORS)
+    assert not refused["actor_rollout_ref.actor.policy_loss.loss_mode"] & set(POLICY_LOSSES)
+
+
+def test_the_defaults_are_in_the_tables() -> None:
+    ppo, sft = PPOConfig(), SFTConfig()
+    assert ppo.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS
+    assert ppo.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSSES
+    assert {*ppo.trainer.logger, *sft.trainer.logger} <= set(TRACKERS)

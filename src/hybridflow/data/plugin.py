@@ -6,17 +6,19 @@ A file is imported once per content: the same path gives the same module (and so
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import logging
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,24 @@ def load_object(spec: str, *, key: str = "") -> Any:
             raise ConfigError(f"{where}{location} has no name {name!r}; it defines: {names}")
         found = getattr(found, part)
     return found
+
+
+def load_function(spec: str, *, key: str) -> Callable[..., Any]:
+    """A user's function, its signature kept. What it raises becomes a ConfigError that names it and holds the traceback."""
+    function = load_object(spec, key=key)
+    if not callable(function):
+        raise ConfigError(f"{key}: {spec} names a {type(function).__name__}, wanted a function")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except HybridFlowError:
+            raise
+        except Exception as error:  # a user's function: anything may come out of it
+            raise ConfigError(f"{key}: {spec} raised\n{''.join(traceback.format_exception(error)).strip()}") from error
+
+    return call
 
 
 def load_module(location: str, *, key: str = "") -> ModuleType:
@@ -86,6 +106,8 @@ def _last_line(error: Exception) -> str:
     """The traceback's last line, with the line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f" (at {error.filename}:{error.lineno})"
     return traceback.format_exception_only(error)[-1].strip() + place
 
 

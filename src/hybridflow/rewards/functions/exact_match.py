@@ -7,6 +7,8 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+from hybridflow.rewards.functions.ground_truth import required
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -24,6 +26,7 @@ def compute_score(
 
     `strip` ignores white space around both; `normalize` also ignores letter case, punctuation and runs of white space.
     """
+    required(ground_truth)
     several = not isinstance(ground_truth, str) and (isinstance(ground_truth, Sequence) or hasattr(ground_truth, "tolist"))
     wanted = [str(truth) for truth in ground_truth] if several else [str(ground_truth)]
     got = _clean(solution_str, strip, normalize)

@@ -7,6 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.rewards.functions.ground_truth import required
 
 _NUMBER = r"-?\$?\s?-?(?:\d[\d,]*(?:\.\d*)?|\.\d+)"
 _MARKED = re.compile(r"####\s*(" + _NUMBER + ")")
@@ -30,10 +31,11 @@ def compute_score(
     """
     if method not in ("strict", "flexible"):
         raise ConfigError(f"gsm8k: got method={method!r}, wanted strict or flexible")
+    truth = str(required(ground_truth)).rpartition("####")[2]
     found = (_MARKED if method == "strict" else _ANY).findall(solution_str)
     if not found:
         return {"score": 0.0, "acc": 0.0}
-    right = _value(found[-1]) == _value(str(ground_truth).rpartition("####")[2])
+    right = _value(found[-1]) == _value(truth)
     return {"score": 1.0 if right else format_score, "acc": float(right)}
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from hybridflow.errors import RewardError
+from hybridflow.rewards.functions.ground_truth import required
 
 
 def compute_score(
@@ -25,10 +26,10 @@ def compute_score(
     works by a signal, which only a main thread may set, and the scoring worker's deadline bounds the call already.
     Raises RewardError if math-verify is not installed.
     """
+    truth = str(required(ground_truth))
     answer = last_boxed(solution_str)
     if answer is None and boxed_only:
         return {"score": 0.0, "acc": 0.0}
-    truth = str(ground_truth)
     truth = last_boxed(truth) or truth
     if answer is not None and answer.strip() == truth.strip():
         return {"score": 1.0, "acc": 1.0}

@@ -35,7 +35,7 @@ def test_scattered_rows_of_a_group_meet() -> None:
 
 def test_each_row_once_an_epoch_in_a_new_order_each_epoch() -> None:
     parts = list(mini_batch_rows(UIDS, replace(PLAN, epochs=3)))
-    epochs = [sum(parts[start : start + 3], []) for start in (0, 3, 6)]
+    epochs = [[row for part in parts[start : start + 3] for row in part] for start in (0, 3, 6)]
     assert all(sorted(rows) == list(range(len(UIDS))) for rows in epochs)
     assert len({tuple(rows) for rows in epochs}) == 3
 

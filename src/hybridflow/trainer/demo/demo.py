@@ -1,6 +1,6 @@
 """The demo: a language model of 0.4 M parameters learns arithmetic chains, first by imitation, then by reinforcement.
 
-    tiny model ──SFT until half right──► warm model ──GRPO or PPO──► better model ──► summary.json, report.html
+tiny model ──SFT until half right──► warm model ──GRPO or PPO──► better model ──► summary.json, report.html
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ def test_quickstart_of_verl(inputs: Inputs, tmp_path: Path) -> None:
         "trainer.total_training_steps=3",
         f"trainer.default_local_dir={tmp_path}",
     ]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "step 3/3" in done.stdout and "validation at step 3" in done.stdout
@@ -114,7 +116,9 @@ def test_only_validation(inputs: Inputs, tmp_path: Path) -> None:
 
 
 def test_supervised_run_resumes_to_the_bit(inputs: Inputs, tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": f"{i} + 1 = ?"}, {"role": "assistant", "content": f"#### {i + 1}"}]} for i in range(9)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i} + 1 = ?"}, {"role": "assistant", "content": f"#### {i + 1}"}]} for i in range(9)
+    ]
     keys = [
         f"data.train_files={write_jsonl(tmp_path / 'train.jsonl', rows)}",
         f"data.val_files={tmp_path / 'train.jsonl'}",

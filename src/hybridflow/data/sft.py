@@ -82,7 +82,7 @@ class SFTDataset:
             longest = max(longest, len(ids))
             if len(ids) > limit:
                 overlong.append(index)
-                if self.config.truncation == "drop":
+                if self.config.truncation in ("drop", "error"):  # error: all of them are named once all rows are read
                     continue
                 cut = slice(len(ids) - limit, None) if self.config.truncation == "left" else slice(limit)
                 ids, mask = ids[cut], mask[cut]
@@ -94,8 +94,8 @@ class SFTDataset:
             self._ids.append(ids)
             self._mask.append(mask)
         self.num_overlong = len(overlong)
-        self.report.close()
         self._report_overlong(overlong, longest)
+        self.report.close()
 
     def _report_overlong(self, overlong: list[int], longest: int) -> None:
         if not overlong:

@@ -49,6 +49,11 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
         alone = _alone(policy, rows)
     finally:
         policy.train(was_training)
+    if not all(bool(row.isfinite().all()) for row in alone):
+        raise ModelError(
+            f"{type(policy.hf).__name__} gives log-probs that are not finite: look for NaN or infinity in the weights of the model's folder"
+            + (" (this dtype may be too narrow for them)" if policy.dtype.itemsize < 4 else "")
+        )
     limit = tolerance if tolerance is not None else _TOLERANCES.get(policy.dtype, 0.3)
     differences = {
         "packed": max(_difference(ours, theirs) for ours, theirs in zip(packed, alone, strict=True)),

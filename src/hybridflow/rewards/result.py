@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.errors import RewardError
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 WANTED = 'wanted a finite number, or a dict with "score": a finite number'
 
 
@@ -35,8 +35,8 @@ def _number(value: Any, where: str) -> float:
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         raise RewardError(f"the reward function returned {where}{shown} ({type(value).__name__}); {WANTED}")
     number = float(value)
-    if not math.isfinite(number):
-        raise RewardError(f"the reward function returned {where}{number}; {WANTED}")
+    if not abs(number) <= FLOAT32_MAX:  # also where it is nan
+        raise RewardError(f"the reward function returned {where}{number}; {WANTED} (in float32: at most {FLOAT32_MAX:.4g})")
     return number
 
 

@@ -1,0 +1,133 @@
+"""A run's state: saved and taken over whole or in part, and refused where it belongs to another run."""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_trainer import actor_module, build, ppo_config, tiny_model
+
+from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.errors import CheckpointError
+from hybridflow.trainer.ppo.sync import SyncTrainer
+
+KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50", "data.task.size=9")
+GRPO = ("algorithm.adv_estimator=grpo",)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def states(trainer: SyncTrainer) -> dict[str, Any]:
+    roles = trainer.state.roles
+    engines = {"actor": roles.actor.state_dict()} | ({"critic": roles.critic.state_dict()} if roles.critic else {})
+    return deepcopy(
+        {**engines, "loader": trainer.loader.state_dict(), "kl": trainer.state.kl_controller.state_dict(), "step": trainer.state.step}
+    )
+
+
+def equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(equal(value, theirs[key]) for key, value in ours.items())
+    return torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+
+
+def test_a_saved_run_is_taken_over_whole(model: Path, tmp_path: Path) -> None:
+    """Weights, moments, counters, data position in the second epoch, KL coefficient and step."""
+    with build(ppo_config(model, tmp_path / "run", *KL, "trainer.total_training_steps=3", "trainer.save_freq=3")) as trainer:
+        fresh = states(trainer)
+        trainer.fit()
+        done = states(trainer)
+    assert done["loader"]["epoch"] == 1 and done["kl"] != fresh["kl"] and done["step"] == 3
+    assert done["actor"]["scheduler"]["num_steps"] == done["critic"]["scheduler"]["num_steps"] == 6
+    with build(ppo_config(model, tmp_path / "run", *KL, "trainer.total_training_steps=3")) as resumed:
+        assert equal(states(resumed), done)
+        assert resumed.fit() == {}, "nothing is left to do"
+    path = tmp_path / "run" / "global_step_3"
+    elsewhere = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path='{path}'")
+    with build(ppo_config(model, tmp_path / "other", *KL, *elsewhere)) as resumed:
+        assert equal(states(resumed), done)
+    with build(ppo_config(model, tmp_path / "run", *KL, "trainer.resume_mode=disable")) as anew:
+        assert equal(states(anew), fresh)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["model"], {"model"}),
+        (["model", "extra"], {"model", "scheduler"}),
+        (["model", "optimizer"], {"model", "optimizer"}),
+        (["model", "hf_model"], {"model"}),
+        ([], set()),
+    ],
+)
+def test_a_checkpoint_holds_what_was_asked_for(model: Path, tmp_path: Path, words: list[str], parts: set[str]) -> None:
+    contents = f"actor_rollout_ref.actor.checkpoint.save_contents=[{','.join(words)}]"
+    with build(ppo_config(model, tmp_path / "run", *GRPO, contents)) as trainer:
+        trainer.state.step = 1
+        path = trainer.state.save(trainer.store)
+    loaded = CheckpointStore(tmp_path / "run").load(path)
+    assert set(loaded.state["actor"]) == parts and set(loaded.state) == {"actor", "data", "trainer"}
+    assert (path / "actor" / "huggingface" / "config.json").is_file()
+    assert any((path / "actor" / "huggingface").glob("*.safetensors")) == ("hf_model" in words)
+
+
+def test_load_contents_choose_what_is_read(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO, "trainer.save_freq=2")) as trainer:
+        trainer.fit()
+        done = states(trainer)
+    with build(ppo_config(model, tmp_path / "run", *GRPO, "actor_rollout_ref.actor.checkpoint.load_contents=[model]")) as resumed:
+        found = states(resumed)
+    assert equal(found["actor"]["model"], done["actor"]["model"]) and found["step"] == 2
+    assert found["actor"]["scheduler"]["num_steps"] == 0 and not any(found["actor"]["optimizer"].values())
+    with build(ppo_config(model, tmp_path / "run", *GRPO, "actor_rollout_ref.actor.checkpoint.load_contents=[optimizer,extra]")) as resumed:
+        found = states(resumed)
+    assert not equal(found["actor"]["model"], done["actor"]["model"]) and equal(found["actor"]["optimizer"], done["actor"]["optimizer"])
+
+
+def test_what_the_checkpoint_lacks_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO)) as trainer:
+        trainer.state.step = 1
+        path = trainer.state.save(trainer.store)
+        saved = trainer.store.load(path).state
+        without = {**saved, "actor": {"model": saved["actor"]["model"]}}
+        with caplog.at_level(logging.WARNING):
+            trainer.state.take(without)
+        assert "no optimizer and no scheduler of the actor" in caplog.text
+        with pytest.raises(CheckpointError, match="no model of the actor"):
+            trainer.state.take({**saved, "actor": {}})
+
+
+def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO)) as trainer:
+        trainer.state.step = 1
+        trainer.state.save(trainer.store)
+    other_seed = ppo_config(model, tmp_path / "run", *GRPO, "trainer.seed=7")
+    wanted = r"trainer\.seed=1, this one has 7: set the same seed.*trainer\.resume_mode=disable"
+    with pytest.raises(CheckpointError, match=wanted), build(other_seed):
+        pass
+    with pytest.raises(CheckpointError, match="has no 'critic'"), build(ppo_config(model, tmp_path / "run")):
+        pass
+    wider = tiny_model(tmp_path / "wider", hidden=64)
+    with (
+        pytest.raises(CheckpointError, match=r"\(.*32.*\) in the checkpoint and \(.*64.*\) here"),
+        build(ppo_config(wider, tmp_path / "run", *GRPO)),
+    ):
+        pass
+
+
+def test_weights_are_taken_over_in_place(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO, "trainer.save_freq=1", "trainer.total_training_steps=1")) as trainer:
+        state = deepcopy({**states(trainer)})
+        trainer.fit()
+        pointers = [parameter.data_ptr() for parameter in actor_module(trainer).parameters()]
+        kl, loader = state.pop("kl"), state.pop("loader")
+        trainer.state.take({"actor": state["actor"], "data": loader, "trainer": {"step": 0, "seed": 1, "kl_controller": kl}})
+        assert [parameter.data_ptr() for parameter in actor_module(trainer).parameters()] == pointers
+        assert equal(states(trainer)["actor"], state["actor"]) and trainer.state.step == 0

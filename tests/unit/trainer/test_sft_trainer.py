@@ -1,0 +1,77 @@
+"""Supervised fine-tuning: which tokens are learned, and a run that can be repeated and taken up again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_trainer import TIMINGS, sft_config, tiny_model
+from transformers import AutoModelForCausalLM
+
+from hybridflow.config.data import SFTDataConfig
+from hybridflow.data.sft import SFTDataset, SFTRow
+from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.protocol.packing import pack
+from hybridflow.trainer.sft.build import build
+from hybridflow.trainer.sft.trainer import conversation_rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def test_all_before_the_first_token_to_learn_is_the_prompt() -> None:
+    rows = conversation_rows([SFTRow([5, 6, 7, 8], [0, 0, 1, 1], 0), SFTRow([9, 10, 11, 12, 13], [0, 1, 0, 0, 1], 1)], pad_id=0)
+    assert rows.batch["prompts"].tolist() == [[5, 6], [0, 9]]
+    assert rows.batch["responses"].tolist() == [[7, 8, 0, 0], [10, 11, 12, 13]]
+    for name in ("response_mask", "loss_mask"):
+        assert rows.batch[name].int().tolist() == [[1, 1, 0, 0], [1, 0, 0, 1]]
+    assert pack(rows).lengths == (4, 5)
+
+
+def test_a_row_cut_inside_an_answer_keeps_its_first_token_as_the_prompt() -> None:
+    """`data.truncation=left` may leave a row that starts with a token to learn, which nothing predicts."""
+    rows = conversation_rows([SFTRow([5, 6, 7], [1, 1, 1], 0), SFTRow([8, 9, 10], [1, 0, 1], 1)], pad_id=0)
+    assert rows.batch["prompts"].tolist() == [[0, 5], [8, 9]]
+    assert rows.batch["loss_mask"].sum(-1).tolist() == [2, 1] and pack(rows).lengths == (3, 3)
+
+
+def test_only_the_assistants_words_are_learned_in_several_turns() -> None:
+    tokenizer = create_tiny_tokenizer()
+    turns = [("user", "1 + 1"), ("assistant", "2"), ("user", "and 3"), ("assistant", "5 ok")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    dataset = SFTDataset([{"messages": messages}], tokenizer, SFTDataConfig())
+    rows = conversation_rows([dataset[0]], pad_id=int(tokenizer.pad_token_id))
+    learned = rows.batch["responses"][rows.batch["loss_mask"]].tolist()
+    assert tokenizer.decode(learned) == "2<|im_end|>5 ok<|im_end|>"
+    assert tokenizer.decode(rows.batch["input_ids"][0].tolist()) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def metrics_of(run: Path) -> dict[int, dict[str, float]]:
+    lines = read_metrics(run / "metrics.jsonl")
+    return {step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)} for step, line in lines.items()}
+
+
+def test_a_run_learns_repeats_and_resumes(model: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with build(sft_config(model, tmp_path / name, "trainer.test_freq=1")) as trainer:
+            assert trainer.fit() == 3
+    lines = metrics_of(tmp_path / "a")
+    assert lines == metrics_of(tmp_path / "b")
+    assert lines[3]["val/loss"] < lines[1]["val/loss"] and lines[3]["train/num_skipped_steps"] == 0.0
+    with build(sft_config(model, tmp_path / "c", "trainer.test_freq=1", "trainer.save_freq=2")) as trainer:
+        trainer.fit(after_step=lambda step: step == 2)
+    with build(sft_config(model, tmp_path / "c", "trainer.test_freq=1")) as trainer:
+        assert trainer.state.step == 2 and trainer.fit() == 3
+    assert metrics_of(tmp_path / "c") == lines
+
+
+def test_a_checkpoint_has_the_model_as_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:
+    with build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer:
+        trainer.fit()
+        weights = {name: tensor.clone() for name, tensor in trainer.group.state_dict()["model"].items()}
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "global_step_1" / "actor" / "huggingface")
+    assert all(torch.equal(tensor, weights[f"hf.{name}"]) for name, tensor in exported.state_dict().items())

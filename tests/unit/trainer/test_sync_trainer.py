@@ -1,0 +1,120 @@
+"""The whole of a run in this process, on a tiny model: the same twice, one copy of the weights, the same numbers on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
+
+from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.protocol import DataProto
+from hybridflow.trainer.ppo.sync import SyncTrainer
+
+PPO = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50")
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.01")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def metrics_of(run: Path) -> dict[int, dict[str, float]]:
+    return {
+        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
+        for step, line in read_metrics(run / "metrics.jsonl").items()
+    }
+
+
+def train(model: Path, run: Path, overrides: Sequence[str]) -> dict[int, dict[str, float]]:
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with build(ppo_config(model, run, *overrides)) as trainer:
+        trainer.fit()
+    return metrics_of(run)
+
+
+@pytest.mark.parametrize("overrides", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_two_identical_runs_give_the_same_metrics_to_the_bit(model: Path, tmp_path: Path, overrides: Sequence[str]) -> None:
+    first = train(model, tmp_path / "a" / "run", overrides)
+    torch.manual_seed(99)
+    second = train(model, tmp_path / "b" / "run", overrides)
+    assert first == second and sorted(first) == [1, 2]
+    for line in first.values():
+        assert line["training/rollout_log_probs_diff_max"] < 1e-4
+        assert line["critic/score/max"] > line["critic/score/min"] and line["critic/advantages/max"] > 0
+        assert line["actor/num_updates"] == 2.0 and line["actor/grad_norm"] > 0
+    assert first != train(model, tmp_path / "c" / "run", [*overrides, "trainer.seed=2"])
+
+
+def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(model: Path, tmp_path: Path) -> None:
+    validate = ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0")
+    common = [*PPO, *validate, "actor_rollout_ref.rollout.val_kwargs.n=2", "trainer.total_training_steps=1"]
+    cut = [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.max_num_seqs=3",
+        "data.val_batch_size=2",
+    ]
+    whole = train(model, tmp_path / "a" / "run", common)[1]
+    split = train(model, tmp_path / "b" / "run", [*common, *cut])[1]
+    assert any(name.startswith("val-core/") for name in whole)
+    assert split == pytest.approx(whole, rel=1e-3, abs=1e-4)
+
+
+def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO)) as trainer:
+        ours, theirs = actor_module(trainer), trainer.rollout_engine.policy  # type: ignore[attr-defined]
+        pointers = {name: parameter.data_ptr() for name, parameter in ours.named_parameters()}
+        assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}
+        before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+        trainer.fit()
+        assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}, "no copy was made"
+        assert any(not torch.equal(parameter, before[name]) for name, parameter in theirs.named_parameters())
+        assert trainer.rollout_engine.policy_version == 2  # validation after step 2
+        reference = trainer.state.roles.reference.backend.worker("reference").engine.module  # type: ignore[union-attr, attr-defined]
+        assert all(torch.equal(parameter, before[name]) for name, parameter in reference.named_parameters())
+
+
+def run_one_step(trainer: SyncTrainer, **columns: Any) -> tuple[DataProto, dict[str, float]]:
+    batch, metrics = trainer.trajectories.for_training(next(iter(trainer.loader)), 1)
+    batch, more = trainer.step(batch, 1)
+    metrics.update(more)
+    return batch, metrics.to_floats()
+
+
+def test_columns_of_a_step(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", *PPO)) as trainer:
+        batch, metrics = run_one_step(trainer)
+    added = {"old_log_probs", "entropys", "ref_log_prob", "values", "token_level_scores", "token_level_rewards", "advantages", "returns"}
+    assert added <= set(batch.batch.keys())
+    mask = batch.batch["response_mask"]
+    for name in added:
+        assert batch.batch[name].dtype == torch.float32 and not batch.batch[name][~mask].any(), name
+    assert torch.equal(batch.batch["policy_version"][mask], torch.zeros(int(mask.sum()), dtype=torch.int32))
+    assert torch.equal(batch.batch["ref_log_prob"], batch.batch["old_log_probs"]), "nothing has moved yet"
+    assert abs(metrics["actor/reward_kl_penalty"]) < 1e-6 and metrics["actor/reward_kl_penalty_coeff"] == 0.001
+
+
+def test_in_critic_warm_up_only_the_critic_moves(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", "trainer.critic_warmup=1")) as trainer:
+        before = {name: parameter.detach().clone() for name, parameter in actor_module(trainer).named_parameters()}
+        _, metrics = run_one_step(trainer)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in actor_module(trainer).named_parameters())
+    assert metrics["critic/num_updates"] == 2.0 and "actor/num_updates" not in metrics
+
+
+def test_validation_only(model: Path, tmp_path: Path) -> None:
+    config = ppo_config(model, tmp_path / "run", "trainer.val_only=true", "algorithm.adv_estimator=grpo")
+    with build(config) as trainer:
+        before = {name: parameter.detach().clone() for name, parameter in actor_module(trainer).named_parameters()}
+        found = trainer.fit()
+        assert all(torch.equal(parameter, before[name]) for name, parameter in actor_module(trainer).named_parameters())
+    assert {name for name in found if name.startswith("val-core/")} == {"val-core/arithmetic_chain/reward/mean@1"}
+    assert {"val-aux/arithmetic_chain/share/mean@1", "val-aux/response_length/mean"} <= found.keys()
+    assert list(metrics_of(tmp_path / "run")) == [0]

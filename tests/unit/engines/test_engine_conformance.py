@@ -53,6 +53,11 @@ def infinite_gradient(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Ten
     return (outputs["log_probs"] * 0.0).abs().sum().sqrt(), Metrics()
 
 
+def infinite_loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+    """A finite gradient."""
+    return outputs["log_probs"].sum() + float("inf"), Metrics()
+
+
 def step(engine: TrainEngine, rows: DataProto, loss: LossFn | None = None, limits: BatchLimits = WHOLE) -> dict[str, float]:
     return engine.train_mini_batch(rows, ask_policy(), loss or likelihood(rows), limits).metrics.to_floats()
 
@@ -130,7 +135,7 @@ def test_gradients_are_clipped_to_the_limit_and_reported_before_it(make: EngineM
     assert not same_weights(unclipped, clipped)
 
 
-@pytest.mark.parametrize("bad", [not_a_number, infinite_gradient])
+@pytest.mark.parametrize("bad", [not_a_number, infinite_gradient, infinite_loss])
 def test_a_step_that_is_not_finite_changes_nothing_and_leaves_its_rows(make: EngineMaker, bad: LossFn, tmp_path: Path) -> None:
     module, rows = tiny_policy(), training_rows(dtype=torch.float32)
     engine = make(module, OPTIM, dump_dir=tmp_path / "nonfinite")

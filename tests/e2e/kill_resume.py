@@ -90,9 +90,9 @@ def install(moment: Moment) -> None:
     calls = {"step": 0, "seen": 0}
 
     def count_step(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def one(self: Any, prompts: Any, step: int) -> Any:
+        def one(self: Any, prompts: Any, step: int, *rest: Any) -> Any:
             calls.update(step=step, seen=0)
-            return inner(self, prompts, step)
+            return inner(self, prompts, step, *rest)
 
         return one
 

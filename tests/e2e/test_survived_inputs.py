@@ -95,3 +95,9 @@ def test_steps_that_are_not_finite_are_skipped_and_kept(inputs: Inputs, tmp_path
     assert len(dumped) == 4 and dumped.batch["advantages"].isnan().any()
     policy, start = load_tree(tmp_path / "run" / "global_step_2" / "actor")["model"], load_file(inputs.model / "model.safetensors")
     assert all(policy[f"hf.{name}"].equal(tensor) for name, tensor in start.items())
+
+
+def test_resume_with_a_larger_batch_than_the_epoch_has_left(inputs: Inputs, tmp_path: Path) -> None:
+    assert main_ppo(small_run(inputs, tmp_path, "trainer.save_freq=2", steps=2)) == 0  # 8 of 14 rows are done
+    assert main_ppo(small_run(inputs, tmp_path, "data.train_batch_size=8", steps=3)) == 0
+    assert metrics_of(tmp_path)[3]["training/epoch"] == 1

@@ -127,6 +127,12 @@ def loss_that_raises(inputs: Inputs, tmp: Path) -> list[str]:
     return [f"{ACTOR}.policy_loss.loss_mode={tmp / 'mine.py'}:mine"]
 
 
+def other_seed(inputs: Inputs, tmp: Path) -> list[str]:
+    """Resume, with another seed, a run that has a checkpoint."""
+    assert main_ppo(small_run(inputs, tmp / "run", "trainer.save_freq=1", steps=1)) == 0
+    return ["trainer.seed=7"]
+
+
 def other_size(inputs: Inputs, tmp: Path) -> list[str]:
     """Resume, with another model, a run that has a checkpoint."""
     assert main_ppo(small_run(inputs, tmp / "run", "trainer.save_freq=1", steps=1)) == 0
@@ -136,3 +142,49 @@ def other_size(inputs: Inputs, tmp: Path) -> list[str]:
 TWO_ROWS = ("data.train_max_samples=2", "data.shuffle=false", "data.train_batch_size=2", f"{ROLLOUT}.n=1")
 HANGING = ("reward.num_workers=1", "reward.timeout=0.5")
 LONG = [{"role": "user", "content": "1 + 1 = ? " * 20}]
+
+
+PLUGINS = """
+class Sampler:
+    def __init__(self, dataset, seed):
+        self.size = len(dataset)
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return iter([999] * self.size)
+
+    def set_epoch(self, epoch):
+        pass
+
+
+class Data:
+    def __init__(self, files, tokenizer, config):
+        raise ValueError("no such luck")
+
+
+class Items:
+    def __init__(self, files, tokenizer, config):
+        pass
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        raise KeyError("luck")
+
+
+def one(token_level_rewards):
+    return token_level_rewards
+"""
+
+
+def plugin(key: str, name: str) -> Make:
+    """One of PLUGINS."""
+
+    def make(inputs: Inputs, tmp: Path) -> list[str]:
+        (tmp / "mine.py").write_text(PLUGINS)
+        return [f"{key}={tmp / 'mine.py'}:{name}"]
+
+    return make

@@ -11,7 +11,7 @@ import torch
 from hybridflow.config.data import DataConfig, SamplerConfig, SFTDataConfig, TaskConfig
 from hybridflow.data.files import Rows, as_list, load_rows
 from hybridflow.data.loader import MapDataset, StatefulLoader
-from hybridflow.data.plugin import join_spec, load_object
+from hybridflow.data.plugin import blaming, join_spec, load_function
 from hybridflow.data.prompts import PromptDataset, PromptRow
 from hybridflow.data.samplers import CurriculumSampler, Sampler, SequentialSampler, ShuffledSampler
 from hybridflow.data.sft import SFTDataset, SFTRow
@@ -89,12 +89,13 @@ def _prompt_dataset(config: DataConfig, tokenizer: Tokenizer, split: Split, seed
 def _custom_dataset(spec: str, files: list[str], tokenizer: Tokenizer, config: DataConfig) -> MapDataset[PromptRow]:
     if config.task.name is not None:
         raise ConfigError(f"data.custom_cls ({spec}) reads data files, and data.task.name={config.task.name} is set too: unset one of them")
-    dataset = load_object(spec, key="data.custom_cls")(files, tokenizer, config)
+    dataset = load_function(spec, key="data.custom_cls")(files, tokenizer, config)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(f"data.custom_cls ({spec}) gave {type(dataset).__name__}, wanted an object with __len__ and __getitem__")
     if not len(dataset):
         raise DataError(f"data.custom_cls ({spec}) gave no rows from {', '.join(files)}")
-    first = dataset[0]
+    with blaming(f"data.custom_cls: item 0 of {spec}"):
+        first = dataset[0]
     if isinstance(first, PromptRow):
         return dataset  # type: ignore[no-any-return]
     if isinstance(first, dict):
@@ -138,7 +139,7 @@ def _sampler(config: SamplerConfig, dataset: MapDataset[Any], shuffle: bool, see
     spec = join_spec(config.class_path, config.class_name, key="data.sampler")
     if spec is None:
         return ShuffledSampler(dataset, seed) if shuffle else SequentialSampler(dataset)
-    sampler = load_object(spec, key="data.sampler")(dataset, seed)
+    sampler = load_function(spec, key="data.sampler")(dataset, seed)
     missing = [name for name in ("__iter__", "__len__", "set_epoch") if not hasattr(sampler, name)]
     if missing:
         raise ConfigError(f"data.sampler ({spec}) has no {', '.join(missing)}; a sampler has __iter__, __len__ and set_epoch(epoch)")

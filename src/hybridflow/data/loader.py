@@ -98,6 +98,7 @@ class StatefulLoader(Generic[Item]):
                 len(self.sampler),
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._advance(0)  # to the next epoch, where what is left of this one makes no batch of this run's size
         if isinstance(self.sampler, StatefulSampler):
             self.sampler.load_state_dict(state["sampler"])
 
@@ -120,6 +121,8 @@ class StatefulLoader(Generic[Item]):
             batch = list(itertools.islice(indices, min(self.batch_size, left)))
             if len(batch) < min(self.batch_size, left):
                 raise DataError(f"{type(self.sampler).__name__} ended {left - len(batch)} rows early: its length is {len(self.sampler)}")
+            if odd := [index for index in batch if not 0 <= index < len(self.dataset)]:
+                raise DataError(f"{type(self.sampler).__name__} gave row {odd[0]}; the data has rows 0 to {len(self.dataset) - 1}")
             left -= len(batch)
             yield batch
 

@@ -13,7 +13,8 @@ import importlib.util
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,21 +46,28 @@ def load_object(spec: str, *, key: str = "") -> Any:
 
 
 def load_function(spec: str, *, key: str) -> Callable[..., Any]:
-    """A user's function, its signature kept. What it raises becomes a ConfigError that names it and holds the traceback."""
+    """A user's function or class, its signature kept. What it raises becomes a ConfigError that names it and holds the traceback."""
     function = load_object(spec, key=key)
     if not callable(function):
         raise ConfigError(f"{key}: {spec} names a {type(function).__name__}, wanted a function")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with blaming(f"{key}: {spec}"):
             return function(*args, **kwargs)
-        except HybridFlowError:
-            raise
-        except Exception as error:  # a user's function: anything may come out of it
-            raise ConfigError(f"{key}: {spec} raised\n{''.join(traceback.format_exception(error)).strip()}") from error
 
     return call
+
+
+@contextmanager
+def blaming(whose: str) -> Iterator[None]:
+    """Run a user's code: what it raises becomes a ConfigError that says `whose` it is and holds the traceback."""
+    try:
+        yield
+    except HybridFlowError:
+        raise
+    except Exception as error:  # a user's code: anything may come out of it
+        raise ConfigError(f"{whose} raised\n{''.join(traceback.format_exception(error)).strip()}") from error
 
 
 def load_module(location: str, *, key: str = "") -> ModuleType:

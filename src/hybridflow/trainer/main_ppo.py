@@ -19,7 +19,7 @@ def run(config: PPOConfig) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after one message for a mistake that the user can mend."""
+    """Exit status: 0; 1 after one message for a mistake that the user can mend; 130 when interrupted."""
     setup_logging()
     try:
         prepared = prepare_config(PPOConfig, list(sys.argv[1:] if arguments is None else arguments))
@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HybridFlowError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
     return 0
 
 

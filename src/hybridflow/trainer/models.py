@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from hybridflow.config.model import ModelConfig
+from hybridflow.data.plugin import load_module
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.policy import PolicyModel
 
@@ -16,7 +16,7 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
     """What `build_policy` and `build_value` take; `external_lib` is imported first, since it may register the architecture."""
     assert config.path is not None, "the checks ask for a model path"
     if config.external_lib:
-        import_module(config.external_lib)
+        load_module(config.external_lib, key="model.external_lib")
     return {
         "path": config.path,
         "device": device,

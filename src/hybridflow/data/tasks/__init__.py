@@ -6,7 +6,7 @@ A task of one's own is `path.py:factory`: `factory(seed: int, **options)` gives 
 from __future__ import annotations
 
 from hybridflow.config.data import TaskConfig
-from hybridflow.data.plugin import load_object
+from hybridflow.data.plugin import load_function
 from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain
 from hybridflow.data.tasks.base import Split, Task
 from hybridflow.data.tasks.reasoning_gym import ReasoningGymTask
@@ -29,7 +29,7 @@ def build_task(config: TaskConfig) -> Task:
             return ReasoningGymTask(name.removeprefix("reasoning_gym:"), seed=config.seed, options=config.options, val_size=config.val_size)
         if ":" not in name:
             raise ConfigError(f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME or path/to/file.py:factory")
-        factory = load_object(name, key="data.task.name")
+        factory = load_function(name, key="data.task.name")
         task: Task = factory(seed=config.seed, **config.options)
     except TypeError as error:
         raise ConfigError(f"data.task.options={config.options} do not fit the task {name}: {error}") from error

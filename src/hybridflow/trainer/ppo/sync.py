@@ -60,10 +60,11 @@ class SyncTrainer:
             return last_validation
         prompts = self._prompts()
         for step in range(done + 1, self.total_steps + 1):
-            last_validation = self._one(next(prompts), step) or last_validation
+            epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on to the next one
+            last_validation = self._one(next(prompts), step, epoch) or last_validation
         return last_validation
 
-    def _one(self, prompts: list[PromptRow], step: int) -> dict[str, float]:
+    def _one(self, prompts: list[PromptRow], step: int, epoch: int) -> dict[str, float]:
         """One training step with all that belongs to it; gives the validation's metrics where there was one."""
         self.timer.reset()
         validation: dict[str, float] = {}
@@ -76,21 +77,22 @@ class SyncTrainer:
             if self._due(self.config.trainer.test_freq, step) and self.validator:
                 with self.timer("testing"):
                     validation = self.validator(step)
-        self._log(batch, metrics, validation, step)  # before saving: a run killed in between resumes after this step, whose line must stand
+        # logged before it is saved: a run killed in between resumes after this step, whose line must stand by then
+        self._log(batch, metrics, validation, step, epoch)
         if self.config.trainer.save_freq > 0 and self._due(self.config.trainer.save_freq, step):
             with self.timer("save_checkpoint"):
                 self.state.save(self.store)
             self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
         return validation
 
-    def _log(self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int) -> None:
+    def _log(self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int, epoch: int) -> None:
         timings = self.timer.as_metrics()
         values: dict[str, Any] = metrics.to_floats() | validation | timings
         seconds = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
         values["perf/time_per_step"] = seconds
         values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
         values["training/global_step"] = step
-        values["training/epoch"] = self.loader.epoch
+        values["training/epoch"] = epoch
         self.samples.training(batch, step)
         self.trackers.log(values, step)
 

@@ -66,12 +66,13 @@ class SFTTrainer:
         done = self.state.step
         batches = self._batches()
         for step in range(done + 1, self.total_steps + 1):
-            self._one(next(batches), step)
+            epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on to the next one
+            self._one(next(batches), step, epoch)
             if after_step is not None and after_step(step):
                 return step
         return self.total_steps
 
-    def _one(self, examples: list[SFTRow], step: int) -> None:
+    def _one(self, examples: list[SFTRow], step: int, epoch: int) -> None:
         self.timer.reset()
         with self.timer("step"):
             rows = conversation_rows(examples, int(self.tokenizer.pad_token_id))
@@ -83,7 +84,7 @@ class SFTTrainer:
         values = metrics.to_floats() | self.timer.as_metrics()
         tokens = float(rows.batch["attention_mask"].sum())
         values |= {"perf/total_num_tokens": tokens, "perf/throughput": tokens / values["timing_s/step"]}
-        values |= {"training/global_step": step, "training/epoch": self.loader.epoch}
+        values |= {"training/global_step": step, "training/epoch": epoch}
         self.trackers.log(values, step)  # before saving: a run killed in between resumes after this step, whose line must stand
         if self._due(self.config.trainer.save_freq, step):
             with self.timer("save_checkpoint"):

@@ -101,3 +101,10 @@ def test_resume_with_a_larger_batch_than_the_epoch_has_left(inputs: Inputs, tmp_
     assert main_ppo(small_run(inputs, tmp_path, "trainer.save_freq=2", steps=2)) == 0  # 8 of 14 rows are done
     assert main_ppo(small_run(inputs, tmp_path, "data.train_batch_size=8", steps=3)) == 0
     assert metrics_of(tmp_path)[3]["training/epoch"] == 1
+
+
+def test_interrupted_by_the_user(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make = reward_with("import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)")
+    assert main_ppo(small_run(inputs, tmp_path / "run", *make(inputs, tmp_path))) == 130
+    written = capfd.readouterr().err
+    assert written.endswith("interrupted\n") and "Traceback" not in written

@@ -23,15 +23,18 @@ _ATTEMPTS = 1000
 
 
 class ArithmeticChain:
-    """`hops` operations on whole numbers 0..`max_number`; no intermediate result is negative.
+    """`hops` operations on whole numbers 0..`max_number`; no intermediate result is negative, or above `max_total` where that is given.
 
     Validation questions are all different; training questions are drawn independently and may repeat.
     """
 
-    def __init__(self, *, seed: int = 0, hops: int = 3, max_number: int = 9) -> None:
+    def __init__(self, *, seed: int = 0, hops: int = 3, max_number: int = 9, max_total: int | None = None) -> None:
         if hops < 1 or max_number < 1:
             raise ConfigError(f"data.task.options: got hops={hops} and max_number={max_number}, wanted at least 1 of each")
+        if max_total is not None and max_total < max_number:
+            raise ConfigError(f"data.task.options: max_total={max_total} is less than max_number={max_number}")
         self.seed, self.hops, self.max_number = seed, hops, max_number
+        self.max_total = max_number * (hops + 1) if max_total is None else max_total
 
     def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
         """`size` rows of one split; the first rows are the same for every size.
@@ -59,7 +62,7 @@ class ArithmeticChain:
             for _ in range(self.hops):
                 value = sum(terms)
                 minus = stream.random() < 0.5
-                number = stream.randint(0, min(self.max_number, value) if minus else self.max_number)
+                number = stream.randint(0, min(self.max_number, value if minus else self.max_total - value))
                 terms.append(-number if minus and number else number)
             text = question(terms)
             if split_of(text) == split and text not in taken:

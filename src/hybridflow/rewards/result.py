@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,8 @@ def _number(value: Any, where: str) -> float:
         raise RewardError(f"the reward function returned {where}{shown} ({type(value).__name__}); {WANTED}")
     number = float(value)
     if not abs(number) <= FLOAT32_MAX:  # also where it is nan
-        raise RewardError(f"the reward function returned {where}{number}; {WANTED} (in float32: at most {FLOAT32_MAX:.4g})")
+        limit = f" (in float32, at most {FLOAT32_MAX:.4g})" if math.isfinite(number) else ""
+        raise RewardError(f"the reward function returned {where}{number}; {WANTED}{limit}")
     return number
 
 

@@ -116,6 +116,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     return condition()
 
 
+def reapable(pid: int) -> bool:
+    """All threads of a child of ours have ended: a zombie whose threads are still ending may hold its pipe open."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended (a zombie that nobody reaps has)."""
     try:
@@ -164,7 +169,7 @@ def test_killing_a_worker_also_ends_what_the_function_started(pool: RewardPool, 
 def test_a_worker_that_died_between_batches_is_replaced(pool: RewardPool) -> None:
     for pid in pool.process_ids:
         os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: all(gone(pid) for pid in pool.process_ids))
+    assert wait_until(lambda: all(reapable(pid) for pid in pool.process_ids))
     assert [outcome.score for outcome in pool.score([request("number", 3.0)] * 4)] == [3.0] * 4
 
 

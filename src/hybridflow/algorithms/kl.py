@@ -102,7 +102,7 @@ class AdaptiveKLController:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, current_kl: float, num_rows: int) -> None:
-        """Move after use: `current_kl` is the mean over rows of the token mean, in nats; `num_rows` the rows it was taken over."""
+        """Move after use: `current_kl` is the mean over rows of the token mean, in nats; `num_rows` the rows of the batch."""
         if not math.isfinite(current_kl):
             logger.warning("KL to the reference is %s: the coefficient stays at %s", current_kl, self.value)
             return

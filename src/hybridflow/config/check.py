@@ -33,6 +33,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_
             *_sizes(config),
             *_token_limits(config),
             *_algorithm(config),
+            *_rollout(config),
             *_validation(config),
             *_plugins(config),
             *data_problems(config.data.train_files, config.data.val_files, config.data.task),
@@ -133,6 +134,16 @@ def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
         yield f"{path}={name}: a KL in the reward has no gradient, so + means nothing there: use {base}"
 
 
+def _rollout(config: PPOConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.do_sample and rollout.temperature != 1.0:
+        yield (
+            f"{ROLLOUT}.do_sample=false with {ROLLOUT}.temperature={rollout.temperature}: greedy tokens keep their log-probs at "
+            f"temperature 1, and training would compare them with those at {rollout.temperature}: leave {ROLLOUT}.temperature out, "
+            f"or set {ROLLOUT}.do_sample=true"
+        )
+
+
 def _validation(config: PPOConfig) -> Iterator[str]:
     sampling = config.actor_rollout_ref.rollout.val_kwargs
     if sampling.do_sample and sampling.temperature == 0:
@@ -201,6 +212,12 @@ def _sft_sizes(config: SFTConfig) -> Iterator[str]:
 def _ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     reference = algorithm.use_kl_in_reward or actor.use_kl_loss
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k} leave tokens out of sampling; the log-probs kept and trained on "
+            "are of the whole distribution at the temperature alone"
+        )
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL is charged twice"
     if not reference and any(path.startswith("algorithm.kl_ctrl.") for path in given):

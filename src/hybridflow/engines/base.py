@@ -35,15 +35,6 @@ class BatchLimits:
     """Rows; None: no limit."""
 
 
-@dataclass(frozen=True)
-class MiniBatchResult:
-    """What one optimizer step did."""
-
-    metrics: Metrics
-    applied: bool
-    """False where the loss or the gradient was not finite: parameters are untouched."""
-
-
 class TrainEngine(Protocol):
     """One model in training. Implementations: `engines/fsdp`."""
 
@@ -54,8 +45,11 @@ class TrainEngine(Protocol):
         """Outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is predicted."""
         ...
 
-    def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> MiniBatchResult:
-        """One optimizer step on the rows of `batch`, whose `loss` shares sum to the mini-batch's loss."""
+    def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> Metrics:
+        """One optimizer step on the rows of `batch`, whose `loss` shares sum to the mini-batch's loss.
+
+        `num_updates` counts it where it was applied, `num_skipped_steps` where its loss or gradient was not finite.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:

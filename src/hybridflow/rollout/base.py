@@ -106,7 +106,7 @@ class RolloutStats:
             "rollout/prefill_tokens": float(self.prefill_tokens),
             "rollout/decode_steps": float(self.decode_steps),
             "rollout/max_rows": float(self.max_rows),
-            "rollout/tokens_per_second": rate,
+            "perf/rollout_tokens_per_second": rate,
         }
 
 

@@ -11,7 +11,7 @@ from hybridflow.engines import BatchLimits, ForwardFn, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
-from hybridflow.workers.bridge import policy_loss
+from hybridflow.workers.bridge import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -38,6 +38,7 @@ class ActorWorker(StatefulWorker):
     def __init__(self, engine: TrainEngine, config: ActorConfig, *, temperature: float, log_prob_limits: BatchLimits) -> None:
         super().__init__(engine)
         self.config, self.temperature, self.log_prob_limits = config, temperature, log_prob_limits
+        self.loss = find_policy_loss(config.policy_loss.loss_mode)  # once: a user's file may be edited while the run goes on
         self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -50,7 +51,7 @@ class ActorWorker(StatefulWorker):
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
         forward = policy_forward(self.temperature, with_entropy=self.config.entropy_coeff != 0.0)
-        return self.engine.train_mini_batch(batch, forward, policy_loss(self.config, scale), self.limits).metrics
+        return self.engine.train_mini_batch(batch, forward, policy_loss(self.config, scale, self.loss), self.limits)
 
 
 class ActorGroup(StatefulGroup[ActorWorker]):

@@ -77,9 +77,8 @@ def group_ids(batch: DataProto) -> Tensor:
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]], dtype=torch.int64)
 
 
-def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> DataProto:
-    """advantages and returns, both [B, R] float32, by `algorithm.adv_estimator`."""
-    estimator = find_estimator(config.adv_estimator)
+def estimate_advantages(batch: DataProto, config: AlgorithmConfig, estimator: AdvantageEstimator) -> DataProto:
+    """advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator` (`find_estimator`)."""
     available: dict[str, Any] = dict(batch.batch.items())
     available |= {"group_ids": group_ids(batch), "gamma": config.gamma, "lam": config.lam}
     available |= {"norm_by_std": config.norm_adv_by_std_in_grpo, **config.options}
@@ -87,9 +86,8 @@ def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> DataProto:
     return _columns(advantages=result.advantages, returns=result.returns)
 
 
-def policy_loss(config: ActorConfig, scale: LossScale) -> LossFn:
-    """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch."""
-    base = find_policy_loss(config.policy_loss.loss_mode)
+def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:
+    """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch; `base` is `find_policy_loss`'s."""
     parameters: dict[str, Any] = {"loss_agg_mode": config.loss_agg_mode, "loss_scale_factor": config.loss_scale_factor}
     if config.policy_loss.loss_mode == "vanilla":
         parameters |= {"clip_low": config.clip_low, "clip_high": config.clip_high, "clip_c": config.clip_ratio_c}

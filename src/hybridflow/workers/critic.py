@@ -41,7 +41,7 @@ class CriticWorker(StatefulWorker):
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
         loss = critic_loss(self.config, scale, self.loss_scale_factor)
-        return self.engine.train_mini_batch(batch, value_forward, loss, self.limits).metrics
+        return self.engine.train_mini_batch(batch, value_forward, loss, self.limits)
 
 
 class CriticGroup(StatefulGroup[CriticWorker]):

@@ -61,5 +61,4 @@ def update_by_mini_batches(
         found = update(mini, scale)
         found.average_sums(LOSS_SHARES)
         metrics.update(found)
-        metrics.add_sum(f"{name}/num_updates", 1.0)
     return metrics

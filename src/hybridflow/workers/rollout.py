@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, RolloutStats
 
 
 class RolloutWorker(Worker):
@@ -23,6 +23,11 @@ class RolloutWorker(Worker):
         self.engine.sleep()
         return [finished[request.request_id] for request in requests]
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def stats(self) -> RolloutStats:
+        """What the newest `generate` did."""
+        return self.engine.stats
+
 
 class RolloutGroup(WorkerGroup[RolloutWorker]):
     """The driver's view of the rollout."""
@@ -30,3 +35,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     def generate(self, requests: Sequence[GenerationRequest], *, policy_version: int) -> list[GenerationOutput]:
         """See `RolloutWorker.generate`."""
         return self.call(RolloutWorker.generate, requests, policy_version=policy_version)
+
+    def stats(self) -> RolloutStats:
+        """See `RolloutWorker.stats`."""
+        return self.call(RolloutWorker.stats)

@@ -23,7 +23,7 @@ class SFTWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """One optimizer step on the rows of `batch`; `scale` counts all of them."""
-        return self.engine.train_mini_batch(batch, self.ask, sft_loss(scale), self.limits).metrics
+        return self.engine.train_mini_batch(batch, self.ask, sft_loss(scale), self.limits)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def evaluate(self, batch: DataProto) -> Metrics:

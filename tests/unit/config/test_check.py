@@ -128,6 +128,7 @@ BAD = [
     (["actor_rollout_ref.actor.kl_loss_type=full"], "kl_loss_type=full"),
     (["actor_rollout_ref.actor.clip_ratio_low=1.5"], "fall below 0"),
     (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "val_kwargs.temperature=0: set a temperature above 0"),
+    (["actor_rollout_ref.rollout.do_sample=false", "actor_rollout_ref.rollout.temperature=0.7"], "do_sample=false with"),
     (["actor_rollout_ref.actor.optim.betas=[0.9]"], "betas=[0.9]: wanted two numbers"),
     (["critic.optim.betas=[0.9,1.0]"], "critic.optim.betas"),
     (["trainer.n_gpus_per_node=8"], "this version runs one process"),
@@ -192,6 +193,8 @@ def test_sft_runs_are_checked_too(tmp_path: Path, overrides: list[str], says: st
         (["trainer.test_freq=5", "data.val_files=[]"], "nothing is validated"),
         ([GRPO, "actor_rollout_ref.rollout.n=4", "critic.optim.lr=1"], "runs without a critic"),
         (["actor_rollout_ref.actor.loss_scale_factor=3"], "seq-mean-token-sum-norm"),
+        (["actor_rollout_ref.rollout.top_p=0.9"], "top_p=0.9, top_k=-1 leave tokens out of sampling"),
+        (["actor_rollout_ref.rollout.top_k=20"], "whole distribution at the temperature alone"),
         (["critic.model.tokenizer_path=org/other"], "critic.model.tokenizer_path is not used"),
     ],
 )

@@ -17,7 +17,7 @@ from hybridflow.config.critic import CriticConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines import BatchLimits, ForwardFn, LossFn
 from hybridflow.protocol import DataProto
-from hybridflow.workers.bridge import critic_loss, policy_loss
+from hybridflow.workers.bridge import critic_loss, find_policy_loss, policy_loss
 
 TOLERANCE = 1e-10
 WHOLE = BatchLimits(max_tokens=1000)
@@ -44,7 +44,9 @@ class Case(NamedTuple):
 
 def actor_case(config: ActorConfig) -> Case:
     return Case(
-        tiny_policy, ask_policy(with_entropy=config.entropy_coeff != 0.0, temperature=0.8), lambda scale: policy_loss(config, scale)
+        tiny_policy,
+        ask_policy(with_entropy=config.entropy_coeff != 0.0, temperature=0.8),
+        lambda scale: policy_loss(config, scale, find_policy_loss("vanilla")),
     )
 
 
@@ -81,9 +83,9 @@ def train_once(make: EngineMaker, case: Case, batch: DataProto, limits: BatchLim
         shares.append(share.item())
         return share, metrics
 
-    result = engine.train_mini_batch(batch, case.forward, noting, limits)
-    assert result.applied
-    return Outcome(sum(shares), gradients.found, weights(module), result.metrics.to_floats())
+    metrics = engine.train_mini_batch(batch, case.forward, noting, limits).to_floats()
+    assert metrics["actor/num_updates"] == 1.0
+    return Outcome(sum(shares), gradients.found, weights(module), metrics)
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

@@ -109,6 +109,11 @@ def test_a_call_that_is_left_early_can_be_followed_by_another() -> None:
         engine.sleep()
     stream.close()  # type: ignore[attr-defined]
     assert len(run(engine, requests)) == 5
+    early, late = engine.generate(requests), engine.generate(requests)
+    next(early)
+    with pytest.raises(RolloutError, match="another one is running"):
+        next(late)
+    assert len(list(early)) == 4
 
 
 def test_aborted_requests_come_back_with_what_they_have() -> None:

@@ -99,3 +99,16 @@ def test_rows_with_different_parameters_share_a_batch() -> None:
 def test_parameters_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(RolloutError, match=next(iter(bad))):
         SamplingParams(**{"max_tokens": 4, **bad})  # type: ignore[arg-type]
+
+
+def test_a_sum_that_rises_behind_the_last_token_kept_gives_that_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parallel sums may end above the sum at the last token with weight; a draw close to 1 must not fall behind it."""
+    exact = torch.Tensor.cumsum
+
+    def rising(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return exact(x, dim) + torch.arange(x.shape[-1]) * 1e-3
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", rising)
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    choice = draw_limited(logits, torch.tensor([1 - 2.0**-24]), torch.tensor([2]), torch.tensor([1.0]))
+    assert choice.tolist() == [3]

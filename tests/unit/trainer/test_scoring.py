@@ -15,7 +15,7 @@ from hybridflow.protocol.packing import make_rows
 from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.ppo.scoring import place_scores, score
-from hybridflow.workers.bridge import estimate_advantages
+from hybridflow.workers.bridge import estimate_advantages, find_estimator
 
 
 def test_a_score_lands_on_the_last_sampled_token() -> None:
@@ -23,6 +23,7 @@ def test_a_score_lands_on_the_last_sampled_token() -> None:
     placed = place_scores(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), mask)
     assert placed.tolist() == [[0, 0, 0, 1], [0, 2, 0, 0], [0, 0, 3, 0], [4, 0, 0, 0], [0, 0, 0, 0], [0, 6, 0, 0]]
     assert not placed[~mask].any()
+    assert place_scores(torch.tensor([1.0, 2.0]), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0), "no response has a token"
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
@@ -66,7 +67,7 @@ def test_a_dropped_row_leaves_the_loss_and_stays_in_its_group() -> None:
     assert batch.batch["response_mask"].any(-1).all()
     batch |= DataProto.from_dict({"token_level_rewards": batch.batch["token_level_scores"]})
     config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    advantages = estimate_advantages(batch, config).batch["advantages"]
+    advantages = estimate_advantages(batch, config, find_estimator("grpo")).batch["advantages"]
     torch.testing.assert_close(advantages[[0, 2], 0], torch.tensor([1.0, 0.0]) - 1 / 3)  # scores 1, 0 (dropped), 0
 
 

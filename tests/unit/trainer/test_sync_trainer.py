@@ -64,6 +64,12 @@ def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(m
     whole = train(model, tmp_path / "a" / "run", common)[1]
     split = train(model, tmp_path / "b" / "run", [*common, *cut])[1]
     assert any(name.startswith("val-core/") for name in whole)
+    scheduling = [name for name in whole if name.startswith("rollout/")]  # how many rows meet in a decode step is what was cut
+    assert whole["rollout/max_rows"] == 8.0 and split["rollout/max_rows"] == 3.0
+    assert whole["rollout/generated_tokens"] == split["rollout/generated_tokens"] == whole["response_length/mean"] * 8
+    for line in (whole, split):
+        for name in scheduling:
+            del line[name]
     assert split == pytest.approx(whole, rel=1e-3, abs=1e-4)
 
 
@@ -107,6 +113,16 @@ def test_in_critic_warm_up_only_the_critic_moves(model: Path, tmp_path: Path) ->
         _, metrics = run_one_step(trainer)
         assert all(torch.equal(parameter, before[name]) for name, parameter in actor_module(trainer).named_parameters())
     assert metrics["critic/num_updates"] == 2.0 and "actor/num_updates" not in metrics
+
+
+def test_validation_does_not_count_as_generation_of_the_step(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", "trainer.test_freq=2")) as trainer:
+        trainer.fit()
+    first, second = (read_metrics(tmp_path / "run" / "metrics.jsonl")[step] for step in (1, 2))
+    assert not {"timing_s/val_gen", "timing_s/val_reward"} & first.keys()
+    assert second["timing_s/val_gen"] + second["timing_s/val_reward"] <= second["timing_s/testing"]
+    own = [second[f"timing_s/{name}"] for name in ("gen", "reward", "testing")]
+    assert sum(own) <= second["timing_s/step"]
 
 
 def test_validation_only(model: Path, tmp_path: Path) -> None:

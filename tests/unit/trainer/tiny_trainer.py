@@ -11,7 +11,7 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.ppo.sync import SyncTrainer
 
-TIMINGS = ("timing_s/", "perf/throughput", "perf/time_per_step", "reward/seconds")
+TIMINGS = ("timing_s/", "perf/throughput", "perf/time_per_step", "perf/rollout_tokens_per_second", "reward/seconds")
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     share = sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))

@@ -22,6 +22,8 @@ from hybridflow.workers.bridge import (
     critic_loss,
     estimate_advantages,
     explained_variance,
+    find_estimator,
+    find_policy_loss,
     group_ids,
     kl_controller,
     policy_loss,
@@ -35,6 +37,10 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 1]]).bool()
 def rows(uids: str = "aabb", **columns: Any) -> DataProto:
     tensors = {"response_mask": MASK.clone(), "loss_mask": MASK.clone(), **columns}
     return DataProto.from_dict(tensors, {"uid": list(uids)})
+
+
+def advantages_of(batch: DataProto, config: AlgorithmConfig) -> DataProto:
+    return estimate_advantages(batch, config, find_estimator(config.adv_estimator))
 
 
 def field(*values: tuple[float, float, float]) -> Tensor:
@@ -100,7 +106,7 @@ def test_grpo_by_hand() -> None:
     batch = rows("aabb", token_level_rewards=field((1, 1, NAN), (0, NAN, 4), (9, 9, 9), (1, 1, 1)))
     for by_std, size in ((True, 1 / 2**0.5), (False, 1.0)):
         config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
-        found = estimate_advantages(batch, config).batch["advantages"]
+        found = advantages_of(batch, config).batch["advantages"]
         torch.testing.assert_close(found, field((-size, -size, 0), (size, 0, size), (0, 0, 0), (0, 0, 0)), atol=1e-5, rtol=0)
 
 
@@ -110,7 +116,7 @@ def test_gae_by_hand_jumps_over_tokens_that_were_not_sampled() -> None:
         field((0.5, 0.5, NAN), (1, NAN, 1), (NAN,) * 3, (0, 0, 0)),
     )
     config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5)
-    found = estimate_advantages(rows(token_level_rewards=rewards, values=values), config).batch
+    found = advantages_of(rows(token_level_rewards=rewards, values=values), config).batch
     # row 0: delta_1 = 1 - .5 = .5, delta_0 = .25 - .5 = -.25, L_0 = -.25 + .25 * .5; row 1: delta_2 = 1, delta_0 = .5 - 1, L_0 = -.5 + .25
     raw = field((-0.125, 0.5, 0), (-0.25, 0, 1), (0, 0, 0), (0, 0, 0))
     kept = raw[MASK]
@@ -123,7 +129,7 @@ def test_whitening_sees_only_what_is_learned_from() -> None:
     rewards, values = field((0, 1, 0), (0, 0, 2), (0, 0, 0), (0, 0, 50)), torch.zeros(4, 3)
     batch = rows(token_level_rewards=rewards, values=values)
     batch.narrow_loss_mask(torch.tensor([True, True, True, False])[:, None].expand(4, 3))
-    advantages = estimate_advantages(batch, AlgorithmConfig(adv_estimator="gae")).batch["advantages"]
+    advantages = advantages_of(batch, AlgorithmConfig(adv_estimator="gae")).batch["advantages"]
     learned = batch.batch["loss_mask"]
     assert advantages[learned].mean().abs() < 1e-6 and advantages[learned].std() == pytest.approx(1.0, abs=1e-4)
 
@@ -138,11 +144,11 @@ def test_an_estimator_from_a_users_file(tmp_path: Path) -> None:
     )
     batch = rows("aabb", token_level_rewards=SCORES, rollout_log_probs=torch.full((4, 3), 0.5))
     spec = f"{tmp_path / 'mine.py'}:centred"
-    found = estimate_advantages(batch, AlgorithmConfig(adv_estimator=spec, options={"weight": 3.0})).batch
+    found = advantages_of(batch, AlgorithmConfig(adv_estimator=spec, options={"weight": 3.0})).batch
     assert torch.equal(found["advantages"], 3.0 * torch.tensor([[0], [0], [1], [1]]) * MASK + 0.5)
     assert torch.equal(found["returns"], SCORES)
     with pytest.raises(ConfigError, match="needs weight"):
-        estimate_advantages(batch, AlgorithmConfig(adv_estimator=spec))
+        advantages_of(batch, AlgorithmConfig(adv_estimator=spec))
 
 
 # ---- losses -------------------------------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ def loss_rows() -> DataProto:
 
 
 def evaluate(config: ActorConfig, batch: DataProto, log_prob: float = 0.0, **outputs: Tensor) -> tuple[float, dict[str, float]]:
-    loss = policy_loss(config, LossScale.count(batch.batch["loss_mask"]))
+    loss = policy_loss(config, LossScale.count(batch.batch["loss_mask"]), find_policy_loss(config.policy_loss.loss_mode))
     value, metrics = loss({"log_probs": torch.full((4, 3), log_prob), **outputs}, batch)
     return float(value), metrics.to_floats()
 
@@ -249,7 +255,7 @@ def test_metrics_do_not_depend_on_how_rows_are_cut(parts: list[list[int]]) -> No
         joined = Metrics()
         for indices in cuts:
             micro, outputs = batch.select_idxs(indices), {"log_probs": log_prob[indices], "values": log_prob[indices]}
-            joined.update(policy_loss(ActorConfig(use_kl_loss=True), scale)(outputs, micro)[1])
+            joined.update(policy_loss(ActorConfig(use_kl_loss=True), scale, find_policy_loss("vanilla"))(outputs, micro)[1])
             joined.update(critic_loss(CriticConfig(), scale, None)(outputs, micro)[1])
         joined.average_sums(LOSS_SHARES)
         return joined.to_floats()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.controller import LocalBackend, RankInfo
@@ -163,6 +164,8 @@ def test_rollout_answers_in_the_order_of_the_requests_with_the_weights_of_now() 
     outputs = house.rollout.generate(requests, policy_version=4)
     assert [output.request_id for output in outputs] == [7, 3, 5]
     assert all(output.policy_versions == [4] * 6 for output in outputs)
+    stats = house.rollout.stats().as_metrics()
+    assert (stats["rollout/generated_tokens"], stats["rollout/max_rows"], stats["rollout/decode_steps"]) == (18.0, 3.0, 5.0)
     pointers = [parameter.data_ptr() for parameter in house.policy.parameters()]
     house.actor.update(prepared(house), PLAN)
     again = house.rollout.generate(requests, policy_version=5)
@@ -182,3 +185,19 @@ def test_sft_update_and_evaluate_agree() -> None:
     parts.update(house.sft.evaluate(batch.select_idxs([2, 3, 4, 5])))
     assert parts.to_floats()["val/loss"] == pytest.approx(house.sft.evaluate(batch).to_floats()["val/loss"], rel=1e-6)
     assert house.sft.evaluate(batch).to_floats()["val/loss"] < before
+
+
+LOSS = """
+from hybridflow.algorithms.aggregation import LossOutput
+def mine(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, **_):
+    return LossOutput(log_prob.sum() * 0.0 + {value}, {{}})
+"""
+
+
+def test_a_users_loss_stays_what_it_was_when_the_run_began(tmp_path: Path) -> None:
+    file = tmp_path / "loss.py"
+    file.write_text(LOSS.format(value=1.0))
+    house = House(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{file}:mine")))
+    batch = prepared(house)
+    file.write_text(LOSS.format(value=2.0))
+    assert house.actor.update(batch, PLAN).to_floats()["actor/pg_loss"] == 1.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines.base import BatchLimits, ForwardFn, LossFn, MiniBatchResult
+from hybridflow.engines.base import BatchLimits, ForwardFn, LossFn
 from hybridflow.engines.fsdp.optimizer import MasterAdamW
 from hybridflow.engines.fsdp.schedule import learning_rate
 from hybridflow.errors import CheckpointError, TrainingError
@@ -63,7 +63,7 @@ class FSDPEngine:
                 whole[indices] = rows
         return results
 
-    def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> MiniBatchResult:
+    def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> Metrics:
         """One optimizer step on the rows of `batch`."""
         assert self.optimizer is not None and self.optim is not None, f"{self.name} was built without an optimizer"
         self.module.train()
@@ -84,17 +84,18 @@ class FSDPEngine:
         bins = split_micro_batches(lengths, max_tokens=limits.max_tokens, max_rows=limits.max_rows)
         return [(indices, batch.select_idxs(indices).to(self.device)) for indices in bins]
 
-    def _step(self, batch: DataProto, loss: float, metrics: Metrics) -> MiniBatchResult:
+    def _step(self, batch: DataProto, loss: float, metrics: Metrics) -> Metrics:
         assert self.optimizer is not None and self.optim is not None
         norm = self.optimizer.gradient_norm()
         grad_norm = float(norm)
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        metrics.add_sum(f"{self.name}/num_updates", 1.0 if finite else 0.0)
         metrics.add_sum(f"{self.name}/num_skipped_steps", 0.0 if finite else 1.0)
         if not finite:
             self.optimizer.zero_grad()
             self._report_not_finite(batch, loss, grad_norm)
-            return MiniBatchResult(metrics, applied=False)
+            return metrics
         self.nonfinite_in_a_row = 0
         metrics.add_mean(f"{self.name}/grad_norm", grad_norm)
         metrics.add_last(f"{self.name}/lr", lr)
@@ -103,7 +104,7 @@ class FSDPEngine:
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.num_steps += 1
-        return MiniBatchResult(metrics, applied=True)
+        return metrics
 
     def _report_not_finite(self, batch: DataProto, loss: float, grad_norm: float) -> None:
         self.nonfinite_in_a_row += 1

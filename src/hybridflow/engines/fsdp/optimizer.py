@@ -32,7 +32,7 @@ class MasterAdamW:
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
-        master = parameter.detach().float().clone()
+        master = parameter.detach().to(torch.float32, copy=True)
         master.grad = None
 
         def accumulate(p: Tensor) -> None:

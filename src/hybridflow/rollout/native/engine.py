@@ -121,6 +121,8 @@ class NativeEngine:
                 yield GenerationOutput(request.request_id, [], [], "error", [], f"request {request.request_id}: {problem}")
         if not good:
             return
+        if self._running is not None:  # both were asked for before either began
+            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
         training = [module for module in self.policy.modules() if module.training]
         self.policy.eval()  # no dropout: log-probs must be those of the policy
         broken = False

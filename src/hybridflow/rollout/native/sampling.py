@@ -110,5 +110,6 @@ def draw_limited(scaled: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor) 
     weights = values.masked_fill(ranks >= top_k[:, None], float("-inf")).softmax(-1)
     before = weights.cumsum(-1) - weights
     keep = (before < top_p[:, None].to(weights.dtype)) | (ranks == 0)
-    choice = draw(weights * keep, uniform)
+    # parallel sums (CUDA) may rise by a rounding behind the last token kept, so the draw is held to it
+    choice = torch.minimum(draw(weights * keep, uniform), keep.sum(-1) - 1)
     return order.gather(-1, choice[:, None])[:, 0]

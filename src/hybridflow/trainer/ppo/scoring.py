@@ -37,7 +37,8 @@ def score(batch: DataProto, rewards: RewardManager) -> tuple[DataProto, Metrics]
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     """[B] scores to [B, R]: each on the last sampled token of its row; a row without sampled tokens gets none."""
     placed = torch.zeros(response_mask.shape, dtype=scores.dtype)
-    positions = torch.arange(response_mask.shape[1]) * response_mask
     rows = response_mask.any(-1).nonzero().flatten()
-    placed[rows, positions.max(-1).values[rows]] = scores[rows]
+    if len(rows):  # else there may be no column at all
+        positions = torch.arange(response_mask.shape[1]) * response_mask[rows]
+        placed[rows, positions.max(-1).values] = scores[rows]
     return placed

@@ -12,7 +12,7 @@ from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.data_metrics import batch_metrics, rollout_difference
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.workers.bridge import KLController, apply_kl_penalty, estimate_advantages
+from hybridflow.workers.bridge import KLController, apply_kl_penalty, estimate_advantages, find_estimator
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
 
@@ -21,6 +21,7 @@ class PPOStep:
 
     def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer) -> None:
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
+        self.estimator = find_estimator(config.algorithm.adv_estimator)  # once: a user's file may be edited while the run goes on
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
         """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the metrics."""
@@ -37,7 +38,7 @@ class PPOStep:
         with timer("adv"):
             rewards, kl_metrics = apply_kl_penalty(batch, algorithm, self.kl_controller)
             batch |= rewards  # token_level_rewards
-            batch |= estimate_advantages(batch, algorithm)  # advantages, returns
+            batch |= estimate_advantages(batch, algorithm, self.estimator)  # advantages, returns
         metrics.update(kl_metrics)
         metrics.update(rollout_difference(batch))
         metrics.update(batch_metrics(batch, has_critic=roles.critic is not None))

@@ -37,7 +37,9 @@ class Trajectories:
             greedy=not rollout.do_sample,
             ignore_eos=rollout.ignore_eos,
         )
-        return self._make(prompts, sampling, n=rollout.n, purpose="rollout", step=step, version=step - 1)
+        batch, metrics = self._make(prompts, sampling, n=rollout.n, purpose="rollout", step=step, version=step - 1)
+        metrics.update(self.rollout.stats().as_metrics())
+        return batch, metrics
 
     def for_validation(self, prompts: Sequence[PromptRow], step: int, first_row: int = 0) -> tuple[DataProto, Metrics]:
         """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights of step `step`; rows are numbered from `first_row`."""
@@ -58,8 +60,9 @@ class Trajectories:
         self, prompts: Sequence[PromptRow], sampling: SamplingParams, *, n: int, purpose: str, step: int, version: int, first_row: int = 0
     ) -> tuple[DataProto, Metrics]:
         requests = build_requests(prompts, sampling, n=n, seed=self.config.trainer.seed, purpose=purpose, step=step, first_row=first_row)
-        with self.timer("gen"):
+        timers = ("val_gen", "val_reward") if purpose == "validation" else ("gen", "reward")  # a step's own do not include validation
+        with self.timer(timers[0]):
             outputs = self.rollout.generate(requests.requests, policy_version=version)
         batch = collate(requests, outputs, self.tokenizer, step=step)
-        with self.timer("reward"):
+        with self.timer(timers[1]):
             return score(batch, self.rewards)

@@ -8,7 +8,7 @@ from zoo import SUPPORTED, eager_log_probs, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import probe_policy
+from hybridflow.models.probe import _alone, _packed, _rows, probe_policy
 from hybridflow.models.value import ValueModel
 
 
@@ -86,3 +86,16 @@ def test_values_start_at_zero_and_learn() -> None:
     (values - 1).square().sum().backward()
     assert model.head.weight.grad is not None and model.head.weight.grad.abs().sum() > 0
     assert not any(name.startswith("lm_head") for name in model.state_dict())
+
+
+def test_probe_in_bfloat16_allows_for_rounding_and_finds_a_difference() -> None:
+    """Logits as large as those of a trained model: the worst of them is off by more than 0.3 through rounding alone."""
+    policy = PolicyModel(tiny_hf("llama", torch.bfloat16))
+    policy.head.weight.data.mul_(2.0)
+    rows = _rows(policy)
+    with torch.no_grad():
+        worst = max(float((a - b).abs().max()) for a, b in zip(_packed(policy, rows), _alone(policy, rows), strict=True))
+    assert worst > 0.3 > probe_policy(policy)
+    object.__setattr__(policy.transform, "scale", 1.5)
+    with pytest.raises(ModelError, match="does not give the same log-probs"):
+        probe_policy(policy)

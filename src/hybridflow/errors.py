@@ -54,3 +54,8 @@ class WorkerError(HybridFlowError):
     def __init__(self, message: str, *, role: str = "", rank: int = -1, method: str = "") -> None:
         super().__init__(message)
         self.role, self.rank, self.method = role, rank, method
+
+
+def install_extra(extra: str) -> str:
+    """What a message about a missing optional package says: how to have it."""
+    return f"install the extra {extra!r} (pip install -e '.[{extra}]' in the clone)"

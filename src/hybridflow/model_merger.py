@@ -10,28 +10,26 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.errors import ConfigError
 from hybridflow.merger import compare, merge
 from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.trainer.command import ends_in_status
 
 
+@ends_in_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 after one message for a mistake that the user can mend."""
+    """Exit status: 0, or what `ends_in_status` makes of an error."""
     options = _parser().parse_args(arguments)
     setup_logging()
-    try:
-        if options.backend == "megatron":
-            raise ConfigError(
-                "--backend megatron is not supported: checkpoints of this version are written by the fsdp engine only, use --backend fsdp"
-            )
-        if options.operation == "merge":
-            merge(options.local_dir, options.target_dir, trust_remote_code=options.trust_remote_code)
-        else:
-            count = compare(options.local_dir, options.test_hf_dir, trust_remote_code=options.trust_remote_code)
-            sys.stdout.write(f"{count} tensors, all equal bit for bit\n")
-    except HybridFlowError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 1
+    if options.backend == "megatron":
+        raise ConfigError(
+            "--backend megatron is not supported: checkpoints of this version are written by the fsdp engine only, use --backend fsdp"
+        )
+    if options.operation == "merge":
+        merge(options.local_dir, options.target_dir, trust_remote_code=options.trust_remote_code)
+    else:
+        count = compare(options.local_dir, options.test_hf_dir, trust_remote_code=options.trust_remote_code)
+        sys.stdout.write(f"{count} tensors, all equal bit for bit\n")
     return 0
 
 

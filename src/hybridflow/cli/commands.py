@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -23,40 +26,50 @@ def demo(options: argparse.Namespace) -> int:
 def train(options: argparse.Namespace) -> int:
     """One run, or every combination of a sweep."""
     from hybridflow.config import PPOConfig
-    from hybridflow.config.load import expand_sweeps, prepare_config
-    from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.trainer.main_ppo import run
 
-    setup_logging()
-    for overrides in expand_sweeps(options.overrides) if options.multirun else [options.overrides]:
-        prepared = prepare_config(PPOConfig, overrides, recipe=options.recipe)
-        _show_notes(prepared.notes)
-        run(prepared.config)
-    return 0
+    return _runs(options, PPOConfig, run)
 
 
 def sft(options: argparse.Namespace) -> int:
     """One supervised run, or every combination of a sweep."""
     from hybridflow.config import SFTConfig
-    from hybridflow.config.load import expand_sweeps, prepare_config
-    from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.trainer.main_sft import run
 
+    return _runs(options, SFTConfig, run)
+
+
+def _runs(options: argparse.Namespace, root: type[Any], run: Callable[[Any], object]) -> int:
+    """Prepare all runs, so that a mistake in the last one shows now; then run one after another."""
+    from hybridflow.config.load import expand_sweeps, prepare_config
+    from hybridflow.errors import ConfigError
+    from hybridflow.observability.logging_setup import setup_logging
+
     setup_logging()
-    for overrides in expand_sweeps(options.overrides) if options.multirun else [options.overrides]:
-        prepared = prepare_config(SFTConfig, overrides, recipe=options.recipe)
-        _show_notes(prepared.notes)
-        run(prepared.config)
+    sweep = expand_sweeps(options.overrides) if options.multirun else [options.overrides]
+    prepared = [prepare_config(root, overrides, recipe=options.recipe) for overrides in sweep]
+    folders = [each.config.trainer.default_local_dir for each in prepared]
+    if len(set(folders)) < len(folders):
+        raise ConfigError(
+            f"--multirun: {len(folders)} runs would write into {len(set(folders))} run folders, for example {folders[0]}: let its name "
+            "follow the values, as in 'trainer.experiment_name=lr-${actor_rollout_ref.actor.optim.lr}'"
+        )
+    for each in prepared:
+        _show_notes(each.notes)
+        run(each.config)
     return 0
 
 
 def config(options: argparse.Namespace) -> int:
-    """The resolved configuration as YAML; with --explain what follows from it."""
+    """The resolved configuration as YAML; with --explain what follows from it. With nothing given, every key with its default."""
     from hybridflow.config import PPOConfig, SFTConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.config.show import to_yaml
 
     root: type[PPOConfig] | type[SFTConfig] = SFTConfig if options.sft else PPOConfig
+    if not (options.recipe or options.overrides or options.explain or options.changed):
+        print(to_yaml(root()), end="")
+        return 0
     prepared = prepare_config(root, options.overrides, recipe=options.recipe, make_folders=False)
     _show_notes(prepared.notes)
     if options.explain:
@@ -79,8 +92,10 @@ def doctor(options: argparse.Namespace) -> int:
 def merge(options: argparse.Namespace) -> int:
     """A checkpoint's actor as a Hugging Face folder."""
     from hybridflow.merger import merge as merge_checkpoint
+    from hybridflow.observability.logging_setup import setup_logging
 
-    folder = merge_checkpoint(Path(options.checkpoint), Path(options.target))
+    setup_logging()
+    folder = merge_checkpoint(Path(options.checkpoint), Path(options.target), trust_remote_code=options.trust_remote_code)
     print(f"wrote {folder}")
     return 0
 
@@ -90,7 +105,9 @@ def reward_test(options: argparse.Namespace) -> int:
     from hybridflow.cli.reward_view import show_reward_test
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
+    from hybridflow.observability.logging_setup import setup_logging
 
+    setup_logging()
     prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe, make_folders=False)
     _show_notes(prepared.notes)
     return show_reward_test(prepared.config, rows=options.rows, response=options.response)
@@ -106,5 +123,6 @@ def view(options: argparse.Namespace) -> int:
 
 
 def _show_notes(notes: list[str]) -> None:
+    """On stderr: what stands on stdout may be YAML for a file."""
     for note in notes:
-        print(f"note: {note}")
+        print(f"note: {note}", file=sys.stderr)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hybridflow import __version__
 from hybridflow.cli import commands
-from hybridflow.errors import HybridFlowError
+from hybridflow.trainer.command import ends_in_status
 
 OVERRIDES = "key=value, as in `data.train_batch_size=256`; `hybridflow config` lists all keys"
 
@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
 
     merge = words.add_parser("merge", help="turn a checkpoint into a Hugging Face folder")
     merge.add_argument("checkpoint", help="global_step_N, or its actor folder")
-    merge.add_argument("target", help="folder to write")
+    merge.add_argument("target", help="folder to write; must be new or empty")
+    merge.add_argument("--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along")
     merge.set_defaults(body=commands.merge)
 
     reward = words.add_parser("reward-test", help="score the first rows of the data before a run")
@@ -68,17 +69,17 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+@ends_in_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 after one message for a mistake that the user can mend; 130 when interrupted."""
-    options = parser().parse_args(arguments)
-    try:
-        return int(options.body(options) or 0)
-    except HybridFlowError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    """Exit status: 0, 2 for words that are no command, or what `ends_in_status` makes of an error."""
+    grammar = parser()
+    options, rest = grammar.parse_known_args(arguments)
+    # argparse takes the overrides before an option or those after it, not both: the rest are overrides too
+    if odd := [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]:
+        grammar.error(f"unrecognized arguments: {' '.join(odd)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return int(options.body(options) or 0)
 
 
 if __name__ == "__main__":

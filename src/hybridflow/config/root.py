@@ -33,5 +33,5 @@ class SFTConfig:
     data: SFTDataConfig = group(SFTDataConfig)
     model: ModelConfig = group(ModelConfig)
     optim: OptimConfig = group(OptimConfig, lr=1e-5)
-    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
+    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig, save_contents=["model", "optimizer", "extra", "hf_model"])
     trainer: SFTTrainerConfig = group(SFTTrainerConfig)

@@ -33,7 +33,8 @@ class PromptData:
     def finish_batch(self, batch: Any) -> None:
         """Tell a curriculum sampler about a finished training batch (a DataProto); nothing with any other sampler."""
         if self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler):
-            self.train_loader.sampler.update(batch)
+            with blaming(f"data.sampler: {type(self.train_loader.sampler).__name__}.update"):
+                self.train_loader.sampler.update(batch)
 
 
 @dataclass(frozen=True)

@@ -174,5 +174,7 @@ def _read_json(address: str, path: Path) -> list[Row]:
 def _text(address: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{address} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{address} is not UTF-8 text: {error.reason} at byte {error.start}") from error

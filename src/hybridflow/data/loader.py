@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from hybridflow.data.samplers import CurriculumSampler, Sampler, StatefulSampler
+from hybridflow.data.samplers import CurriculumSampler, Sampler, ShuffledSampler, StatefulSampler
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,22 @@ class StatefulLoader(Generic[Item]):
                 self._advance(len(indices))
                 yield rows
 
+    def endless(self) -> Iterator[list[Item]]:
+        """The batches of this epoch and of all that follow. Raises DataError where an epoch has none left to give."""
+        while True:
+            batches = 0
+            for batch in self:
+                batches += 1
+                yield batch
+            if not batches:
+                raise DataError(
+                    f"epoch {self.epoch} gives no batch: {type(self.sampler).__name__} has {len(self.sampler)} rows in it, and "
+                    f"data.train_batch_size={self.batch_size} are needed"
+                )
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, as plain data."""
-        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "num_rows": len(self.sampler)}
+        state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "order": self._order()}
         if isinstance(self.sampler, StatefulSampler):
             state["sampler"] = self.sampler.state_dict()
         return state
@@ -91,16 +104,19 @@ class StatefulLoader(Generic[Item]):
                 f"the checkpoint was made {'without' if stateful else 'with'} a sampler that keeps a state, this run has "
                 f"{type(self.sampler).__name__}; use the sampler of the checkpoint (data.sampler)"
             )
-        if state.get("num_rows", len(self.sampler)) != len(self.sampler):
-            logger.warning(
-                "the data had %s usable rows when the checkpoint was made and has %d now: the order after resuming is another one",
-                state["num_rows"],
-                len(self.sampler),
-            )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._advance(0)  # to the next epoch, where what is left of this one makes no batch of this run's size
+        here = self._order()
+        changed = [f"{name} was {value} and is {here[name]}" for name, value in state.get("order", {}).items() if value != here.get(name)]
+        if changed:
+            logger.warning("not the data of the checkpoint (%s): the batches after resuming are other ones", ", ".join(changed))
         if isinstance(self.sampler, StatefulSampler):
             self.sampler.load_state_dict(state["sampler"])
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._advance(0)  # to the next epoch, where what is left of this one makes no batch of this run's size
+
+    def _order(self) -> dict[str, Any]:
+        """What the batches depend on, for a resumed run to compare."""
+        names = {"number of rows": len(self.sampler), "batch size": self.batch_size, "sampler": type(self.sampler).__name__}
+        return names | ({"seed": self.sampler.seed} if isinstance(self.sampler, ShuffledSampler) else {})
 
     def _advance(self, count: int) -> None:
         self.position += count

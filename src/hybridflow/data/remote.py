@@ -17,7 +17,7 @@ import fsspec
 from filelock import FileLock, Timeout
 from fsspec.utils import get_protocol
 
-from hybridflow.errors import ConfigError, DataError, ModelError
+from hybridflow.errors import ConfigError, DataError, ModelError, install_extra
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
     try:
         filesystem, path_there = fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"cannot open {address}: {error}; install hybridflow[remote] or the package named here") from error
+        raise ConfigError(f"cannot open {address}: {error}; {install_extra('remote')} or the package named here") from error
     try:
         info: dict[str, Any] = filesystem.info(path_there)
     except FileNotFoundError as error:
@@ -71,8 +71,8 @@ def _copy_once(filesystem: Any, path_there: str, address: str, info: dict[str, A
     version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key) is not None), "")
     key = hashlib.blake2b(f"{address}\n{size}\n{version}".encode(), digest_size=12).hexdigest()
     target = cache_dir / "files" / key / Path(path_there).name
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock", timeout=LOCK_SECONDS):
             if target.is_file() and (size is None or target.stat().st_size == size):
                 return target
@@ -91,6 +91,8 @@ def _copy_once(filesystem: Any, path_there: str, address: str, info: dict[str, A
         raise DataError(
             f"waited {LOCK_SECONDS:.0f} s for a process that copies {address}; if there is none, remove {target}.lock"
         ) from error
+    except OSError as error:
+        raise DataError(f"cannot keep a copy of {address} in {target.parent} ({error}): set data.cache_dir") from error
     return target
 
 
@@ -106,7 +108,7 @@ def hub_folder(name: str) -> str:
     try:
         from modelscope import snapshot_download
     except ImportError as error:
-        raise ConfigError(f"HYBRIDFLOW_USE_MODELSCOPE is set and {name} is no folder: install hybridflow[remote] or unset it") from error
+        raise ConfigError(f"HYBRIDFLOW_USE_MODELSCOPE is set and {name} is no folder: {install_extra('remote')} or unset it") from error
     try:
         return str(snapshot_download(name))
     except Exception as error:  # the client raises many kinds for one fact: no such model, or no way to it
@@ -120,7 +122,7 @@ def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:
     try:
         from modelscope.hub.file_download import dataset_file_download
     except ImportError as error:
-        raise ConfigError(f"{address} needs the ModelScope client: install hybridflow[remote]") from error
+        raise ConfigError(f"{address} needs the ModelScope client: {install_extra('remote')}") from error
     try:
         file = dataset_file_download("/".join(parts[:2]), "/".join(parts[2:]), cache_dir=str(cache_dir) if cache_dir else None)
     except Exception as error:  # as above

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from hybridflow.errors import DataError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.observability.trackers.jsonl import read_metrics
 
 MAX_SAMPLE_STEPS = 20
@@ -36,7 +36,7 @@ _PARTS = {
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of a run folder to `out` (default: `report.html` in the run folder) and return its path.
 
-    Raises DataError where the folder does not exist or holds nothing of a run.
+    Raises DataError where the folder does not exist or holds nothing of a run, ConfigError where `out` cannot be written.
     """
     run = Path(run_dir)
     if not run.is_dir():
@@ -45,8 +45,11 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     if not data["steps"] and not any(data["samples"].values()) and data["summary"] is None:
         raise DataError(f"{run} holds no metrics.jsonl, samples/, validation/ or summary.json: is it the folder of a run?")
     target = Path(out) if out is not None else run / "report.html"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(render(data), encoding="utf-8")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(render(data), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the report cannot be written ({error}): give another file") from error
     return target
 
 

@@ -83,7 +83,7 @@ function startSamples(samples) {
     if (!row) { detail.replaceChildren(el("div", { class: "empty" }, "Nothing to show.")); return; }
     const hidden = new Set(["prompt", "response", "tokens", "tokens_cut", "step"]);
     const facts = Object.entries(row).filter(([name, value]) => !hidden.has(name) && value != null && value !== "")
-      .map(([name, value]) => el("span", {}, el("span", { class: "muted" }, name.replaceAll("_", " ")), typeof value === "number" ? format(value) : typeof value === "string" ? value : JSON.stringify(value)));
+      .map(([name, value]) => el("span", {}, el("span", { class: "muted" }, name.replaceAll("_", " ")), Number.isInteger(value) ? String(value) : typeof value === "number" ? format(value) : typeof value === "string" ? value : JSON.stringify(value)));
     const choices = COLOURS.filter(([name]) => hasColour(row.tokens, name));
     if (!choices.some(([name]) => name === state.colour)) state.colour = choices.length ? choices[0][0] : null;
     const colour = el("select", { "aria-label": "colour tokens by", onchange: (event) => { state.colour = event.target.value; fillDetail(); } },

@@ -30,14 +30,20 @@ _NO_SCORES = {"uid", "finish_reason", "data_source", "reward_model", "extra_info
 
 
 class SampleWriter:
-    """Writes the samples of each step into `folder`, one file a step; a step written again (after a resume) replaces its file."""
+    """Writes the samples of each step into `folder`, one file a step; a step written again (after a resume) replaces its file.
 
-    def __init__(self, folder: str | Path) -> None:
+    With `keep_to`, files of later steps are removed first: they are of a run that this one takes the place of.
+    """
+
+    def __init__(self, folder: str | Path, *, keep_to: int | None = None) -> None:
         self.folder = Path(folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for file in self.folder.glob("*.jsonl"):
+                if keep_to is not None and file.stem.isdigit() and int(file.stem) > keep_to:
+                    file.unlink()
         except OSError as error:
-            raise ConfigError(f"cannot create the sample folder {self.folder}: {error}: set another folder") from error
+            raise ConfigError(f"cannot write the sample folder {self.folder}: {error}: set another folder") from error
 
     def write(self, rows: Sequence[SampleRow], step: int) -> Path:
         """Write the rows of a step, whole or not at all, and return the file."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.errors import HybridFlowError
 from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.trainer.command import ends_in_status
 from hybridflow.trainer.ppo.build import build
 
 
@@ -18,20 +18,14 @@ def run(config: PPOConfig) -> dict[str, float]:
         return trainer.fit()
 
 
+@ends_in_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 after one message for a mistake that the user can mend; 130 when interrupted."""
+    """Exit status: 0, or what `ends_in_status` makes of an error."""
     setup_logging()
-    try:
-        prepared = prepare_config(PPOConfig, list(sys.argv[1:] if arguments is None else arguments))
-        for note in prepared.notes:
-            sys.stderr.write(f"note: {note}\n")
-        run(prepared.config)
-    except HybridFlowError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+    prepared = prepare_config(PPOConfig, list(sys.argv[1:] if arguments is None else arguments))
+    for note in prepared.notes:
+        sys.stderr.write(f"note: {note}\n")
+    run(prepared.config)
     return 0
 
 

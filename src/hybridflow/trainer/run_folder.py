@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoint.durable import locked
 from hybridflow.errors import ConfigError
+
+LOCK = ".run_lock"
 
 
 class RunFolder:
@@ -20,6 +25,17 @@ class RunFolder:
             raise ConfigError(
                 f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a writable place."
             ) from error
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs out while this one writes here; ConfigError where one is at work. A run that was killed holds nothing."""
+        with locked(self.path / LOCK) as free:
+            if not free:
+                raise ConfigError(
+                    f"another run is writing into {self.path}: wait for its end, or give this one its own "
+                    "trainer.experiment_name or trainer.default_local_dir"
+                )
+            yield
 
     @property
     def nonfinite(self) -> Path:

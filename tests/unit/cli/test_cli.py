@@ -82,8 +82,33 @@ def test_config_refuses_a_run_folder_that_cannot_be_written(tiny: Path, tmp_path
 def test_config_shows_notes_and_takes_recipes(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = run("config", "--recipe", "grpo", "data.task.name=arithmetic_chain", f"model.path={tiny}")
     assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "note: model.path is now actor_rollout_ref.model.path" in shown and "adv_estimator: grpo" in shown
+    shown = capsys.readouterr()
+    assert "note: model.path is now actor_rollout_ref.model.path" in shown.err
+    assert yaml.safe_load(shown.out)["algorithm"]["adv_estimator"] == "grpo", "notes do not stand in the YAML"
+
+
+@pytest.mark.parametrize(("words", "key"), [([], "actor_rollout_ref"), (["--sft"], "checkpoint")])
+def test_config_alone_lists_every_key(words: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *words]) == 0
+    assert key in yaml.safe_load(capsys.readouterr().out)
+
+
+def test_overrides_may_stand_before_and_after_an_option(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = run("config", f"actor_rollout_ref.model.path={tiny}", "data.train_batch_size=8", "--recipe", "grpo")
+    assert main([*words, "data.task.name=arithmetic_chain", "data.train_batch_size=16"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["data"]["task"]["name"] == "arithmetic_chain" and tree["data"]["train_batch_size"] == 16
+    assert status_of_exit(["config", "--recipee", "grpo"]) == 2
+    assert status_of_exit(["doctor", "now"]) == 2
+
+
+def test_a_sweep_into_one_run_folder_is_refused_before_it_starts(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = run("train", "--multirun", *task(tiny, "actor_rollout_ref.rollout.n=4"), "actor_rollout_ref.actor.optim.lr=1e-3,1e-4")
+    assert main(words) == 1
+    assert "2 runs would write into 1 run folders" in capsys.readouterr().err
+    named = [*words, "trainer.experiment_name=lr-${actor_rollout_ref.actor.optim.lr}", "reward.function=none"]
+    assert main(named) == 1 and "got 'none'" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / "hybridflow").iterdir()) == ["lr-0.0001", "lr-0.001", "run"]
 
 
 def test_explain_counts_steps_parameters_and_memory(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,10 +176,13 @@ def test_view_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     [
         (["view", "nowhere"], "DataError: nowhere is no folder"),
         (["view", "."], "DataError: . holds no metrics.jsonl"),
+        (["view", "run", "-o", "."], "ConfigError: the report cannot be written"),
         (["merge", "nowhere", "out"], "CheckpointError: no actor to merge at nowhere"),
     ],
 )
 def test_a_wrong_folder_is_one_message_and_status_1(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run", "summary.json").write_text("{}")
     assert main(words) == 1
     assert capsys.readouterr().err.startswith(message)
 

@@ -141,7 +141,7 @@ def test_modelscope(monkeypatch: pytest.MonkeyPatch) -> None:
         load_rows("modelscope://owner/a.jsonl")
     monkeypatch.setitem(sys.modules, "modelscope", None)  # as if it were not installed
     monkeypatch.setitem(sys.modules, "modelscope.hub.file_download", None)
-    with pytest.raises(ConfigError, match=r"hybridflow\[remote\]"):
+    with pytest.raises(ConfigError, match="install the extra 'remote'"):
         load_rows("modelscope://owner/name/a.jsonl")
     monkeypatch.setenv("HYBRIDFLOW_USE_MODELSCOPE", "1")
     assert hub_folder("/no/such") == "/no/such"

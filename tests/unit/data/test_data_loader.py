@@ -86,8 +86,25 @@ def test_an_abandoned_epoch_goes_on_in_the_next_loop() -> None:
 
 def test_changed_data_is_said_at_resume(caplog: pytest.LogCaptureFixture) -> None:
     state = shuffled().state_dict()
-    StatefulLoader(ROWS[:20], ShuffledSampler(ROWS[:20], 0), 5).load_state_dict(state)
-    assert "had 23 usable rows when the checkpoint was made and has 20 now" in caplog.text
+    StatefulLoader(ROWS[:20], ShuffledSampler(ROWS[:20], 1), 4).load_state_dict(state)
+    assert "number of rows was 23 and is 20, batch size was 5 and is 4, seed was 0 and is 1" in caplog.text
+    caplog.clear()
+    shuffled().load_state_dict(state)
+    assert not caplog.text
+
+
+def test_epochs_follow_each_other_without_end_until_one_is_empty() -> None:
+    batches = shuffled().endless()
+    assert [next(batches) for _ in range(10)] == epochs(shuffled(), 3)[:10]
+
+    class Emptied(SequentialSampler):
+        def set_epoch(self, epoch: int) -> None:
+            self.size = 4 if epoch else 23
+
+    loader = StatefulLoader(ROWS, Emptied(ROWS), 5, drop_last=True)
+    loader.epoch = 1
+    with pytest.raises(DataError, match=r"epoch 1 gives no batch: Emptied has 4 rows in it, and data\.train_batch_size=5"):
+        next(loader.endless())
 
 
 class Hardest:

@@ -125,3 +125,13 @@ def test_log_lines_go_to_stderr_and_third_parties_stay_quiet() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRANSFORMERS", "HF_"))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert "INFO hybridflow.x: ours" in done.stderr and "theirs" not in done.stderr and done.stdout == ""
+
+
+def test_a_fresh_run_does_not_show_an_earlier_ones_samples(tmp_path: Path) -> None:
+    for step in (0, 5, 90):
+        SampleWriter(tmp_path).write([{"prompt": "p"}], step)
+    (tmp_path / "notes.jsonl").write_text("a user's own")
+    SampleWriter(tmp_path, keep_to=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "5.jsonl", "notes.jsonl"]
+    SampleWriter(tmp_path, keep_to=-1)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.jsonl"]

@@ -128,6 +128,6 @@ def test_weights_are_taken_over_in_place(model: Path, tmp_path: Path) -> None:
         trainer.fit()
         pointers = [parameter.data_ptr() for parameter in actor_module(trainer).parameters()]
         kl, loader = state.pop("kl"), state.pop("loader")
-        trainer.state.take({"actor": state["actor"], "data": loader, "trainer": {"step": 0, "seed": 1, "kl_controller": kl}})
+        trainer.state.take({"actor": state["actor"], "data": loader, "trainer": {"kind": "ppo", "step": 0, "seed": 1, "kl_controller": kl}})
         assert [parameter.data_ptr() for parameter in actor_module(trainer).parameters()] == pointers
         assert equal(states(trainer)["actor"], state["actor"]) and trainer.state.step == 0

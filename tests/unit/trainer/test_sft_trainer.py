@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_trainer import TIMINGS, sft_config, tiny_model
+from tiny_trainer import TIMINGS, ppo_config, sft_config, tiny_model
+from tiny_trainer import build as build_ppo
 from transformers import AutoModelForCausalLM
 
+from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.sft import SFTDataset, SFTRow
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol.packing import pack
@@ -67,6 +71,38 @@ def test_a_run_learns_repeats_and_resumes(model: Path, tmp_path: Path) -> None:
     with build(sft_config(model, tmp_path / "c", "trainer.test_freq=1")) as trainer:
         assert trainer.state.step == 2 and trainer.fit() == 3
     assert metrics_of(tmp_path / "c") == lines
+
+
+def test_what_a_checkpoint_holds_and_a_resume_reads(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1", "checkpoint.save_contents=[model]")) as trainer:
+        trainer.fit()
+    path = tmp_path / "run" / "global_step_1"
+    assert set(CheckpointStore(tmp_path / "run").load(path).state["actor"]) == {"model"}
+    folder = path / "actor" / "huggingface"
+    assert (folder / "config.json").is_file() and not list(folder.glob("*.safetensors"))
+    with caplog.at_level(logging.WARNING), build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer:
+        assert trainer.fit() == 1, "nothing is left to do"
+    assert "no optimizer and no scheduler" in caplog.text and "the run is complete: 1 of 1 steps are done" in caplog.text
+
+
+def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
+    with build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer:
+        trainer.fit()
+    with (
+        pytest.raises(CheckpointError, match=r"trainer\.seed=1, this one has 7"),
+        build(sft_config(model, tmp_path / "run", "trainer.seed=7")),
+    ):
+        pass
+    with pytest.raises(CheckpointError, match="of kind sft, this one is of kind ppo"), build_ppo(ppo_config(model, tmp_path / "run")):
+        pass
+
+
+def test_a_run_folder_has_one_run_at_a_time(model: Path, tmp_path: Path) -> None:
+    config = sft_config(model, tmp_path / "run")
+    with build(config), pytest.raises(ConfigError, match="another run is writing into"), build(config):
+        pass
+    with build(config) as trainer:
+        assert trainer.state.step == 0, "it is free again"
 
 
 def test_a_checkpoint_has_the_model_as_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:

@@ -1,21 +1,17 @@
-"""The tasks of reasoning-gym by name (`reasoning_gym:chain_sum`), and their own verifiers; an optional extra.
+"""The tasks of reasoning-gym by name (`reasoning_gym:chain_sum`); an optional extra.
 
-create_dataset(name, seed, **options) ──► rows, each with its entry as JSON in extra_info ──► score(name, answer, entry)
+create_dataset(name, seed, **options) ──► rows, each with its entry as JSON in extra_info ──► rewards/functions/reasoning_gym.py
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.data.json_entry import encode_entry
 from hybridflow.data.tasks.base import Split
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.errors import ConfigError, DataError, install_extra
 from hybridflow.protocol.randomness import derive_seed
-
-logger = logging.getLogger(__name__)
 
 _ROUNDS = 20
 
@@ -80,71 +76,9 @@ class ReasoningGymTask:
         }
 
 
-def score(name: str, answer_text: str | None, entry: str | Mapping[str, Any]) -> float:
-    """The score in [0, 1] that the task's own verifier gives an answer; 0.0 where the verifier cannot make sense of the answer.
-
-    `entry` is extra_info["entry"] of the row. Raises ConfigError where the package or the task is missing.
-    """
-    if answer_text is None:
-        return 0.0
-    verifier = _verifier(name)
-    decoded = decode_entry(entry) if isinstance(entry, str) else dict(entry)
-    try:
-        return float(verifier(answer=answer_text, entry=decoded))
-    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError) as error:
-        logger.debug("reasoning_gym:%s could not verify %r: %s", name, answer_text[:200], error)
-        return 0.0
-
-
-@functools.lru_cache(maxsize=64)
-def _verifier(name: str) -> Callable[..., float]:
-    try:
-        verifier: Callable[..., float] = _library().get_score_answer_fn(name)
-    except ValueError as error:
-        raise ConfigError(f"reasoning-gym has no task {name!r}") from error
-    return verifier
-
-
 def _library() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ConfigError("tasks named reasoning_gym:NAME need the package reasoning-gym: install hybridflow[tasks]") from error
+        raise ConfigError(f"tasks named reasoning_gym:NAME need the package reasoning-gym: {install_extra('tasks')}") from error
     return reasoning_gym
-
-
-def encode_entry(entry: Mapping[str, Any]) -> str:
-    """An entry as JSON from which `decode_entry` gets it back: verifiers compare tuples and look up keys that are no strings."""
-    return json.dumps(_pack(dict(entry)))
-
-
-def decode_entry(text: str) -> dict[str, Any]:
-    """The entry that `encode_entry` wrote."""
-    entry: dict[str, Any] = json.loads(text, object_hook=_unpack)
-    return entry
-
-
-def _pack(value: Any) -> Any:
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    if hasattr(value, "tolist"):  # numpy
-        return _pack(value.tolist())
-    if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value):
-            return {key: _pack(item) for key, item in value.items()}
-        return {"__items__": [[_pack(key), _pack(item)] for key, item in value.items()]}
-    if isinstance(value, list):
-        return [_pack(item) for item in value]
-    if isinstance(value, tuple):
-        return {"__tuple__": [_pack(item) for item in value]}
-    if isinstance(value, (set, frozenset)):
-        return {"__set__": sorted((_pack(item) for item in value), key=repr)}
-    return str(value)
-
-
-def _unpack(value: dict[str, Any]) -> Any:
-    if value.keys() == {"__items__"}:
-        return dict(value["__items__"])
-    if value.keys() == {"__tuple__"}:
-        return tuple(value["__tuple__"])
-    return set(value["__set__"]) if value.keys() == {"__set__"} else value

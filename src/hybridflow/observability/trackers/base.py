@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.health import HealthWatch
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"trainer.logger lists {extra!r}, but its library cannot be imported ({error}): "
-            f"pip install 'hybridflow[{extra}]', or take {extra!r} out of trainer.logger"
+            f"{install_extra(extra)}, or take {extra!r} out of trainer.logger"
         ) from error
 
 

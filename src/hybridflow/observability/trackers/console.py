@@ -1,10 +1,12 @@
 """The run on the terminal: a line a step, a table at validation, and a progress bar where somebody is watching.
 
-On a pipe or in CI there is no bar and no colour, only the same lines.
+On a pipe or in CI there is no bar and no colour. Lines are then at least two seconds apart, so that fast steps do not fill a log file;
+the first step, the last one and those with a validation always have theirs.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +55,7 @@ _FIELDS = (
 )
 _VALIDATION = re.compile(r"^val[^/]*/")
 _VARIANT = re.compile(r"^(?:(?P<source>.+)/)?(?P<key>[^/]+)/(?P<variant>(?:mean|best|maj|worst|std)@.*)$")
+_QUIET_SECONDS = 2.0  # between two lines where nobody is watching
 _SAMPLE_WIDTH = 300  # characters of a prompt or response in the sample table
 
 
@@ -63,6 +66,7 @@ class ConsoleTracker(Tracker):
         self._console = console or shared_console
         self._total, self._start, self._clock = run.total_steps, run.resume_step or 0, clock
         self._last_time, self._step_seconds = clock(), 0.0
+        self._last_line = -math.inf  # when the last line was printed
         self._validations: dict[str, list[float]] = {}
         self._progress: Progress | None = None
 
@@ -70,9 +74,16 @@ class ConsoleTracker(Tracker):
         validation = {name: value for name, value in metrics.items() if _VALIDATION.match(name)}
         if any(name in metrics for field in _FIELDS for name in field.names):
             left = self._time_left(metrics, step)
-            self._show_step(metrics, step, left)
+            if self._console.is_terminal or self._is_due(step, bool(validation)):
+                self._show_step(metrics, step, left)
         if validation:
             self._show_validation(validation, step)
+
+    def _is_due(self, step: int, validated: bool) -> bool:
+        due = validated or step == self._total or self._last_time - self._last_line >= _QUIET_SECONDS
+        if due:
+            self._last_line = self._last_time
+        return due
 
     def _show_step(self, metrics: Mapping[str, float], step: int, left: float | None) -> None:
         line = Text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker
 
 
@@ -21,7 +21,7 @@ class TensorBoardTracker(Tracker):
         except ImportError as error:
             raise ConfigError(
                 f"trainer.logger lists 'tensorboard', but it cannot be imported ({error}): "
-                f"pip install 'hybridflow[tensorboard]', or take it out of trainer.logger"
+                f"{install_extra('tensorboard')}, or take it out of trainer.logger"
             ) from error
         purge = None if run.resume_step is None else run.resume_step + 1
         self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge)

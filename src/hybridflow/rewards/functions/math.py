@@ -1,4 +1,4 @@
-"""Mathematics: the boxed answer, compared symbolically by math-verify (`pip install hybridflow[math]`)."""
+"""Mathematics: the boxed answer, compared symbolically by math-verify (the extra `math`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardError, install_extra
 from hybridflow.rewards.functions.ground_truth import required
 
 
@@ -61,7 +61,7 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise RewardError("the math reward needs math-verify, which is not installed: pip install hybridflow[math]") from error
+        raise RewardError(f"the math reward needs math-verify, which is not installed: {install_extra('math')}") from error
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).addFilter(lambda record: "Timeout is disabled" not in record.getMessage())
     return parse, verify

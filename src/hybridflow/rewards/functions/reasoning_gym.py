@@ -1,15 +1,15 @@
-"""reasoning-gym tasks: the task's own scorer decides (`pip install hybridflow[tasks]`)."""
+"""reasoning-gym tasks: the task's own scorer decides (the extra `tasks`)."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from hybridflow.errors import RewardError
+from hybridflow.data.json_entry import decode_entry
+from hybridflow.errors import RewardError, install_extra
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ def compute_score(
     An answer that the task's scorer cannot make sense of scores 0.0.
 
     The answer is what stands in the last `<answer>...</answer>`, else after the last `####`, else the whole response. The
-    task's entry comes from `extra_info["entry"]` (a dict or its JSON), the task's name from the entry or from the
+    task's entry comes from `extra_info["entry"]` (a dict, or its JSON by `data.json_entry`), the task's name from the entry or from the
     data source `reasoning_gym:NAME`.
     Raises RewardError if the entry is missing or reasoning-gym is not installed.
     """
     entry = (extra_info or {}).get("entry")
     if isinstance(entry, str):
-        entry = json.loads(entry)
+        entry = decode_entry(entry)
     if not isinstance(entry, dict):
         raise RewardError(
             f"reasoning_gym: wanted the task's entry in extra_info['entry'], got {type(entry).__name__}; "
@@ -73,7 +73,7 @@ def _library() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise RewardError("reasoning_gym tasks need reasoning-gym, which is not installed: pip install hybridflow[tasks]") from error
+        raise RewardError(f"reasoning_gym tasks need reasoning-gym, which is not installed: {install_extra('tasks')}") from error
     return reasoning_gym
 
 

@@ -90,6 +90,11 @@ def _warm_up(options: DemoOptions, model: Path) -> tuple[Path, dict[str, Any]]:
         "trainer.logger=[console]",
     ]
     config = prepare_config(SFTConfig, overrides, recipe="demo_sft").config
+    logger.info(
+        "warm-up: it reads worked answers until %.0f %% of the held-out questions are right, for at most %s steps",
+        100 * options.sft_accuracy,
+        config.trainer.total_training_steps,
+    )
     warm = options.folder / "sft" / "model"
     with build_sft(config) as trainer:
         questions = _questions(load_tokenizer(str(model)), seed=options.seed)
@@ -118,7 +123,9 @@ def _reinforce(
         "trainer.resume_mode=disable",
         *options.overrides,
     ]
-    config = prepare_config(PPOConfig, overrides, recipe=f"demo_{options.algorithm}").config
+    config, notes, _ = prepare_config(PPOConfig, overrides, recipe=f"demo_{options.algorithm}")
+    for note in notes:
+        logger.info("note: %s", note)
     with build_ppo(config) as trainer:
         tokenizer, engine = trainer.tokenizer, trainer.rollout_engine
         questions = _questions(tokenizer, seed=options.seed)

@@ -57,9 +57,14 @@ from hybridflow.workers.bridge import kl_controller
 
 @contextmanager
 def build(config: PPOConfig) -> Iterator[SyncTrainer]:
-    """Everything a run needs; what holds processes or files is closed at the end, whatever happens."""
+    """Everything a run needs; what holds processes, files or the run folder is let go at the end, whatever happens."""
     set_threads(config.trainer.num_threads)
     folder = RunFolder(config.trainer.default_local_dir)
+    with folder.held():
+        yield from _build(config, folder)
+
+
+def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
     folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
     data = build_prompt_data(config.data, tokenizer, config.trainer.seed)
@@ -76,13 +81,14 @@ def build(config: PPOConfig) -> Iterator[SyncTrainer]:
             kl_controller=controller,
             contents={ACTOR: config.actor_rollout_ref.actor.checkpoint, CRITIC: config.critic.checkpoint},
             write_huggingface=host.write_huggingface,
+            total_steps=total_steps,
             seed=config.trainer.seed,
         )
         store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
         done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
         with _trackers(config, folder, total_steps, done) as trackers:
             timer = Timer()
-            samples = SampleLog(folder.path, config, tokenizer, total_steps, trackers)
+            samples = SampleLog(folder.path, config, tokenizer, total_steps, trackers, done)
             trajectories = Trajectories(roles.rollout, rewards, tokenizer, config, timer)
             yield SyncTrainer(
                 config=config,

@@ -19,13 +19,15 @@ REPORT_STEPS = 20
 
 
 class SampleLog:
-    """Writes samples of training steps and validations."""
+    """Writes samples of training steps and validations; those in the run folder after step `done` are of an earlier run, and removed."""
 
-    def __init__(self, run_dir: Path, config: PPOConfig, tokenizer: Tokenizer, total_steps: int, trackers: Trackers) -> None:
+    def __init__(self, run_dir: Path, config: PPOConfig, tokenizer: Tokenizer, total_steps: int, trackers: Trackers, done: int = 0) -> None:
         self.tokenizer = tokenizer
         self.total_steps, self.trackers = total_steps, trackers
         self.num_shown = config.trainer.log_val_generations
-        self.report, self.report_validation = SampleWriter(run_dir / "samples"), SampleWriter(run_dir / "validation")
+        keep_to = done or -1  # a fresh run begins with the validation before its first step
+        self.report = SampleWriter(run_dir / "samples", keep_to=keep_to)
+        self.report_validation = SampleWriter(run_dir / "validation", keep_to=keep_to)
         self.rollouts = _writer(config.trainer.rollout_data_dir)
         self.validations = _writer(config.trainer.validation_data_dir)
 

@@ -7,7 +7,6 @@ loader ──prompts──► Trajectories ──scored rows──► PPOStep �
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +57,7 @@ class SyncTrainer:
             self.trackers.log(last_validation, done)
         if trainer.val_only:
             return last_validation
-        prompts = self._prompts()
+        prompts = self.loader.endless()
         for step in range(done + 1, self.total_steps + 1):
             epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on to the next one
             last_validation = self._one(next(prompts), step, epoch) or last_validation
@@ -98,7 +97,3 @@ class SyncTrainer:
 
     def _due(self, frequency: int, step: int) -> bool:
         return step == self.total_steps or (frequency > 0 and step % frequency == 0)
-
-    def _prompts(self) -> Iterator[list[PromptRow]]:
-        while True:
-            yield from self.loader

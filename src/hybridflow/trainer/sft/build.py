@@ -18,7 +18,7 @@ from hybridflow.distributed.device import resolve_device, set_threads
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.models.build import build_policy
-from hybridflow.models.export import save_hf
+from hybridflow.models.export import save_config, save_hf
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import build_trackers
 from hybridflow.rollout.build import build_rollout_engine
@@ -31,10 +31,15 @@ from hybridflow.workers.sft import SFTGroup, SFTWorker
 
 @contextmanager
 def build(config: SFTConfig) -> Iterator[SFTTrainer]:
-    """Everything a supervised run needs; files are closed at the end, whatever happens."""
+    """Everything a supervised run needs; files and the run folder are let go at the end, whatever happens."""
+    set_threads(config.trainer.num_threads)
+    folder = RunFolder(config.trainer.default_local_dir)
+    with folder.held():
+        yield from _build(config, folder)
+
+
+def _build(config: SFTConfig, folder: RunFolder) -> Iterator[SFTTrainer]:
     trainer = config.trainer
-    set_threads(trainer.num_threads)
-    folder = RunFolder(trainer.default_local_dir)
     folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
     data = build_sft_data(config.data, tokenizer, trainer.seed)
@@ -53,11 +58,11 @@ def build(config: SFTConfig) -> Iterator[SFTTrainer]:
         )
         return SFTWorker(engine, BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu))
 
-    def export(target: Path) -> None:
-        save_hf(policy, target, tokenizer)
+    def write_huggingface(target: Path, with_weights: bool) -> None:
+        (save_hf if with_weights else save_config)(policy, target, tokenizer)
 
     group = SFTGroup(LocalBackend({"sft": worker}), "sft")
-    state = SFTState(group, data.train_loader, export)
+    state = SFTState(group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed)
     store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
     done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
     assert tokenizer.pad_token_id is not None, "the tokenizer loader sets a pad token"
@@ -81,6 +86,6 @@ def build(config: SFTConfig) -> Iterator[SFTTrainer]:
             timer=Timer(),
             total_steps=total_steps,
             tokenizer=tokenizer,
-            export=export,
+            export=lambda target: write_huggingface(target, True),
             rollout=build_rollout_engine(RolloutConfig(max_num_seqs=512), policy, end_tokens(policy, tokenizer)),
         )

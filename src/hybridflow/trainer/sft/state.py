@@ -1,19 +1,21 @@
-"""The state of a supervised run: model, optimizer, data position, step."""
+"""The state of a supervised run: model, optimizer, data position, step.
+
+There is no random state in it: every draw is keyed by (seed, purpose, epoch), so seed and position are enough.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.checkpoint.layout import ACTOR, DATA, HF_FOLDER, TRAINER
 from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.sft import SFTRow
+from hybridflow.trainer.resume import check_belongs, find, parts_to_load, parts_to_save, say_where
 from hybridflow.workers.sft import SFTGroup
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -22,23 +24,32 @@ class SFTState:
 
     group: SFTGroup
     loader: StatefulLoader[SFTRow]
-    write_huggingface: Callable[[Path], None]
+    contents: CheckpointContentsConfig
+    """What is saved and loaded."""
+    write_huggingface: Callable[[Path, bool], None]
+    """(folder, with weights) -> config, tokenizer and, if asked, the weights."""
+    total_steps: int
+    seed: int
     step: int = 0
 
     def save(self, store: CheckpointStore) -> Path:
-        """Write a checkpoint of this step, with the model as a Hugging Face folder in it."""
-        state = {ACTOR: self.group.state_dict(), DATA: self.loader.state_dict(), TRAINER: {"step": self.step}}
-        return store.save(self.step, state, folders={f"{ACTOR}/{HF_FOLDER}": self.write_huggingface})
+        """Write a checkpoint of this step."""
+        state = {
+            ACTOR: parts_to_save(self.group.state_dict(), self.contents),
+            DATA: self.loader.state_dict(),
+            TRAINER: {"kind": "sft", "step": self.step, "seed": self.seed},
+        }
+        with_weights = "hf_model" in self.contents.save_contents
+        return store.save(self.step, state, folders={f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)})
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
-        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done."""
-        if mode == "disable":
-            return 0
-        loaded = store.load(Path(path).expanduser()) if mode == "resume_path" and path else store.load_latest()
+        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without one."""
+        loaded = find(store, mode, path)
         if loaded is None:
             return 0
-        self.group.load_state_dict(loaded.state[ACTOR])
+        check_belongs(loaded.state, kind="sft", seed=self.seed)
+        self.group.load_state_dict(parts_to_load("model", loaded.state[ACTOR], self.contents))
         self.loader.load_state_dict(loaded.state[DATA])
         self.step = int(loaded.state[TRAINER]["step"])
-        logger.info("resumed after step %d from %s", self.step, loaded.path)
+        say_where(self.step, self.total_steps, loaded.path)
         return self.step

@@ -5,7 +5,7 @@ loader ──conversations──► rows ──► SFTGroup.update ──► met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class SFTTrainer:
     def fit(self, after_step: AfterStep | None = None) -> int:
         """Run to the last step, or to where `after_step` says so; gives the number of steps done."""
         done = self.state.step
-        batches = self._batches()
+        batches = self.loader.endless()
         for step in range(done + 1, self.total_steps + 1):
             epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on to the next one
             self._one(next(batches), step, epoch)
@@ -102,7 +102,3 @@ class SFTTrainer:
 
     def _due(self, frequency: int, step: int) -> bool:
         return step == self.total_steps or (frequency > 0 and step % frequency == 0)
-
-    def _batches(self) -> Iterator[list[SFTRow]]:
-        while True:
-            yield from self.loader

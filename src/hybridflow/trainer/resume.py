@@ -1,0 +1,69 @@
+"""What every kind of run asks of a checkpoint: which one to take, whether it belongs to this run, which parts of an engine it holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.checkpoint.layout import TRAINER
+from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
+from hybridflow.config.model import CheckpointContentsConfig
+from hybridflow.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+ENGINE_PARTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("scheduler",)}
+"""What the words of `checkpoint.save_contents` mean in an engine's state."""
+
+
+def find(store: CheckpointStore, mode: str, path: str | None) -> Checkpoint | None:
+    """The checkpoint that `trainer.resume_mode` asks for, read; None where a run starts from nothing."""
+    if mode == "disable":
+        return None
+    return store.load(Path(path).expanduser()) if mode == "resume_path" and path else store.load_latest()
+
+
+def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
+    """Refuse, by a CheckpointError, the state of another kind of run (`ppo`, `sft`) or of a run with another seed."""
+    saved = state.get(TRAINER, {})
+    anew = "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
+    if saved.get("kind") != kind:
+        raise CheckpointError(
+            f"The checkpoint belongs to a run of kind {saved.get('kind')}, this one is of kind {kind}: {anew}. To start from its weights, "
+            "`hybridflow merge` it and set the model's path to the folder"
+        )
+    if int(saved["seed"]) != seed:
+        raise CheckpointError(
+            f"The checkpoint belongs to a run with trainer.seed={saved['seed']}, this one has {seed}: set the same seed, or {anew}."
+        )
+
+
+def parts_to_save(state: Mapping[str, Any], contents: CheckpointContentsConfig) -> dict[str, Any]:
+    """The parts of an engine's state that `checkpoint.save_contents` names."""
+    wanted = {part for word in contents.save_contents for part in ENGINE_PARTS.get(word, ())}
+    return {part: value for part, value in state.items() if part in wanted}
+
+
+def parts_to_load(name: str, saved: Mapping[str, Any], contents: CheckpointContentsConfig) -> dict[str, Any]:
+    """The parts that `checkpoint.load_contents` names; those that the checkpoint lacks are said, and a missing model is an error."""
+    wanted = {part for word in contents.load_contents for part in ENGINE_PARTS.get(word, ())}
+    missing = sorted(wanted - saved.keys())
+    if "model" in missing:
+        raise CheckpointError(f"The checkpoint has no model of the {name}: its run saved without (checkpoint.save_contents).")
+    if missing:
+        logger.warning("the checkpoint has no %s of the %s (checkpoint.save_contents): it starts afresh", " and no ".join(missing), name)
+    return {part: value for part, value in saved.items() if part in wanted}
+
+
+def say_where(done: int, total: int, path: Path) -> None:
+    """Log where a resumed run goes on, or that nothing is left of it."""
+    logger.info("resumed after step %d from %s", done, path)
+    if done >= total:
+        logger.warning(
+            "the run is complete: %d of %d steps are done, none is left. To train on, raise trainer.total_epochs or "
+            "trainer.total_training_steps; to start anew, set trainer.resume_mode=disable or another trainer.experiment_name",
+            done,
+            total,
+        )

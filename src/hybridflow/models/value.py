@@ -27,7 +27,8 @@ class ValueModel(nn.Module):
         if self.dtype == torch.float64:
             compute_in_float64(hf)
         kind = torch.promote_types(self.dtype, torch.float32)
-        self.head = nn.Linear(hf.config.hidden_size, 1, dtype=kind, device=self.device)
+        size = hf.config.get_text_config().hidden_size
+        self.head = nn.utils.skip_init(nn.Linear, size, 1, dtype=kind, device=self.device)  # its own draw would move the global stream
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.train(hf.training)

@@ -27,7 +27,8 @@ A run is described by a tree of keys. `key=value` on the command line sets one (
 `a='some text'`, `${trainer.project_name}`, `${oc.env:HOME}`); a recipe is a YAML file that sets several and may build on others through
 its `defaults` list. A leading `+` is not needed and does no harm; `~key` sets a key back to its default. With `--multirun`, `a=1,2` runs
 one after another, each into a folder of its own: let `trainer.experiment_name` follow the values, as in
-`lr-${actor_rollout_ref.actor.optim.lr}`. `hybridflow config` lists every key, `hybridflow config …` prints the whole tree as it will run, `--explain` what follows from it.
+`lr-${actor_rollout_ref.actor.optim.lr}`. `hybridflow config` lists every key; followed by a run's words it prints
+the whole tree as it will run, with `--explain` what follows from it.
 
 Wrong keys, types and values are all reported at once, before anything is built. `null` means that the key follows another or is off.
 """

@@ -59,7 +59,7 @@ def _machine() -> Table:
     table.add_row("Python", platform.python_version())
     for name in ("torch", "transformers", "tensordict", "hydra-core"):
         table.add_row(name, importlib.metadata.version(name))
-    table.add_row("CPU cores", f"{len(os.sched_getaffinity(0))} usable, torch uses {torch.get_num_threads()} threads")
+    table.add_row("CPU cores", f"{_usable_cores()} usable, torch uses {torch.get_num_threads()} threads")
     table.add_row("memory", f"{_memory_gib():.1f} GiB")
     table.add_row("disk free here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB")
     table.add_row("CPU vectors", torch.backends.cpu.get_cpu_capability())
@@ -97,6 +97,11 @@ def _version(part: Part) -> str | None:
         return importlib.metadata.version(part.distribution)
     except importlib.metadata.PackageNotFoundError:
         return "yes"
+
+
+def _usable_cores() -> int:
+    """Cores that this process may use; macOS does not say, and gives all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_gib() -> float:

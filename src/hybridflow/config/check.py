@@ -36,7 +36,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_
             *_rollout(config),
             *_validation(config),
             *_plugins(config),
-            *data_problems(config.data.train_files, config.data.val_files, config.data.task),
+            *data_problems(config.data.train_files, config.data.val_files, config.data.task, own_class=bool(config.data.custom_cls.path)),
             *model_problem(config.actor_rollout_ref.model, "actor_rollout_ref.model"),
             *(model_problem(config.critic.model, "critic.model") if config.critic.enable and config.critic.model.path else []),
             *_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim"),

@@ -15,7 +15,7 @@ from hybridflow.config.data import TaskConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
+DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
 TASKS = ("arithmetic_chain",)
 
 
@@ -29,12 +29,13 @@ def local(path: str) -> Path:
     return Path(path).expanduser()
 
 
-def data_problems(train_files: str | list[str], val_files: str | list[str], task: TaskConfig) -> Iterator[str]:
-    """Files and task: exactly one of them for training, and every local file there."""
+def data_problems(train_files: str | list[str], val_files: str | list[str], task: TaskConfig, *, own_class: bool = False) -> Iterator[str]:
+    """Files and task: exactly one of them, and every local file there; a user's own class may read files of any kind, and folders."""
     if not train_files and not task.name:
         yield "no training data: set data.train_files to parquet, json or jsonl files, or data.task.name=arithmetic_chain"
-    if train_files and task.name:
-        yield f"data.train_files={train_files} and data.task.name={task.name} are both set: leave one out"
+    for key, given in (("data.train_files", train_files), ("data.val_files", val_files)):
+        if given and task.name:
+            yield f"{key}={given} and data.task.name={task.name} are both set: leave one out"
     if task.name and task.name not in TASKS and ":" not in task.name:
         yield f"data.task.name={task.name}: there is arithmetic_chain, reasoning_gym:NAME, or your own path/to/file.py:factory"
     if task.name and not task.name.startswith("reasoning_gym:"):
@@ -43,7 +44,10 @@ def data_problems(train_files: str | list[str], val_files: str | list[str], task
         for file in [files] if isinstance(files, str) else files:
             if not file or is_remote(file):
                 continue
-            if not local(file).is_file():
+            if own_class:
+                if not local(file).exists():
+                    yield f"{key}: there is no {file}"
+            elif not local(file).is_file():
                 yield f"{key}: there is no file {file}" + (" ($HOME is for the shell to fill in)" if "$" in file else "")
             elif local(file).suffix.lower() not in DATA_SUFFIXES:
                 yield f"{key}={file}: wanted a file that ends in {', '.join(DATA_SUFFIXES)}"

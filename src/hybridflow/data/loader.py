@@ -20,6 +20,9 @@ from hybridflow.errors import CheckpointError, ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
+READ_SECONDS = 600.0
+"""How long a process that reads ahead may take over one batch before the run ends with an error."""
+
 Item_co = TypeVar("Item_co", covariant=True)
 Item = TypeVar("Item")
 
@@ -147,6 +150,7 @@ class StatefulLoader(Generic[Item]):
             self.dataset,  # type: ignore[arg-type]
             batch_sampler=batches,
             num_workers=self.num_workers,
+            timeout=READ_SECONDS,
             collate_fn=list,
             generator=torch.Generator().manual_seed(0),  # its own: the worker seeds that torch draws must not touch the global stream
         )

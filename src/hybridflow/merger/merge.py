@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def merge(checkpoint_dir: str | Path, target_dir: str | Path, *, trust_remote_co
                 (shutil.copytree if path.is_dir() else shutil.copy2)(path, final / path.name)
         _policy(final, weights, trust_remote_code)
         os.replace(final, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write {target}: {error}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -147,6 +147,10 @@ BAD = [
     (["data.val_files=[/no/such.parquet]"], "data.val_files: there is no file /no/such.parquet"),
     (["data.train_files='$HOME/a.parquet'"], "for the shell to fill in"),
     (["data.task.name=arithmetic_chain"], "are both set: leave one out"),
+    (
+        ["data.train_files=[]", "data.task.name=arithmetic_chain", "data.val_files=s3://b/v.parquet"],
+        "data.val_files=['s3://b/v.parquet'] and",
+    ),
     (["data.train_files=[]", "data.task.name=chess"], "data.task.name=chess: there is arithmetic_chain"),
     (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is not set"),
     (["actor_rollout_ref.model.path=/no/model"], "there is no folder /no/model"),
@@ -162,6 +166,14 @@ BAD = [
 def test_what_cannot_run_is_refused_with_the_way_out(base: list[str], overrides: list[str], says: str) -> None:
     message = problem(base, *overrides)
     assert any(part in message for part in says.split("|")), message
+
+
+def test_a_users_own_data_class_reads_what_it_likes(tmp_path: Path, base: list[str]) -> None:
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "rows.csv").write_text("")
+    own = [f"data.custom_cls.path={tmp_path}/mine.py:Mine", f"data.train_files=[{tmp_path}/rows.csv,{tmp_path}/model]"]
+    prepare_config(PPOConfig, [*base, *own])
+    assert "data.train_files: there is no /no/such.csv" in problem(base, *own, "data.train_files=/no/such.csv")
 
 
 def test_all_problems_at_once(base: list[str]) -> None:

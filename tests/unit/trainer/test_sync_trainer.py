@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
+from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.sync import SyncTrainer
@@ -134,3 +135,12 @@ def test_validation_only(model: Path, tmp_path: Path) -> None:
     assert {name for name in found if name.startswith("val-core/")} == {"val-core/arithmetic_chain/reward/mean@1"}
     assert {"val-aux/arithmetic_chain/share/mean@1", "val-aux/response_length/mean"} <= found.keys()
     assert list(metrics_of(tmp_path / "run")) == [0]
+
+
+def test_a_run_in_which_the_actor_would_never_train_is_refused(model: Path, tmp_path: Path) -> None:
+    overrides = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "data.task.size=8", "trainer.critic_warmup=2")
+    with (
+        pytest.raises(ConfigError, match=r"critic_warmup=2 leaves none of the run's 2 steps"),
+        build(ppo_config(model, tmp_path / "run", *overrides)),
+    ):
+        pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -69,8 +70,9 @@ class Trackers(Tracker):
             tracker.log_samples(rows, step)
 
     def close(self) -> None:
-        for tracker in self.trackers:
-            tracker.close()
+        with ExitStack() as stack:  # one that fails to close keeps none of the others open
+            for tracker in reversed(self.trackers):
+                stack.callback(tracker.close)
 
     def __enter__(self) -> Trackers:
         return self

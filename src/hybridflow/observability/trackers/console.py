@@ -127,7 +127,7 @@ class ConsoleTracker(Tracker):
     def _show_validation(self, metrics: Mapping[str, float], step: int) -> None:
         table = Table(title=f"validation at step {step}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("source", "score", "over samples"):
-            table.add_column(name)
+            table.add_column(name, overflow="fold")
         for name in ("value", "since last", "since first"):
             table.add_column(name, justify="right")
         for name, value in metrics.items():

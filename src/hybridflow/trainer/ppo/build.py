@@ -72,6 +72,11 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
     loader = data.train_loader
     total_steps = config.trainer.total_training_steps or len(loader) * config.trainer.total_epochs
+    if total_steps <= config.trainer.critic_warmup:
+        raise ConfigError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} steps for the actor: "
+            "set it lower, or raise trainer.total_epochs"
+        )
     with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
         host = Host(config, tokenizer, total_steps, folder)
         roles, controller = host.roles(), kl_controller(config.algorithm)

@@ -126,9 +126,9 @@ class ConsoleTracker(Tracker):
 
     def _show_validation(self, metrics: Mapping[str, float], step: int) -> None:
         table = Table(title=f"validation at step {step}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("source", "score", "over samples"):
+        for name in ("source", "score", "samples"):
             table.add_column(name, overflow="fold")
-        for name in ("value", "since last", "since first"):
+        for name in ("value", "change", "in all"):
             table.add_column(name, justify="right")
         for name, value in metrics.items():
             rest = _VALIDATION.sub("", name)

@@ -29,6 +29,7 @@ from hybridflow.engines import BatchLimits, LossFn, TrainEngine
 from hybridflow.errors import CheckpointError, ConfigError, TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.bridge import sft_loss
 
 WHOLE = BatchLimits(max_tokens=1000)
@@ -81,6 +82,16 @@ def test_a_row_over_the_cap_is_refused(make: EngineMaker) -> None:
     engine = make(tiny_policy(), OPTIM)
     with pytest.raises(ConfigError, match="row 3 has 14 tokens but a micro-batch may hold 13"):
         engine.forward(training_rows(), ask_policy(), BatchLimits(13))
+
+
+def test_memory_that_runs_out_names_the_keys(make: EngineMaker) -> None:
+    def too_much(module: torch.nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine, rows = make(tiny_policy(), OPTIM), training_rows()
+    for run in (lambda: engine.forward(rows, too_much, WHOLE), lambda: engine.train_mini_batch(rows, too_much, likelihood(rows), WHOLE)):
+        with pytest.raises(TrainingError, match=r"at most 1000 tokens: lower its \*_max_token_len_per_gpu"):
+            run()
 
 
 def test_forward_leaves_no_gradient_and_no_trace(make: EngineMaker) -> None:

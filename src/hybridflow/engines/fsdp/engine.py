@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,13 @@ class FSDPEngine:
         """Outputs of all rows without gradients, each [B, R] float on the CPU."""
         self.module.eval()
         results: dict[str, Tensor] = {}
-        for indices, micro in self._micro_batches(batch, limits):
-            packed = pack(micro)
-            for key, value in forward(self.module, packed).items():
-                rows = packed.unpack(value).cpu()
-                whole = results.setdefault(key, rows.new_zeros(len(batch), rows.shape[1]))
-                whole[indices] = rows
+        with _memory_named(self.name, limits):
+            for indices, micro in self._micro_batches(batch, limits):
+                packed = pack(micro)
+                for key, value in forward(self.module, packed).items():
+                    rows = packed.unpack(value).cpu()
+                    whole = results.setdefault(key, rows.new_zeros(len(batch), rows.shape[1]))
+                    whole[indices] = rows
         return results
 
     def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> Metrics:
@@ -69,14 +72,15 @@ class FSDPEngine:
         self.module.train()
         self.optimizer.zero_grad()
         metrics = Metrics()
-        total = torch.zeros((), dtype=torch.float64)
-        for _, micro in self._micro_batches(batch, limits):
-            packed = pack(micro)
-            outputs = {key: packed.unpack(value) for key, value in forward(self.module, packed).items()}
-            share, micro_metrics = loss(outputs, micro)
-            share.backward()
-            total += share.detach().double().cpu()
-            metrics.update(micro_metrics)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with _memory_named(self.name, limits):
+            for _, micro in self._micro_batches(batch, limits):
+                packed = pack(micro)
+                outputs = {key: packed.unpack(value) for key, value in forward(self.module, packed).items()}
+                share, micro_metrics = loss(outputs, micro)
+                share.backward()
+                total += share.detach()
+                metrics.update(micro_metrics)
         return self._step(batch, float(total), metrics)
 
     def _micro_batches(self, batch: DataProto, limits: BatchLimits) -> list[tuple[list[int], DataProto]]:
@@ -156,3 +160,15 @@ class FSDPEngine:
                 raise CheckpointError(f"{self.name}: {key} is {tuple(value.shape)} in the checkpoint and {tuple(own[key].shape)} here.")
         for key, value in saved.items():
             own[key].copy_(value)
+
+
+@contextmanager
+def _memory_named(name: str, limits: BatchLimits) -> Iterator[None]:
+    """Say which keys to lower where a forward or backward does not fit the device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"{name}: out of device memory in a forward of at most {limits.max_tokens} tokens: lower its *_max_token_len_per_gpu or "
+            f"*_micro_batch_size_per_gpu, or set enable_gradient_checkpointing=true. ({str(error).splitlines()[0]})"
+        ) from error

@@ -144,7 +144,8 @@ def _both(engine: RolloutEngine, tokenizer: Tokenizer, questions: MapDataset[Pro
 
 def _questions(tokenizer: Tokenizer, *, seed: int) -> MapDataset[PromptRow]:
     """The held-out questions: the validation split of the demo's task, in neither training set."""
-    config = prepare_config(PPOConfig, ["actor_rollout_ref.model.path=unused"], recipe="demo_grpo", make_folders=False).config
+    few = ["actor_rollout_ref.model.path=unused", "data.task.size=64"]  # training questions are not wanted here
+    config = prepare_config(PPOConfig, few, recipe="demo_grpo", make_folders=False).config
     data = build_prompt_data(config.data, tokenizer, seed)
     assert data.val_dataset is not None, "the demo's recipe has held-out questions"
     return data.val_dataset

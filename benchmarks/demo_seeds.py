@@ -98,6 +98,7 @@ def main() -> int:
         change = ", ".join(f"{name} {row[f'{name}_before']:.3f} -> {row[f'{name}_after']:.3f}" for name in ("greedy", "sampled"))
         print(f"{row['algorithm']:5} seed {row['seed']} {row['reward']:17} {change}, {row['seconds']:.0f} s")
     problems = missed(rows)
+    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(
         json.dumps(
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -11,11 +12,16 @@ from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.command import ends_in_status
 from hybridflow.trainer.ppo.build import build
 
+logger = logging.getLogger(__name__)
+
 
 def run(config: PPOConfig) -> dict[str, float]:
     """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics."""
     with build(config) as trainer:
-        return trainer.fit()
+        metrics = trainer.fit()
+    folder = config.trainer.default_local_dir
+    logger.info("done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder)
+    return metrics
 
 
 @ends_in_status

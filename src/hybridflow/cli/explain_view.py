@@ -20,7 +20,10 @@ def show_explanation(config: PPOConfig | SFTConfig) -> None:
     """Print the sizes of a step, the steps of the run, and the memory it needs where the model's folder is at hand."""
     role = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     model = model_numbers(role, config.trainer.device)
-    lines = explain(config, training_rows(config), model)
+    rows, batch = training_rows(config), config.data.train_batch_size
+    lines = explain(config, rows, model)
+    if rows is not None and rows < batch:
+        lines.insert(0, Line("cannot run", f"{rows} training rows", f"fewer than data.train_batch_size={batch}: lower it, or add data"))
     if model is None:
         lines.append(Line("memory", "not estimated", f"{role.path} is no folder on this machine"))
     table = Table("", title="What follows from this configuration", title_justify="left")

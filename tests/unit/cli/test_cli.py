@@ -135,6 +135,15 @@ def test_explain_counts_parameters_without_weights(tiny: Path, tmp_path: Path, c
     assert f"{NUM_PARAMETERS + 32 * (vocabulary - 56):,} parameters" in capsys.readouterr().out
 
 
+def test_explain_says_that_too_few_rows_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "few.jsonl"
+    rows.write_text('{"data_source": "gsm8k", "prompt": "1 + 1 ="}\n' * 3)
+    words = [f"data.train_files='{rows}'", "data.train_batch_size=4", "actor_rollout_ref.model.path=owner/model"]
+    assert main(run("config", "--explain", *words)) == 0
+    out = capsys.readouterr().out
+    assert "cannot run" in out and "3 training rows" in out and "data.train_batch_size=4" in out
+
+
 def test_explain_without_the_model_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(run("config", "--explain", *task("owner/model", "actor_rollout_ref.rollout.n=4"))) == 0
     shown = capsys.readouterr().out

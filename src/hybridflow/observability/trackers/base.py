@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -38,17 +39,17 @@ class RunInfo:
     resume_step: int | None = None
 
 
-class Tracker:
+class Tracker(ABC):
     """Takes the metrics of each step, in rising order of steps; samples and closing are optional."""
 
+    @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of a step."""
-        raise NotImplementedError
 
-    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
+    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:  # noqa: B027  optional
         """Show validation samples (`prompt`, `response`, `score`, `ground_truth`, …), where the tracker can."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  optional
         """Flush and let go."""
 
 

@@ -17,7 +17,6 @@ from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.show import to_yaml
-from hybridflow.config.tree import to_tree
 from hybridflow.controller import LocalBackend, RankInfo
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +28,6 @@ from hybridflow.models.build import build_policy, build_value
 from hybridflow.models.export import save_config, save_hf
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.timing import Timer
-from hybridflow.observability.trackers import Trackers, build_trackers
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rollout.base import RolloutEngine
 from hybridflow.rollout.build import build_rollout_engine
@@ -42,6 +40,7 @@ from hybridflow.trainer.ppo.sync import SyncTrainer
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.run_folder import RunFolder
+from hybridflow.trainer.run_trackers import run_trackers
 from hybridflow.workers import (
     ActorGroup,
     ActorWorker,
@@ -91,7 +90,7 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
         )
         store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
         done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
-        with _trackers(config, folder, total_steps, done) as trackers:
+        with run_trackers(config, folder, total_steps, done) as trackers:
             timer = Timer()
             samples = SampleLog(folder.path, config, tokenizer, total_steps, trackers, done)
             trajectories = Trajectories(roles.rollout, rewards, tokenizer, config, timer)
@@ -111,19 +110,6 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
                 tokenizer=tokenizer,
                 rollout_engine=host.rollout_engine,
             )
-
-
-def _trackers(config: PPOConfig, folder: RunFolder, total_steps: int, done: int) -> Trackers:
-    trainer = config.trainer
-    return build_trackers(
-        trainer.logger,
-        folder.path,
-        trainer.project_name,
-        trainer.experiment_name,
-        to_tree(config),
-        total_steps=total_steps,
-        resume_step=done or None,
-    )
 
 
 @dataclass

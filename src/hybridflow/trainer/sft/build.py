@@ -10,7 +10,6 @@ from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import SFTConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.show import to_yaml
-from hybridflow.config.tree import to_tree
 from hybridflow.controller import LocalBackend, RankInfo
 from hybridflow.data.build import build_sft_data
 from hybridflow.data.tokenizer import load_tokenizer
@@ -20,10 +19,10 @@ from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.models.build import build_policy
 from hybridflow.models.export import save_config, save_hf
 from hybridflow.observability.timing import Timer
-from hybridflow.observability.trackers import build_trackers
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.trainer.models import end_tokens, model_arguments
 from hybridflow.trainer.run_folder import RunFolder
+from hybridflow.trainer.run_trackers import run_trackers
 from hybridflow.trainer.sft.state import SFTState
 from hybridflow.trainer.sft.trainer import SFTTrainer
 from hybridflow.workers.sft import SFTGroup, SFTWorker
@@ -66,15 +65,7 @@ def _build(config: SFTConfig, folder: RunFolder) -> Iterator[SFTTrainer]:
     store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
     done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
     assert tokenizer.pad_token_id is not None, "the tokenizer loader sets a pad token"
-    with build_trackers(
-        trainer.logger,
-        folder.path,
-        trainer.project_name,
-        trainer.experiment_name,
-        to_tree(config),
-        total_steps=total_steps,
-        resume_step=done or None,
-    ) as trackers:
+    with run_trackers(config, folder, total_steps, done) as trackers:
         yield SFTTrainer(
             config=config,
             group=group,

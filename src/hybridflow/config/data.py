@@ -42,6 +42,8 @@ class DataConfig:
     max_prompt_length: int = key(512, "longest prompt, in tokens", minimum=1)
     max_response_length: int = key(512, "longest response, in tokens", minimum=1)
     train_batch_size: int = key(1024, "prompts per training step", minimum=1)
+    gen_batch_size: int | None = key(None, "prompts per generation batch of dynamic sampling; null: train_batch_size", minimum=1)
+    demonstration_key: str = key("messages", "column with the data's own answer, read by spin: text, or messages that end in an answer")
     val_batch_size: int | None = key(None, "prompts per validation batch; null: all at once", minimum=1)
     shuffle: bool = key(True, "shuffle the training rows anew each epoch, seeded")
     seed: int | None = key(None, "seed of the shuffling; null: trainer.seed")

@@ -8,6 +8,7 @@ from hybridflow.config.actor_rollout_ref import ActorRolloutRefConfig
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig, SFTDataConfig
+from hybridflow.config.distillation import DistillationConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.schema import group
@@ -23,6 +24,7 @@ class PPOConfig:
     critic: CriticConfig = group(CriticConfig)
     reward: RewardConfig = group(RewardConfig)
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
+    distillation: DistillationConfig = group(DistillationConfig)
     trainer: TrainerConfig = group(TrainerConfig)
 
 

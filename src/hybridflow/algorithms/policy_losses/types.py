@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossOutput, LossScale
+from hybridflow.algorithms.aggregation import LossOutput
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,19 @@ class PolicyLoss:
     """True: the rows of one prompt must be in one micro-batch."""
 
     @property
-    def keywords(self) -> frozenset[str]:
-        """Names of the arguments it takes by keyword, beside those that every loss has."""
-        named = inspect.signature(self.function).parameters.values()
-        return frozenset(p.name for p in named if p.kind is p.KEYWORD_ONLY)
+    def keywords(self) -> tuple[str, ...]:
+        """Names of the arguments it takes by keyword."""
+        return _keywords(self.function)
 
-    def __call__(
-        self,
-        log_prob: Tensor,
-        old_log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        scale: LossScale,
-        rollout_is_weights: Tensor | None = None,
-        *,
-        available: Mapping[str, Any],
-    ) -> LossOutput:
-        """Call the function with what it names out of `available`."""
-        chosen = {name: available[name] for name in self.keywords if name in available}
-        return self.function(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights, **chosen)
+    def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """What its function takes by keyword out of `available`."""
+        return {name: available[name] for name in self.keywords if name in available}
+
+    def select_arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """What its `select` takes by keyword out of `available`."""
+        assert self.select is not None, "asked of a loss that selects nothing"
+        return {name: available[name] for name in _keywords(self.select) if name in available}
+
+
+def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)

@@ -1,13 +1,13 @@
 """The one log-prob function: what training computes of a token and what rollout keeps of it come from here.
 
-`token_log_probs` goes from hidden states to log-probs and entropy a chunk of tokens at a time, so that logits of shape
+`token_log_probs` goes from hidden states to log-probs, entropy and Σπ² a chunk of tokens at a time, so that logits of shape
 [tokens, vocabulary] never exist for a whole micro-batch; the backward pass makes each chunk's logits again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,17 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
 CHUNK_BYTES = 64 * 2**20
+
+
+class TokenOutputs(NamedTuple):
+    """What a policy says of the M predicted tokens, in float32 (float64 for a float64 model)."""
+
+    log_probs: Tensor
+    """[M] nats, of the temperature-scaled distribution."""
+    entropy: Tensor | None
+    """[M] nats, of the same distribution; None unless asked for."""
+    sum_pi_squared: Tensor | None = None
+    """[M], Σ_v π(v)² of the same distribution, without gradient; None unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +68,15 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target, and the entropy of the distribution it was drawn from.
+) -> TokenOutputs:
+    """Log-prob of each target; entropy and Σπ² of the distribution it was drawn from where they are asked for.
 
-    hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> (log_probs [M], entropy [M] or None), both in nats and
-    float32 (float64 stays float64), of softmax(z / temperature) with z = hidden·weightᵀ + bias after `LogitTransform`.
+    hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> [M] each, of softmax(z / temperature) with
+    z = hidden·weightᵀ + bias after `LogitTransform`. Gradients flow from log-probs and entropy, not from Σπ².
     A chunk of tokens holds at most `chunk_bytes` of logits (and at least one token).
     """
     assert temperature > 0, f"temperature {temperature} must be above 0"
@@ -73,8 +85,9 @@ def token_log_probs(
     )
     transform = LogitTransform(logit_scale, softcap)
     chunk = chunk_tokens(weight.shape[0], hidden.dtype, chunk_bytes)
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, transform, chunk)  # type: ignore[no-untyped-call]
-    return log_probs, entropy if with_entropy else None
+    wanted = (with_entropy, with_sum_pi_squared)
+    log_probs, entropy, squares = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, wanted, transform, chunk)  # type: ignore[no-untyped-call]
+    return TokenOutputs(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
 
 
 def chunk_tokens(vocabulary: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -93,29 +106,35 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        with_entropy: bool,
+        wanted: tuple[bool, bool],
         transform: LogitTransform,
         chunk: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with_entropy, with_squares = wanted
         kind = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(len(hidden), dtype=kind, device=hidden.device)
-        entropy = torch.empty(len(hidden) if with_entropy else 0, dtype=kind, device=hidden.device)
+        entropy, squares = (torch.empty(len(hidden) if want else 0, dtype=kind, device=hidden.device) for want in wanted)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = transform(linear(hidden[part], weight, bias))
             log_probs[part] = log_probs_from_logits(logits, targets[part], temperature)
-            if with_entropy:
+            if with_entropy or with_squares:
                 log_p = torch.log_softmax(logits / temperature, dim=-1)
-                entropy[part] = -(log_p.exp() * log_p).sum(-1)
+                p = log_p.exp()
+                if with_squares:
+                    squares[part] = p.square().sum(-1)
+                if with_entropy:
+                    entropy[part] = -(p * log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        ctx.mark_non_differentiable(squares)
         ctx.settings = (temperature, with_entropy, transform, chunk)
-        return log_probs, entropy
+        return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         temperature, with_entropy, transform, chunk = ctx.settings
-        grad_log_probs, grad_entropy = grads
+        grad_log_probs, grad_entropy, _ = grads
         kind = grad_log_probs.dtype
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

@@ -6,7 +6,7 @@ the native rollout engine drives, with another layout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,12 @@ from torch import Tensor, nn
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, register
 from hybridflow.models.float64 import compute_in_float64
-from hybridflow.models.log_probs import LogitTransform, token_log_probs
+from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.protocol.packing import PackedBatch
-
-
-class TokenOutputs(NamedTuple):
-    """What the policy says of the M predicted tokens, in nats, float32 (float64 for a float64 model)."""
-
-    log_probs: Tensor
-    """[M], of the temperature-scaled distribution."""
-    entropy: Tensor | None
-    """[M], of the same distribution; None unless asked for."""
 
 
 class PolicyModel(nn.Module):
@@ -72,24 +63,26 @@ class PolicyModel(nn.Module):
         """Parameters, tied ones counted once."""
         return sum(p.numel() for p in self.parameters())
 
-    def forward(self, packed: PackedBatch, temperature: float = 1.0, with_entropy: bool = False) -> TokenOutputs:
-        """Log-probs [M] of `packed.targets`, and their distributions' entropy [M] if asked for.
+    def forward(
+        self, packed: PackedBatch, temperature: float = 1.0, with_entropy: bool = False, with_sum_pi_squared: bool = False
+    ) -> TokenOutputs:
+        """Log-probs [M] of `packed.targets`, and their distributions' entropy and Σπ² [M] if asked for.
 
         Only the M predicting positions go through the head, a chunk at a time.
         """
         states = packed_hidden(self.hf.base_model, packed, self.device)
         head = self.head
-        log_probs, entropy = token_log_probs(
+        return token_log_probs(
             states,
             head.weight,
             head.bias,
             packed.targets.to(states.device),
             temperature=temperature,
             with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
             softcap=self.transform.softcap,
             logit_scale=self.transform.scale,
         )
-        return TokenOutputs(log_probs, entropy)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""

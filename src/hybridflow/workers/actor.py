@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from hybridflow.algorithms.aggregation import LossScale
@@ -12,21 +14,23 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.bridge import find_policy_loss, policy_loss
-from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 POLICY_COLUMNS = ("input_ids", "attention_mask", "responses")
 UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "old_log_probs", "advantages")
 
 
-def policy_forward(temperature: float, with_entropy: bool) -> ForwardFn:
-    """Ask a PolicyModel for log-probs, and entropy if wanted, at the rollout's temperature."""
+def policy_forward(temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False) -> ForwardFn:
+    """Ask a PolicyModel for log-probs, and entropy and Σπ² if wanted, at the rollout's temperature."""
 
     def forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
-        outputs = module(packed, temperature=temperature, with_entropy=with_entropy)
+        outputs = module(packed, temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared)
         named: dict[str, Tensor] = {"log_probs": outputs.log_probs}
         if outputs.entropy is not None:
             named["entropy"] = outputs.entropy
+        if outputs.sum_pi_squared is not None:
+            named["sum_pi_squared"] = outputs.sum_pi_squared
         return named
 
     return forward
@@ -38,14 +42,18 @@ class ActorWorker(StatefulWorker):
     def __init__(self, engine: TrainEngine, config: ActorConfig, *, temperature: float, log_prob_limits: BatchLimits) -> None:
         super().__init__(engine)
         self.config, self.temperature, self.log_prob_limits = config, temperature, log_prob_limits
-        self.loss = find_policy_loss(config.policy_loss.loss_mode)  # once: a user's file may be edited while the run goes on
-        self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
+        self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
+        self.limits = BatchLimits(
+            config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu, keep_groups=self.loss.keeps_groups
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys, both [B, R] float32 nats, under the weights as they are."""
-        outputs = self.engine.forward(batch, policy_forward(self.temperature, with_entropy=True), self.log_prob_limits)
-        return DataProto.from_dict({"old_log_probs": outputs["log_probs"], "entropys": outputs["entropy"]})
+    def log_probs(self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False) -> DataProto:
+        """old_log_probs, and where asked entropys and sum_pi_squared, each [B, R] float32 (nats, Σπ²), under the weights as they are."""
+        ask = policy_forward(self.temperature, with_entropy, with_sum_pi_squared)
+        outputs = self.engine.forward(batch, ask, self.log_prob_limits)
+        names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
+        return DataProto.from_dict({names[name]: values for name, values in outputs.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
@@ -57,16 +65,15 @@ class ActorWorker(StatefulWorker):
 class ActorGroup(StatefulGroup[ActorWorker]):
     """The driver's view of the actor."""
 
-    def log_probs(self, batch: DataProto) -> DataProto:
+    def log_probs(self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False) -> DataProto:
         """See `ActorWorker.log_probs`."""
-        return self.call(ActorWorker.log_probs, batch.select([*POLICY_COLUMNS], []))
+        rows = batch.select([*POLICY_COLUMNS], [])
+        return self.call(ActorWorker.log_probs, rows, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared)
 
-    def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
-        """Epochs × mini-batches of optimizer steps."""
-        present = set(batch.batch.keys())
-        columns = [*UPDATE_COLUMNS, *(key for key in ("ref_log_prob", "rollout_is_weights") if key in present)]
+    def update(self, batch: DataProto, plan: MiniBatchPlan, *, also: Sequence[str] = (), prepare: Prepare | None = None) -> Metrics:
+        """Epochs × mini-batches of optimizer steps; `also`: columns that the loss reads beside those that every loss has."""
 
         def step(mini: DataProto, scale: LossScale) -> Metrics:
             return self.call(ActorWorker.update_mini_batch, mini, scale=scale)
 
-        return update_by_mini_batches(batch, columns, plan, step, name="actor")
+        return update_by_mini_batches(batch, [*UPDATE_COLUMNS, *also], plan, step, name="actor", prepare=prepare)

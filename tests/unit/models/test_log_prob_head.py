@@ -44,7 +44,7 @@ def test_values_and_gradients(temperature: float, transform: LogitTransform, wit
         hidden, weight, bias, targets = _inputs()
         used_bias = bias if with_bias else None
         if chunked:
-            log_probs, entropy = token_log_probs(
+            log_probs, entropy, _ = token_log_probs(
                 hidden, weight, used_bias, targets, temperature=temperature, with_entropy=True,
                 softcap=transform.softcap, logit_scale=transform.scale, chunk_bytes=rows_per_chunk * V * 8,
             )  # fmt: skip
@@ -59,7 +59,7 @@ def test_values_and_gradients(temperature: float, transform: LogitTransform, wit
 
 def test_without_entropy_and_in_float32() -> None:
     hidden, weight, _, targets = _inputs(torch.float32)
-    log_probs, entropy = token_log_probs(hidden, weight, None, targets, chunk_bytes=V * 4 * 7)
+    log_probs, entropy, _ = token_log_probs(hidden, weight, None, targets, chunk_bytes=V * 4 * 7)
     assert entropy is None and log_probs.dtype == torch.float32
     log_probs.sum().backward()
     plain = _inputs()
@@ -71,7 +71,7 @@ def test_without_entropy_and_in_float32() -> None:
 
 def test_bfloat16_gives_float32_log_probs_and_bfloat16_gradients() -> None:
     hidden, weight, bias, targets = _inputs(torch.bfloat16)
-    log_probs, entropy = token_log_probs(hidden, weight, bias, targets, with_entropy=True)
+    log_probs, entropy, _ = token_log_probs(hidden, weight, bias, targets, with_entropy=True)
     assert entropy is not None and log_probs.dtype == entropy.dtype == torch.float32
     (log_probs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16 and hidden.grad.isfinite().all()
@@ -79,14 +79,14 @@ def test_bfloat16_gives_float32_log_probs_and_bfloat16_gradients() -> None:
 
 def test_frozen_weight_gets_no_gradient() -> None:
     hidden, weight, bias, targets = _inputs()
-    log_probs, _ = token_log_probs(hidden, weight.requires_grad_(False), bias.requires_grad_(False), targets)
+    log_probs, *_ = token_log_probs(hidden, weight.requires_grad_(False), bias.requires_grad_(False), targets)
     log_probs.sum().backward()
     assert hidden.grad is not None and weight.grad is None and bias.grad is None
 
 
 def test_no_tokens() -> None:
     hidden, weight, bias, targets = _inputs()
-    log_probs, entropy = token_log_probs(hidden[:0], weight, bias, targets[:0], with_entropy=True)
+    log_probs, entropy, _ = token_log_probs(hidden[:0], weight, bias, targets[:0], with_entropy=True)
     assert entropy is not None and log_probs.shape == entropy.shape == (0,)
     (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is not None and not weight.grad.any()
@@ -94,9 +94,41 @@ def test_no_tokens() -> None:
 
 def test_same_function_as_from_logits() -> None:
     hidden, weight, bias, targets = _inputs(torch.float32)
-    log_probs, _ = token_log_probs(hidden, weight, bias, targets, temperature=0.8)
+    log_probs, *_ = token_log_probs(hidden, weight, bias, targets, temperature=0.8)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     assert torch.equal(log_probs, log_probs_from_logits(logits, targets, 0.8))
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("rows_per_chunk", [1, 5, 1000])
+def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -> None:
+    """In float64 as by a plain softmax, without gradient, and it changes neither the other outputs nor their gradients."""
+    transform, results = LogitTransform(0.5, 3.0), []
+    for asked in (True, False):
+        hidden, weight, bias, targets = _inputs()
+        out = token_log_probs(
+            hidden, weight, bias, targets, temperature=0.6, with_entropy=with_entropy, with_sum_pi_squared=asked,
+            softcap=transform.softcap, logit_scale=transform.scale, chunk_bytes=rows_per_chunk * V * 8,
+        )  # fmt: skip
+        (out.log_probs.sum() + (0 if out.entropy is None else out.entropy.sum())).backward()
+        results.append((out, hidden.grad, weight.grad))
+        if not asked:
+            assert out.sum_pi_squared is None
+            continue
+        p = torch.softmax(transform(hidden.detach() @ weight.detach().T + bias.detach()) / 0.6, -1)
+        assert out.sum_pi_squared is not None and not out.sum_pi_squared.requires_grad
+        torch.testing.assert_close(out.sum_pi_squared, p.square().sum(-1), atol=1e-14, rtol=1e-12)
+    (with_it, *ours), (without, *theirs) = results
+    assert torch.equal(with_it.log_probs, without.log_probs) and (with_it.entropy is None) == (not with_entropy)
+    assert with_it.entropy is None or torch.equal(with_it.entropy, without.entropy)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_sum_of_squared_probabilities_in_bfloat16_is_float32() -> None:
+    hidden, weight, bias, targets = _inputs(torch.bfloat16)
+    out = token_log_probs(hidden, weight, bias, targets, with_sum_pi_squared=True)
+    assert out.entropy is None and out.sum_pi_squared is not None and out.sum_pi_squared.dtype == torch.float32
+    assert bool((out.sum_pi_squared > 1 / V).all()) and bool((out.sum_pi_squared <= 1).all())
 
 
 class _Largest(TorchDispatchMode):
@@ -127,7 +159,7 @@ def test_logits_of_all_tokens_never_exist() -> None:
     budget = 50 * vocabulary * 4
     assert chunk_tokens(vocabulary, torch.float32, budget) == 50
     with _Largest() as mode:
-        log_probs, entropy = token_log_probs(hidden, weight, None, targets, with_entropy=True, chunk_bytes=budget)
+        log_probs, entropy, _ = token_log_probs(hidden, weight, None, targets, with_entropy=True, chunk_bytes=budget)
         assert entropy is not None
         (log_probs + entropy).sum().backward()
     assert hidden.grad is not None and mode.largest == 50 * vocabulary

@@ -33,6 +33,8 @@ class BatchLimits:
     """Tokens, a hard cap."""
     max_rows: int | None = None
     """Rows; None: no limit."""
+    keep_groups: bool = False
+    """True: rows of equal `group_ids` (a column [B] int64 of the batch) are in one forward, for a loss that compares them."""
 
 
 class TrainEngine(Protocol):

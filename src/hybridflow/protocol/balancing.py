@@ -12,58 +12,91 @@ from collections.abc import Sequence
 from hybridflow.errors import ConfigError
 
 
-def split_micro_batches(lengths: Sequence[int], *, max_tokens: int, max_rows: int | None = None) -> list[list[int]]:
+def split_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, max_rows: int | None = None, groups: Sequence[int] | None = None
+) -> list[list[int]]:
     """Pack rows into few bins, none above `max_tokens` tokens or `max_rows` rows.
 
     The number of bins is that of first-fit decreasing; where it is possible, the rows are then spread evenly over that many bins.
-    Returns row indices, ascending inside each bin; bins are ordered by their first row. Raises ConfigError for a row that
-    is longer than `max_tokens` alone.
+    With `groups`, one number for each row, rows of equal number stay together, wherever they stand.
+    Returns row indices, ascending inside each bin; bins are ordered by their first row. Raises ConfigError for a row, or a group,
+    that is above the limits alone.
     """
-    sizes = [int(length) for length in lengths]
     if max_tokens < 1 or (max_rows is not None and max_rows < 1):
         raise ConfigError(f"micro-batch limits must be at least 1: got {max_tokens} tokens and {max_rows} rows")
-    for row, size in enumerate(sizes):
-        if size > max_tokens:
-            raise ConfigError(
-                f"row {row} has {size} tokens but a micro-batch may hold {max_tokens}: set *_max_token_len_per_gpu to at least {size}"
-            )
-    rows_cap = len(sizes) if max_rows is None else max_rows
-    order = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
-    bins = _first_fit(order, sizes, max_tokens, rows_cap)
-    bins = _spread(order, sizes, max_tokens, rows_cap, len(bins)) or bins
-    return sorted(sorted(members) for members in bins)
+    units = _units(len(lengths), groups)
+    sizes = [sum(int(lengths[row]) for row in unit) for unit in units]
+    counts = [len(unit) for unit in units]
+    rows_cap = len(lengths) if max_rows is None else max_rows
+    for unit, size in zip(units, sizes, strict=True):
+        if size > max_tokens or len(unit) > rows_cap:
+            raise ConfigError(_too_large(unit, size, max_tokens, rows_cap))
+    order = sorted(range(len(units)), key=lambda index: (-sizes[index], index))
+    bins = _first_fit(order, sizes, counts, max_tokens, rows_cap)
+    bins = _spread(order, sizes, counts, max_tokens, rows_cap, len(bins)) or bins
+    return sorted(sorted(row for index in members for row in units[index]) for members in bins)
 
 
-def _first_fit(order: Sequence[int], sizes: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
+def _units(num_rows: int, groups: Sequence[int] | None) -> list[list[int]]:
+    """Rows that go together, by their first row."""
+    if groups is None:
+        return [[row] for row in range(num_rows)]
+    assert len(groups) == num_rows, f"{len(groups)} group numbers for {num_rows} rows"
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(int(group), []).append(row)
+    return list(members.values())
+
+
+def _too_large(unit: Sequence[int], size: int, max_tokens: int, max_rows: int) -> str:
+    if len(unit) == 1:
+        return f"row {unit[0]} has {size} tokens but a micro-batch may hold {max_tokens}: set *_max_token_len_per_gpu to at least {size}"
+    group = f"the {len(unit)} responses of the prompt in row {unit[0]} are compared with each other, so they go into one micro-batch"
+    if len(unit) > max_rows:
+        return f"{group}, which may hold {max_rows} rows: set *_micro_batch_size_per_gpu to at least {len(unit)}, or leave it out"
+    return (
+        f"{group}; they have {size} tokens and it may hold {max_tokens}: set *_max_token_len_per_gpu to at least {size} "
+        "(for any responses: n × the longest prompt and response), or rollout.n lower"
+    )
+
+
+def _first_fit(order: Sequence[int], sizes: Sequence[int], counts: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
     bins: list[list[int]] = []
     totals: list[int] = []
+    rows: list[int] = []
     open_from = 0  # bins before it are full by rows or by tokens
-    for row in order:
-        while open_from < len(bins) and (len(bins[open_from]) >= max_rows or totals[open_from] >= max_tokens):
+    for unit in order:
+        while open_from < len(bins) and (rows[open_from] >= max_rows or totals[open_from] >= max_tokens):
             open_from += 1
         for index in range(open_from, len(bins)):
-            if totals[index] + sizes[row] <= max_tokens and len(bins[index]) < max_rows:
+            if totals[index] + sizes[unit] <= max_tokens and rows[index] + counts[unit] <= max_rows:
                 break
         else:
             index = len(bins)
             bins.append([])
             totals.append(0)
-        bins[index].append(row)
-        totals[index] += sizes[row]
+            rows.append(0)
+        bins[index].append(unit)
+        totals[index] += sizes[unit]
+        rows[index] += counts[unit]
     return bins
 
 
-def _spread(order: Sequence[int], sizes: Sequence[int], max_tokens: int, max_rows: int, k: int) -> list[list[int]] | None:
-    """Longest row first into the lightest bin with room; None where the caps do not allow it with k bins."""
+def _spread(
+    order: Sequence[int], sizes: Sequence[int], counts: Sequence[int], max_tokens: int, max_rows: int, k: int
+) -> list[list[int]] | None:
+    """Longest unit first into the lightest bin; None where the caps do not allow it with k bins."""
     bins: list[list[int]] = [[] for _ in range(k)]
+    rows = [0] * k
     heap = [(0, index) for index in range(k)]  # a bin leaves the heap when it has max_rows
-    for row in order:
-        if not heap or heap[0][0] + sizes[row] > max_tokens:
+    for unit in order:
+        if not heap or heap[0][0] + sizes[unit] > max_tokens or rows[heap[0][1]] + counts[unit] > max_rows:
             return None
         total, index = heapq.heappop(heap)
-        bins[index].append(row)
-        if len(bins[index]) < max_rows:
-            heapq.heappush(heap, (total + sizes[row], index))
+        bins[index].append(unit)
+        rows[index] += counts[unit]
+        if rows[index] < max_rows:
+            heapq.heappush(heap, (total + sizes[unit], index))
     return [members for members in bins if members]
 
 

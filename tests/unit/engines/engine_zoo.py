@@ -95,6 +95,7 @@ def training_rows(*, extra_prompt: int = 0, extra_response: int = 0, dtype: torc
 
     columns |= {"old_log_probs": field(-4.2, 0.5), "ref_log_prob": field(-4.2, 0.5), "advantages": field(0.0, 1.0)}
     columns |= {"rollout_is_weights": field(1.0, 0.1), "values": field(0.0, 0.5), "returns": field(0.5, 1.0)}
+    columns["group_ids"] = torch.arange(len(LENGTHS)) // 2
     return DataProto.from_dict(columns, {"uid": [f"group {row // 2}" for row in range(len(LENGTHS))]})
 
 

@@ -27,6 +27,7 @@ CUTS = {
     "three rows": (training_rows, BatchLimits(1000, max_rows=3)),
     "tight token cap": (training_rows, BatchLimits(max(row_tokens()))),
     "both limits": (training_rows, BatchLimits(25, max_rows=2)),
+    "whole groups": (lambda: training_rows().select_idxs(ORDER), BatchLimits(25, keep_groups=True)),
     "wider prompts": (lambda: training_rows(extra_prompt=5), WHOLE),
     "wider responses": (lambda: training_rows(extra_response=4), WHOLE),
     "another order": (lambda: training_rows().select_idxs(ORDER), WHOLE),

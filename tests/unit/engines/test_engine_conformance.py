@@ -84,6 +84,45 @@ def test_a_row_over_the_cap_is_refused(make: EngineMaker) -> None:
         engine.forward(training_rows(), ask_policy(), BatchLimits(13))
 
 
+SCATTERED = [0, 1, 0, 2, 1, 2, 0]
+"""Tokens of the groups: 21, 20, 22."""
+
+
+@pytest.mark.parametrize(
+    ("limits", "forwards"), [(BatchLimits(22, keep_groups=True), 3), (BatchLimits(45, keep_groups=True), 2), (BatchLimits(45, 3, True), 3)]
+)
+def test_groups_are_kept_in_one_forward(make: EngineMaker, limits: BatchLimits, forwards: int) -> None:
+    batch, seen = training_rows(), list[list[int]]()
+    batch.batch["group_ids"] = torch.tensor(SCATTERED)
+    loss = likelihood(batch)
+
+    def noting(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+        seen.append(micro.batch["group_ids"].tolist())
+        assert int(micro.batch["attention_mask"].sum()) <= limits.max_tokens and len(micro) <= (limits.max_rows or 7)
+        return loss(outputs, micro)
+
+    make(tiny_policy(), OPTIM).train_mini_batch(batch, ask_policy(), noting, limits)
+    assert len(seen) == forwards and sorted(group for groups in seen for group in set(groups)) == [0, 1, 2]
+    assert sorted(group for groups in seen for group in groups) == sorted(SCATTERED)
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (
+            BatchLimits(21, keep_groups=True),
+            r"the 2 responses of the prompt in row 3 .*22 tokens.* hold 21: set \*_max_token_len.* least 22",
+        ),
+        (BatchLimits(45, 2, True), r"the 3 responses of the prompt in row 0 .* hold 2 rows: set \*_micro_batch_size_per_gpu to at least 3"),
+    ],
+)
+def test_a_group_over_the_limits_is_refused(make: EngineMaker, limits: BatchLimits, says: str) -> None:
+    batch = training_rows()
+    batch.batch["group_ids"] = torch.tensor(SCATTERED)
+    with pytest.raises(ConfigError, match=says):
+        make(tiny_policy(), OPTIM).train_mini_batch(batch, ask_policy(), likelihood(batch), limits)
+
+
 def test_memory_that_runs_out_names_the_keys(make: EngineMaker) -> None:
     def too_much(module: torch.nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

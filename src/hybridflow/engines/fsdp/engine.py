@@ -85,7 +85,8 @@ class FSDPEngine:
 
     def _micro_batches(self, batch: DataProto, limits: BatchLimits) -> list[tuple[list[int], DataProto]]:
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        bins = split_micro_batches(lengths, max_tokens=limits.max_tokens, max_rows=limits.max_rows)
+        groups = batch.batch["group_ids"].tolist() if limits.keep_groups else None
+        bins = split_micro_batches(lengths, max_tokens=limits.max_tokens, max_rows=limits.max_rows, groups=groups)
         return [(indices, batch.select_idxs(indices).to(self.device)) for indices in bins]
 
     def _step(self, batch: DataProto, loss: float, metrics: Metrics) -> Metrics:

@@ -11,6 +11,7 @@ from hybridflow.algorithms.kl import KL_KINDS
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config import check as checks
+from hybridflow.config.algorithm_names import ESTIMATORS
 from hybridflow.config.check_paths import TASKS
 from hybridflow.config.data import TaskConfig
 from hybridflow.config.trainer import Tracker
@@ -19,8 +20,16 @@ from hybridflow.data.tasks import build_task
 from hybridflow.observability.trackers.build import TRACKERS
 
 
-def test_estimators_losses_kl_and_trackers() -> None:
-    assert set(checks.ESTIMATORS) == set(ADVANTAGE_ESTIMATORS)
+def test_estimators_and_what_they_need() -> None:
+    assert list(ESTIMATORS) == list(ADVANTAGE_ESTIMATORS)
+    for name, entry in ADVANTAGE_ESTIMATORS.items():
+        facts = ESTIMATORS[name]
+        assert (facts.critic, facts.group) == (entry.needs_critic, entry.needs_group), name
+        assert facts.teacher == ("teacher_log_probs" in entry.needs), name
+        assert facts.process_rewards == ("process_rewards" in entry.needs), name
+
+
+def test_losses_kl_and_trackers() -> None:
     assert set(checks.POLICY_LOSSES) == set(POLICY_LOSSES)
     assert set(checks.KL_ESTIMATORS) == set(KL_KINDS)
     assert set(checks.TRACKERS) == set(TRACKERS) == set(get_args(Tracker))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -87,14 +88,40 @@ def test_estimators_compute_in_float32_or_better(given: torch.dtype, computed: t
     assert grpo(rewards.to(given), mask, torch.zeros(2, dtype=torch.int64), norm_by_std=True).advantages.dtype == computed
 
 
+def test_gae_with_a_lambda_of_its_own_for_the_critic() -> None:
+    # L_1 = 1, L_0 = 0 with λ = 0; the critic's λ = 1 gives returns 1 and 1
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    out = gae(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2), mask, gamma=1.0, lam=0.0, lam_critic=1.0)
+    assert out.returns.tolist() == [[1.0, 1.0]] and out.advantages[0, 0] < out.advantages[0, 1]
+    assert gae(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2), mask, gamma=1.0, lam=0.0).returns.tolist() == [[0.0, 1.0]]
+
+
+def test_gae_with_a_lambda_that_grows_with_the_row() -> None:
+    # α = 0.5: one token 1 − 2 < 0 → 0; two tokens 1 − 1 = 0; four tokens 1 − 1/2 = 0.5, so L = 0.125, 0.25, 0.5, 1
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, False, False], [True, True, False, False], [True] * 4])
+    out = gae(rewards, torch.zeros(3, 4, dtype=torch.float64), mask, gamma=1.0, lam=1.0, lam_length_alpha=0.5)
+    raw = torch.tensor([1.0, 0.0, 1.0, 0.125, 0.25, 0.5, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(out.advantages[mask], (raw - raw.mean()) / (raw.var() + 1e-8).sqrt(), rtol=0.0, atol=1e-12)
+    assert out.returns.tolist() == mask.double().tolist()  # the critic's λ is `lam`
+
+
 def test_the_table_says_what_the_functions_take() -> None:
-    assert list(ADVANTAGE_ESTIMATORS) == ["gae", "grpo"]
-    for entry in ADVANTAGE_ESTIMATORS.values():
+    for name, entry in ADVANTAGE_ESTIMATORS.items():
+        assert entry.name == name
         parameters = inspect.signature(entry.function).parameters
-        assert set(entry.needs) == {name for name, p in parameters.items() if p.default is p.empty}
-        assert set(entry.takes) == {name for name, p in parameters.items() if p.default is not p.empty}
-    assert (ADVANTAGE_ESTIMATORS["gae"].needs_critic, ADVANTAGE_ESTIMATORS["gae"].needs_group) == (True, False)
-    assert (ADVANTAGE_ESTIMATORS["grpo"].needs_critic, ADVANTAGE_ESTIMATORS["grpo"].needs_group) == (False, True)
+        assert set(entry.needs) == {key for key, p in parameters.items() if p.default is p.empty}
+        assert set(entry.takes) == {key for key, p in parameters.items() if p.default is not p.empty}
+        assert not entry.takes_all
+    assert [name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_critic] == ["gae"]
+    assert {name for name, entry in ADVANTAGE_ESTIMATORS.items() if "group_ids" in entry.needs and not entry.needs_group} == {"spin"}
+
+
+def test_every_docstring_opens_with_its_equation_and_ends_with_what_was_left_out() -> None:
+    for name, entry in ADVANTAGE_ESTIMATORS.items():
+        text = inspect.getdoc(entry.function) or ""
+        assert re.match(r"\S+ = ", text) and re.search(r"\bA(_\w)? = ", text.split("\n\n")[0]), name
+        assert "Left out: " in text and re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(entry.function).__doc__ or "")), name
 
 
 def test_an_entry_takes_what_it_names_out_of_all_there_is() -> None:

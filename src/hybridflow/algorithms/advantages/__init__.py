@@ -1,7 +1,7 @@
 """Advantage estimators by name (`algorithm.adv_estimator`): token rewards in, advantages and returns out.
 
-To add one: a file with its function, a line in the table, its keys in the configuration, a test. From outside the project:
-`path/to/file.py:name`, or `register_adv_est`.
+To add one: a file with its function, a line in the table, its name and facts in `config/algorithm_names.py`, its keys in the
+configuration, a test. From outside the project: `path/to/file.py:name`, or `register_adv_est`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,45 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hybridflow.algorithms.advantages.gae import gae
+from hybridflow.algorithms.advantages.gdpo import gdpo
+from hybridflow.algorithms.advantages.gpg import gpg
 from hybridflow.algorithms.advantages.grpo import grpo
+from hybridflow.algorithms.advantages.grpo_passk import grpo_passk
+from hybridflow.algorithms.advantages.max_rl import max_rl
+from hybridflow.algorithms.advantages.on_policy_distillation import on_policy_distillation
+from hybridflow.algorithms.advantages.online_dpo import online_dpo
+from hybridflow.algorithms.advantages.opo import opo
+from hybridflow.algorithms.advantages.optimal_token_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from hybridflow.algorithms.advantages.prime import prime
+from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from hybridflow.algorithms.advantages.remax import remax
+from hybridflow.algorithms.advantages.rloo import rloo
+from hybridflow.algorithms.advantages.spin import spin
+from hybridflow.algorithms.advantages.sppo import sppo
 from hybridflow.algorithms.advantages.types import AdvantageEstimator, Advantages
 from hybridflow.errors import ConfigError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
-    "gae": AdvantageEstimator(
-        gae, needs=("token_level_rewards", "values", "response_mask", "gamma", "lam"), takes=("loss_mask",), needs_critic=True
-    ),
-    "grpo": AdvantageEstimator(grpo, needs=("token_level_rewards", "response_mask", "group_ids", "norm_by_std"), needs_group=True),
+    "gae": AdvantageEstimator.of(gae),
+    "grpo": AdvantageEstimator.of(grpo, needs_group=True),
+    "grpo_passk": AdvantageEstimator.of(grpo_passk, needs_group=True),
+    "gdpo": AdvantageEstimator.of(gdpo, needs_group=True),
+    "rloo": AdvantageEstimator.of(rloo, needs_group=True),
+    "reinforce_plus_plus": AdvantageEstimator.of(reinforce_plus_plus),
+    "reinforce_plus_plus_baseline": AdvantageEstimator.of(reinforce_plus_plus_baseline, needs_group=True),
+    "remax": AdvantageEstimator.of(remax),
+    "opo": AdvantageEstimator.of(opo, needs_group=True),
+    "gpg": AdvantageEstimator.of(gpg, needs_group=True),
+    "optimal_token_baseline": AdvantageEstimator.of(optimal_token_baseline, needs_group=True),
+    "tir_optimal_token_baseline": AdvantageEstimator.of(tir_optimal_token_baseline, needs_group=True),
+    "max_rl": AdvantageEstimator.of(max_rl, needs_group=True),
+    "prime": AdvantageEstimator.of(prime, needs_group=True),
+    "sppo": AdvantageEstimator.of(sppo, needs_group=True),
+    "online_dpo": AdvantageEstimator.of(online_dpo, needs_group=True),
+    "spin": AdvantageEstimator.of(spin),
+    "on_policy_distillation": AdvantageEstimator.of(on_policy_distillation),
 }
 
 
@@ -42,4 +70,27 @@ def register_adv_est(name: str, *, needs_group: bool = False) -> Callable[[_Func
     return add
 
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "AdvantageEstimator", "Advantages", "gae", "grpo", "register_adv_est"]
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "AdvantageEstimator",
+    "Advantages",
+    "gae",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "max_rl",
+    "on_policy_distillation",
+    "online_dpo",
+    "opo",
+    "optimal_token_baseline",
+    "prime",
+    "register_adv_est",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "spin",
+    "sppo",
+    "tir_optimal_token_baseline",
+]

@@ -1,4 +1,9 @@
-"""Statistics of the scores inside each group, handed back row by row."""
+"""Statistics of the scores inside each group, handed back row by row.
+
+    scores [B], counts [B] bool, group_ids [B] int64, any numbers ──► sum, maximum, mean and deviation, the one best row of each group
+
+A row counts where the policy sampled a token of it; what a row that does not count holds, NaN included, has no effect.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +28,46 @@ class GroupStatistics:
 
 
 def group_statistics(scores: Tensor, counts: Tensor, group_ids: Tensor) -> GroupStatistics:
-    """Mean and deviation of scores [B] float over the rows of each group where `counts` [B] bool; group_ids [B] int64, any numbers."""
-    _, group = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(group.max()) + 1 if group.numel() else 0
+    """Mean and deviation of scores [B] float over the rows of each group where `counts` [B] bool; group_ids [B] int64."""
     weight = counts.to(scores.dtype)
     kept = torch.where(counts, scores, 0.0)
+    size = group_sum(weight, group_ids)
+    mean = group_sum(kept, group_ids) / size.clamp(min=1)
+    squares = group_sum(weight * (kept - mean).square(), group_ids)
+    varies = group_max(scores, counts, group_ids) > -group_max(-scores, counts, group_ids)
+    return GroupStatistics(size.to(torch.int64), mean, (squares / (size - 1).clamp(min=1)).sqrt(), varies)
 
-    def per_group(x: Tensor) -> Tensor:
-        return scores.new_zeros(num_groups).index_add(0, group, x)
 
-    size = per_group(weight)
-    mean = per_group(kept) / size.clamp(min=1)
-    squares = per_group(weight * (kept - mean[group]).square())
-    highest = scores.new_full((num_groups,), -torch.inf).scatter_reduce(0, group, torch.where(counts, scores, -torch.inf), "amax")
-    lowest = scores.new_full((num_groups,), torch.inf).scatter_reduce(0, group, torch.where(counts, scores, torch.inf), "amin")
-    std = (squares / (size - 1).clamp(min=1)).sqrt()
-    return GroupStatistics(size[group].to(torch.int64), mean[group], std[group], (highest > lowest)[group])
+def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:
+    """Sum of x [B, ...] over the rows of each group, in the shape of x."""
+    group, num_groups = _numbered(group_ids)
+    return x.new_zeros(num_groups, *x.shape[1:]).index_add(0, group, x)[group]
+
+
+def group_max(scores: Tensor, counts: Tensor, group_ids: Tensor) -> Tensor:
+    """The highest score [B] of each row's group; −inf where no row of it counts."""
+    group, num_groups = _numbered(group_ids)
+    lowest = scores.new_full((num_groups,), -torch.inf)
+    return lowest.scatter_reduce(0, group, torch.where(counts, scores, -torch.inf), "amax")[group]
+
+
+def group_best(scores: Tensor, counts: Tensor, group_ids: Tensor, row_id: Tensor | None = None) -> Tensor:
+    """[B] bool: the row with the highest score of each group, one a group; of equal ones that of the smallest row id [B] int64.
+
+    Without row ids the first of equal rows. A group without a row that counts has no best.
+    """
+    order = counts.nonzero().squeeze(-1)
+    if row_id is not None:
+        order = order[torch.argsort(row_id[order], stable=True)]
+    order = order[torch.argsort(scores[order], stable=True, descending=True)]
+    order = order[torch.argsort(group_ids[order], stable=True)]
+    ids = group_ids[order]
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[1:] = ids[1:] != ids[:-1]
+    return torch.zeros_like(counts).index_fill(0, order[first], True)
+
+
+def _numbered(group_ids: Tensor) -> tuple[Tensor, int]:
+    """Groups as 0, 1, 2, …, and how many there are."""
+    _, group = torch.unique(group_ids, return_inverse=True)
+    return group, int(group.max()) + 1 if group.numel() else 0

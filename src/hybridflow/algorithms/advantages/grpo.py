@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridflow.algorithms.advantages.groups import group_statistics
+from hybridflow.algorithms.advantages.groups import GroupStatistics
+from hybridflow.algorithms.advantages.rows import on_every_token, scored
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import masked_sum, zero_outside
 
 EPSILON = 1e-6
 
@@ -17,12 +17,16 @@ def grpo(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, 
     token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses of one prompt.
     μ_g, σ_g are mean and Bessel-corrected deviation of the group's rows with a sampled token. A row alone in its group gets 0, and so
     do all rows of a group whose scores are equal. Returns are the advantages: there is no critic to teach.
+
+    Left out: the papers' rewards for single steps (process supervision); the reward model's place is the reward's.
     """
-    mask = response_mask.bool()
-    scores = masked_sum(token_level_rewards, mask, dim=-1)
-    group = group_statistics(scores, mask.any(dim=-1), group_ids)
+    mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
+    return on_every_token(against_the_group(scores, group, norm_by_std=norm_by_std), mask)
+
+
+def against_the_group(scores: Tensor, group: GroupStatistics, *, norm_by_std: bool) -> Tensor:
+    """(s − μ_g)/(σ_g + 1e-6), or s − μ_g, [B] float; exactly 0 in a group that does not vary."""
     advantages = scores - group.mean
     if norm_by_std:
         advantages = advantages / (group.std + EPSILON)
-    per_token = zero_outside(advantages.where(group.varies, 0.0).unsqueeze(-1).expand(mask.shape), mask)
-    return Advantages(advantages=per_token, returns=per_token.clone())
+    return advantages.where(group.varies, 0.0)

@@ -24,7 +24,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A function with what it needs, as data: trainers and checks ask here.
+    """A function with what it needs, read off its signature (`of`): trainers and checks ask here.
 
     `hybridflow.config` must not load torch and so has names and needs of its own; a test keeps the two in step.
     """
@@ -32,28 +32,31 @@ class AdvantageEstimator:
     function: Callable[..., Any]
     needs: tuple[str, ...]
     """Fields and parameters it cannot do without; it gets its arguments by these names."""
-    takes: tuple[str, ...] = ()
+    takes: tuple[str, ...]
     """Further ones that it takes where they are there."""
-    needs_critic: bool = False
-    """True: `values` of a critic."""
-    needs_group: bool = False
-    """True: two or more responses a prompt (`rollout.n` ≥ 2)."""
-    takes_all: bool = False
+    takes_all: bool
     """True: everything that is there."""
+    needs_group: bool
+    """True: two or more responses a prompt (`rollout.n` ≥ 2)."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], *, needs_group: bool = False) -> AdvantageEstimator:
-        """Read the needs of a function off its signature: arguments without a default are needed, the others taken if there."""
-        named = [p for p in inspect.signature(function).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        needs = tuple(p.name for p in named if p.default is p.empty)
+        """Arguments without a default are needed, the others taken if there; `**rest` takes all. The one fact that no signature tells
+        is `needs_group`."""
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
             function,
-            needs=needs,
+            needs=tuple(p.name for p in named if p.default is p.empty),
             takes=tuple(p.name for p in named if p.default is not p.empty),
-            needs_critic="values" in needs,
+            takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
             needs_group=needs_group,
-            takes_all=any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()),
         )
+
+    @property
+    def needs_critic(self) -> bool:
+        """True: it needs the `values` of a critic."""
+        return "values" in self.needs
 
     def __call__(self, available: Mapping[str, Any]) -> Advantages:
         """Call the function with what it names out of `available` (fields of the batch, `group_ids`, parameters).

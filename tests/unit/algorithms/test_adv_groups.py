@@ -1,0 +1,213 @@
+"""Estimators that compare the responses of one prompt, on cases small enough for paper and pencil."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.advantages import (
+    Advantages,
+    gdpo,
+    gpg,
+    grpo_passk,
+    max_rl,
+    online_dpo,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+    spin,
+    sppo,
+)
+from hybridflow.algorithms.advantages.groups import group_best
+from hybridflow.errors import ConfigError
+
+Scored = Callable[[Tensor, Tensor, Tensor], Advantages]
+NAN = float("nan")
+
+BY_SCORE: dict[str, Scored] = {
+    "grpo_passk": lambda r, m, g: grpo_passk(r, m, g, norm_by_std=True),
+    "gdpo": lambda r, m, g: gdpo(torch.where(m, r, 0.0).sum(-1, keepdim=True), m, g),
+    "rloo": rloo,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "opo": opo,
+    "gpg": gpg,
+    "max_rl": max_rl,
+    "sppo": lambda r, m, g: sppo(r, m, g, sppo_eta=1.0, sppo_beta=2.0),
+    "online_dpo": online_dpo,
+}
+
+
+def rows(*values: float, lengths: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
+    """One row a score, given on its last token; two tokens a row unless said otherwise; NaN outside."""
+    lengths = lengths or (2,) * len(values)
+    rewards = torch.full((len(values), max(lengths)), NAN, dtype=torch.float64)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+    for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        rewards[i, :length] = 0.0
+        if length:
+            rewards[i, length - 1] = value
+    return rewards, mask
+
+
+def ids(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def first_tokens(out: Advantages) -> list[float]:
+    assert torch.equal(out.returns, out.advantages) and out.returns is not out.advantages
+    return out.advantages[:, 0].tolist()
+
+
+def test_rloo_is_the_score_minus_the_mean_of_the_others() -> None:
+    rewards, mask = rows(1.0, 2.0, 6.0)
+    assert first_tokens(rloo(rewards, mask, ids(5, 5, 5))) == [1 - 4, 2 - 3.5, 6 - 1.5]
+
+
+def test_opo_weighs_rows_by_their_length() -> None:
+    rewards, mask = rows(1.0, 0.0, lengths=(3, 1))  # baseline (3·1 + 1·0)/4 = 0.75
+    out = opo(rewards, mask, ids(0, 0))
+    assert out.advantages.tolist() == [[0.25, 0.25, 0.25], [-0.75, 0.0, 0.0]]
+
+
+def test_gpg_makes_up_for_groups_that_say_nothing() -> None:
+    rewards, mask = rows(0.0, 2.0, 1.0, 1.0, 9.0)  # 5 rows, 2 of them in a group that varies: α = 2.5
+    assert first_tokens(gpg(rewards, mask, ids(0, 0, 1, 1, 2))) == [-2.5, 2.5, 0.0, 0.0, 0.0]
+
+
+def test_gpg_does_not_count_rows_without_a_token() -> None:
+    rewards, mask = rows(0.0, 2.0, 7.0, lengths=(1, 1, 0))
+    assert first_tokens(gpg(rewards, mask, ids(0, 0, 1))) == [-1.0, 1.0, 0.0]
+
+
+def test_max_rl_divides_by_the_rate_of_success() -> None:
+    rewards, mask = rows(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # mean 1/4: (1 − 1/4)·4 = 3, −1
+    assert first_tokens(max_rl(rewards, mask, ids(0, 0, 0, 0, 1, 1))) == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]
+
+
+def test_max_rl_refuses_scores_below_zero_but_not_in_rows_that_do_not_count() -> None:
+    rewards, mask = rows(1.0, -0.5, -0.25)
+    with pytest.raises(ConfigError, match=r"max_rl needs scores of 0 or more, got -0\.5 \(rows below 0: 2\)"):
+        max_rl(rewards, mask, ids(0, 0, 0))
+    mask[1:] = False
+    assert first_tokens(max_rl(rewards, mask, ids(0, 0, 0))) == [0.0, 0.0, 0.0]
+
+
+def test_passk_gives_the_lead_to_the_best_row_alone() -> None:
+    rewards, mask = rows(1.0, 5.0, 2.0, 7.0)
+    assert first_tokens(grpo_passk(rewards, mask, ids(0, 0, 0, 1), norm_by_std=False)) == [0.0, 3.0, 0.0, 0.0]
+    deviation = math.sqrt(((1 - 8 / 3) ** 2 + (5 - 8 / 3) ** 2 + (2 - 8 / 3) ** 2) / 2)
+    found = first_tokens(grpo_passk(rewards, mask, ids(0, 0, 0, 1), norm_by_std=True))
+    assert found == pytest.approx([0.0, 3 / (deviation + 1e-6), 0.0, 0.0], abs=1e-12)
+
+
+def test_passk_of_two_best_rows_is_zero() -> None:
+    rewards, mask = rows(5.0, 1.0, 5.0)
+    assert first_tokens(grpo_passk(rewards, mask, ids(0, 0, 0), norm_by_std=True)) == [0.0, 0.0, 0.0]
+
+
+def test_baseline_of_the_group_then_whitened_over_tokens() -> None:
+    rewards, mask = rows(0.0, 2.0, 4.0, 4.0, lengths=(1, 1, 1, 1))  # centred −1, 1, 0, 0: mean 0, variance 2/3
+    out = reinforce_plus_plus_baseline(rewards, mask, ids(0, 0, 1, 1))
+    one = 1 / math.sqrt(2 / 3 + 1e-8)
+    assert first_tokens(out) == pytest.approx([-one, one, 0.0, 0.0], abs=1e-12)
+
+
+def test_whitening_moves_no_group_that_does_not_vary() -> None:
+    rewards, mask = rows(0.0, 2.0, 4.0, 4.0, lengths=(1, 3, 1, 1))  # centred tokens −1, 1, 1, 1, 0, 0: their mean is not 0
+    groups = ids(0, 0, 1, 1)
+    for out in (reinforce_plus_plus_baseline(rewards, mask, groups), gdpo(torch.tensor([[0.0], [2.0], [4.0], [4.0]]), mask, groups)):
+        assert out.advantages[0, 0] < 0 < out.advantages[1, 0]
+        assert out.advantages[2:].tolist() == [[0.0] * 3] * 2
+
+
+def test_whitening_is_over_the_loss_mask() -> None:
+    rewards, mask = rows(0.0, 2.0, 5.0, 9.0, lengths=(1, 1, 1, 1))
+    loss_mask = mask & torch.tensor([[True], [True], [True], [False]])  # centred −1, 1, −2 are left: mean −2/3, variance 7/3
+    expected = [(x + 2 / 3) / math.sqrt(7 / 3 + 1e-8) for x in (-1, 1, -2)] + [0.0]
+    groups = ids(0, 0, 1, 1)
+    assert first_tokens(reinforce_plus_plus_baseline(rewards, mask, groups, loss_mask=loss_mask)) == pytest.approx(expected, abs=1e-12)
+    out = gdpo(torch.tensor([[0.0], [2.0], [5.0], [9.0]], dtype=torch.float64), mask, groups, loss_mask=loss_mask)
+    half, kept = math.sqrt(0.5), []
+    for lead, deviation in ((-1, math.sqrt(2)), (1, math.sqrt(2)), (-2, math.sqrt(8))):
+        kept.append(lead / (deviation + 1e-6))
+    assert kept == pytest.approx([-half, half, -half], abs=1e-5)
+    mean = sum(kept) / 3
+    spread = math.sqrt(sum((x - mean) ** 2 for x in kept) / 2 + 1e-8)
+    assert first_tokens(out) == pytest.approx([(x - mean) / spread for x in kept] + [0.0], abs=1e-12)
+
+
+def test_gdpo_normalises_each_reward_before_it_adds_them() -> None:
+    # a reward of 100 and one of 1 count the same: rows (100, 0) and (0, 1) are even, (100, 1) is ahead of (0, 0) by two steps
+    components = torch.tensor([[100.0, 0.0], [0.0, 1.0], [100.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    out = gdpo(components, torch.ones(4, 1, dtype=torch.bool), ids(0, 0, 0, 0))
+    found = first_tokens(out)
+    assert found[:2] == pytest.approx([0.0, 0.0], abs=1e-5) and found[2] == pytest.approx(-found[3]) and found[2] > 1
+
+
+def test_gdpo_weighs_its_rewards() -> None:
+    components = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    first = gdpo(components, mask, ids(0, 0), gdpo_reward_weights=[1.0, 0.0]).advantages
+    torch.testing.assert_close(first[:, 0], torch.tensor([1.0, -1.0]) / 2**0.5, rtol=1e-5, atol=1e-5)
+    second = gdpo(components, mask, ids(0, 0), gdpo_reward_weights=[0.0, 2.0]).advantages
+    torch.testing.assert_close(second, -first)
+    assert gdpo(components, mask, ids(0, 0), gdpo_reward_weights=[0.5, 0.5]).advantages.abs().max() < 1e-6
+    with pytest.raises(ConfigError, match="gdpo_reward_weights has 3 numbers for 2 rewards"):
+        gdpo(components, mask, ids(0, 0), gdpo_reward_weights=[1.0, 1.0, 1.0])
+
+
+def test_sppo_aims_at_the_distance_from_the_softmean() -> None:
+    rewards, mask = rows(0.0, math.log(3.0), 8.0)  # softmean_1 of 0 and log 3 is log((1 + 3)/2) = log 2
+    found = first_tokens(sppo(rewards, mask, ids(0, 0, 1), sppo_eta=2.0, sppo_beta=1.0))
+    assert found == pytest.approx([-2 * math.log(2), 2 * math.log(1.5), 0.0], abs=1e-12)
+    sharp = first_tokens(sppo(rewards * 1e6, mask, ids(0, 0, 1), sppo_eta=1.0, sppo_beta=10.0))
+    assert sharp[1] == pytest.approx(math.log(2) / 10, abs=1e-6) and math.isfinite(sharp[0])  # no overflow: nearly the maximum
+
+
+def test_online_dpo_marks_the_best_and_the_worst() -> None:
+    rewards, mask = rows(1.0, 3.0, 2.0, 4.0, 4.0)
+    assert first_tokens(online_dpo(rewards, mask, ids(0, 0, 0, 1, 1))) == [-1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_online_dpo_breaks_ties_by_row_id() -> None:
+    rewards, mask = rows(1.0, 3.0, 3.0, 1.0)
+    assert first_tokens(online_dpo(rewards, mask, ids(0, 0, 0, 0))) == [-1.0, 1.0, 0.0, 0.0]
+    assert first_tokens(online_dpo(rewards, mask, ids(0, 0, 0, 0), row_id=ids(9, 8, 7, 6))) == [0.0, 0.0, 1.0, -1.0]
+
+
+def test_the_best_row_is_one_that_counts() -> None:
+    best = group_best(torch.tensor([9.0, 1.0, 2.0, 5.0]), torch.tensor([False, True, True, False]), ids(0, 0, 0, 1))
+    assert best.tolist() == [False, False, True, False]
+
+
+def test_spin_sets_the_data_against_the_samples_in_groups_with_both() -> None:
+    mask = torch.ones(6, 2, dtype=torch.bool)
+    mask[5] = False  # a demonstration without a token is none
+    shown = torch.tensor([True, False, False, True, False, True])
+    assert first_tokens(spin(mask, shown, ids(0, 0, 0, 1, 2, 2))) == [1.0, -1.0, -1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", BY_SCORE)
+def test_a_row_alone_and_a_group_of_equal_scores_get_exactly_zero(name: str) -> None:
+    values = (5.0, *[0.1] * 7, 0.0, 1.0)
+    rewards, mask = rows(*values, lengths=(2, 1, 2, 3, 1, 2, 3, 1, 2, 2))
+    for dtype in (torch.float32, torch.float64):
+        out = BY_SCORE[name](rewards.to(dtype), mask, ids(0, *[1] * 7, 2, 2)).advantages
+        assert out.dtype == dtype and bool((out[:8] == 0).all()) and out[9, 0] > 0 >= out[8, 0]
+
+
+@pytest.mark.parametrize("name", BY_SCORE)
+def test_no_rows_no_columns_and_no_tokens(name: str) -> None:
+    for shape in ((0, 3), (2, 0), (2, 3)):
+        out = BY_SCORE[name](torch.full(shape, NAN), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0], dtype=torch.int64))
+        assert out.advantages.shape == shape and not out.advantages.any()
+
+
+@pytest.mark.parametrize("name", BY_SCORE)
+def test_half_precision_is_computed_in_float32(name: str) -> None:
+    rewards, mask = rows(1.0, 2.0)
+    assert BY_SCORE[name](rewards.to(torch.bfloat16), mask, ids(0, 0)).advantages.dtype == torch.float32

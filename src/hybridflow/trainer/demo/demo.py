@@ -1,6 +1,6 @@
 """The demo: a language model of 0.4 M parameters learns arithmetic chains, first by imitation, then by reinforcement.
 
-tiny model ──SFT until half right──► warm model ──GRPO or PPO──► better model ──► summary.json, report.html
+tiny model ──SFT until half right──► warm model ──GRPO, or another tiny recipe──► better model ──► summary.json, report.html
 """
 
 from __future__ import annotations
@@ -11,26 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.data.build import build_prompt_data
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.report import write_report
 from hybridflow.rollout.base import RolloutEngine
-from hybridflow.trainer.demo.evaluate import Evaluation, evaluate
+from hybridflow.trainer.demo.evaluate import MAX_TOKENS, Evaluation, evaluate
+from hybridflow.trainer.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
 from hybridflow.trainer.ppo.build import build as build_ppo
 from hybridflow.trainer.run_folder import RunFolder
-from hybridflow.trainer.sft.build import build as build_sft
 
 logger = logging.getLogger(__name__)
 
-CHECK_EVERY = 5
-"""SFT steps between two looks at the held-out accuracy: it climbs steeply once it climbs."""
-FIRST_CHECK = 60
-"""No look before this step: no seed is near the mark by then."""
+REWARD = "arithmetic_chain"
 NUM_SHOWN = 5
 
 
@@ -40,8 +36,9 @@ class DemoOptions:
 
     folder: Path
     algorithm: str = "grpo"
+    """A recipe of the folder `recipes/tiny` that needs nothing but a policy."""
     seed: int = 0
-    reward: str = "arithmetic_chain"
+    reward: str = REWARD
     """`random` is the control: a reward that knows nothing must not help."""
     sft_accuracy: float = 0.5
     """Greedy accuracy at which the warm-up ends."""
@@ -55,9 +52,9 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     folder = RunFolder(options.folder / options.algorithm)
     model = create_tiny_model(options.folder / "model", seed=options.seed)
     logger.info("a model of its own: Llama architecture, 0.4 M parameters, random weights, in %s", model)
-    warm, sft = _warm_up(options, model)
-    logger.info("warm-up done in %.0f s (%d steps); reinforcement learning starts", sft["seconds"], sft["steps"])
-    before, after, trained = _reinforce(options, warm, folder)
+    warm = warm_up(model, options.folder / "sft", seed=options.seed, options=WarmUpOptions(options.sft_accuracy))
+    logger.info("warm-up done in %.0f s (%d steps); reinforcement learning starts", warm.seconds, warm.steps)
+    before, after, trained = _reinforce(options, warm.model, folder)
     summary = {
         "algorithm": options.algorithm,
         "seed": options.seed,
@@ -67,8 +64,8 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         "sampled_before": before[1].accuracy,
         "sampled_after": after[1].accuracy,
         "num_questions": len(before[0].samples),
-        "sft_steps": sft["steps"],
-        "seconds_sft": sft["seconds"],
+        "sft_steps": warm.steps,
+        "seconds_sft": warm.seconds,
         "seconds_rl": trained,
         "seconds": time.perf_counter() - start,
         "samples_before": before[1].samples[:NUM_SHOWN],
@@ -79,38 +76,6 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     return summary
 
 
-def _warm_up(options: DemoOptions, model: Path) -> tuple[Path, dict[str, Any]]:
-    """SFT until the greedy accuracy is reached; gives the folder of the warm model."""
-    start = time.perf_counter()
-    overrides = [
-        f"model.path='{model}'",
-        f"trainer.default_local_dir='{options.folder / 'sft'}'",
-        f"trainer.seed={options.seed}",
-        "trainer.resume_mode=disable",
-        "trainer.logger=[console]",
-    ]
-    config = prepare_config(SFTConfig, overrides, recipe="demo_sft").config
-    logger.info(
-        "warm-up: it reads worked answers until %.0f %% of the held-out questions are right, for at most %s steps",
-        100 * options.sft_accuracy,
-        config.trainer.total_training_steps,
-    )
-    warm = options.folder / "sft" / "model"
-    with build_sft(config) as trainer:
-        questions = _questions(load_tokenizer(str(model)), seed=options.seed)
-
-        def good_enough(step: int) -> bool:
-            if step < FIRST_CHECK or step % CHECK_EVERY:
-                return False
-            found = evaluate(trainer.rollout, trainer.tokenizer, questions, max_tokens=48, greedy=True, seed=options.seed)
-            logger.info("warm-up step %d: greedy accuracy %.3f on %d held-out questions", step, found.accuracy, len(questions))
-            return found.accuracy >= options.sft_accuracy
-
-        steps = trainer.fit(after_step=good_enough)
-        trainer.export(warm)
-    return warm, {"steps": steps, "seconds": time.perf_counter() - start}
-
-
 def _reinforce(
     options: DemoOptions, model: Path, folder: RunFolder
 ) -> tuple[tuple[Evaluation, Evaluation], tuple[Evaluation, Evaluation], float]:
@@ -119,16 +84,16 @@ def _reinforce(
         f"actor_rollout_ref.model.path='{model}'",
         f"trainer.default_local_dir='{folder.path}'",
         f"trainer.seed={options.seed}",
-        f"reward.function={options.reward}",
         "trainer.resume_mode=disable",
+        *([] if options.reward == REWARD else [f"reward.function={options.reward}"]),
         *options.overrides,
     ]
-    config, notes, _ = prepare_config(PPOConfig, overrides, recipe=f"demo_{options.algorithm}")
+    config, notes, _ = prepare_config(PPOConfig, overrides, recipe=f"tiny/{options.algorithm}")
     for note in notes:
         logger.info("note: %s", note)
     with build_ppo(config) as trainer:
         tokenizer, engine = trainer.tokenizer, trainer.rollout_engine
-        questions = _questions(tokenizer, seed=options.seed)
+        questions = held_out_questions(tokenizer, seed=options.seed)
         before = _both(engine, tokenizer, questions, options.seed)
         start = time.perf_counter()
         trainer.fit()
@@ -138,14 +103,5 @@ def _reinforce(
 
 
 def _both(engine: RolloutEngine, tokenizer: Tokenizer, questions: MapDataset[PromptRow], seed: int) -> tuple[Evaluation, Evaluation]:
-    greedy = evaluate(engine, tokenizer, questions, max_tokens=48, greedy=True, seed=seed)
-    return greedy, evaluate(engine, tokenizer, questions, max_tokens=48, greedy=False, seed=seed)
-
-
-def _questions(tokenizer: Tokenizer, *, seed: int) -> MapDataset[PromptRow]:
-    """The held-out questions: the validation split of the demo's task, in neither training set."""
-    few = ["actor_rollout_ref.model.path=unused", "data.task.size=64"]  # training questions are not wanted here
-    config = prepare_config(PPOConfig, few, recipe="demo_grpo", make_folders=False).config
-    data = build_prompt_data(config.data, tokenizer, seed)
-    assert data.val_dataset is not None, "the demo's recipe has held-out questions"
-    return data.val_dataset
+    greedy = evaluate(engine, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)
+    return greedy, evaluate(engine, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)

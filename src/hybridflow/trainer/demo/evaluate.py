@@ -1,7 +1,8 @@
-"""Held-out accuracy of a policy on the demo's task, greedy or sampled, with the texts for the reader."""
+"""Held-out accuracy of a policy on the tiny task, greedy or sampled, with the texts for the reader."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.agent import build_requests
@@ -11,32 +12,54 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.rewards.functions.arithmetic_chain import compute_score
 from hybridflow.rollout.base import RolloutEngine, SamplingParams
 
+MAX_TOKENS = 48
+"""Longest response, as in the recipes of the tiny task."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Share of right answers, and each response with its question, truth and score."""
+    """What a policy answered to the held-out questions."""
 
     accuracy: float
+    """Share of right answers, in [0, 1]."""
+    pass_rate: float
+    """Share of questions with a right answer among theirs (pass@n), in [0, 1]; with one answer a question, the accuracy."""
+    mean_length: float
+    """Tokens of a response, the end token included."""
     samples: list[dict[str, object]]
+    """Each response with its question, truth and score."""
 
 
 def evaluate(
-    engine: RolloutEngine, tokenizer: Tokenizer, questions: MapDataset[PromptRow], *, max_tokens: int, greedy: bool, seed: int
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    questions: MapDataset[PromptRow] | Sequence[PromptRow],
+    *,
+    max_tokens: int,
+    greedy: bool,
+    seed: int,
+    n: int = 1,
 ) -> Evaluation:
-    """One response to each question under the weights as they are; sampling is at temperature 1."""
+    """`n` responses to each question under the weights as they are; sampling is at temperature 1."""
     prompts = [questions[index] for index in range(len(questions))]
     sampling = SamplingParams(max_tokens=max_tokens, greedy=greedy)
-    batch = build_requests(prompts, sampling, n=1, seed=seed, purpose="demo_evaluation", step=0)
+    batch = build_requests(prompts, sampling, n=n, seed=seed, purpose="demo_evaluation", step=0)
     engine.wake_up()
     outputs = {output.request_id: output for output in engine.generate(batch.requests)}
     engine.sleep()
-    texts = tokenizer.batch_decode([outputs[request.request_id].token_ids for request in batch.requests], skip_special_tokens=True)
+    responses = [outputs[request.request_id].token_ids for request in batch.requests]
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     samples: list[dict[str, object]] = []
-    right = 0.0
-    for prompt, text in zip(prompts, texts, strict=True):
+    scores: list[float] = []
+    for prompt, text in zip(batch.rows, texts, strict=True):
         truth = prompt.row["reward_model"]["ground_truth"]
         result = compute_score("arithmetic_chain", text, truth)
-        score = float(result["score"] if isinstance(result, dict) else result)
-        right += score
-        samples.append({"question": prompt.row["prompt"][-1]["content"], "response": text, "ground_truth": truth, "score": score})
-    return Evaluation(right / len(prompts), samples)
+        scores.append(float(result["score"] if isinstance(result, dict) else result))
+        samples.append({"question": prompt.row["prompt"][-1]["content"], "response": text, "ground_truth": truth, "score": scores[-1]})
+    best = [max(scores[start : start + n]) for start in range(0, len(scores), n)]
+    return Evaluation(
+        accuracy=sum(scores) / len(scores),
+        pass_rate=sum(best) / len(best),
+        mean_length=sum(len(response) for response in responses) / len(responses),
+        samples=samples,
+    )

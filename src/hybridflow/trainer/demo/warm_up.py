@@ -1,0 +1,89 @@
+"""The warm-up of the tiny task: a model of random weights reads worked answers until it has some of the held-out questions right.
+
+model folder ──SFT, looking at held-out accuracy now and then──► warm model folder
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.data.build import build_prompt_data
+from hybridflow.data.loader import MapDataset
+from hybridflow.data.prompts import PromptRow
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.trainer.demo.evaluate import MAX_TOKENS, evaluate
+from hybridflow.trainer.sft.build import build as build_sft
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WarmUpOptions:
+    """Where the warm-up ends."""
+
+    accuracy: float = 0.5
+    """Greedy accuracy on the held-out questions at which it ends."""
+    check_every: int = 5
+    """Steps between two looks at that accuracy: it climbs steeply once it climbs."""
+    first_check: int = 60
+    """No look before this step: no seed is near the mark by then."""
+    max_steps: int | None = None
+    """Steps at which it ends in any case; None: the recipe's."""
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What the warm-up made: the model's folder, its greedy accuracy (of the last look; 0 without one), steps, seconds."""
+
+    model: Path
+    accuracy: float
+    steps: int
+    seconds: float
+
+
+def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> WarmUp:
+    """SFT of `model` in the run folder `folder`; the warm model stands in `folder/model`."""
+    start = time.perf_counter()
+    overrides = [
+        f"model.path='{model}'",
+        f"trainer.default_local_dir='{folder}'",
+        f"trainer.seed={seed}",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[console]",
+        *([] if options.max_steps is None else [f"trainer.total_training_steps={options.max_steps}"]),
+    ]
+    config = prepare_config(SFTConfig, overrides, recipe="tiny/sft").config
+    logger.info(
+        "warm-up: it reads worked answers until %.0f %% of the held-out questions are right, for at most %s steps",
+        100 * options.accuracy,
+        config.trainer.total_training_steps,
+    )
+    accuracy = 0.0
+    with build_sft(config) as trainer:
+        questions = held_out_questions(load_tokenizer(str(model)), seed=seed)
+
+        def good_enough(step: int) -> bool:
+            nonlocal accuracy
+            if step < options.first_check or step % options.check_every:
+                return False
+            accuracy = evaluate(trainer.rollout, trainer.tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed).accuracy
+            logger.info("warm-up step %d: greedy accuracy %.3f on %d held-out questions", step, accuracy, len(questions))
+            return accuracy >= options.accuracy
+
+        steps = trainer.fit(after_step=good_enough)
+        trainer.export(folder / "model")
+    return WarmUp(folder / "model", accuracy, steps, time.perf_counter() - start)
+
+
+def held_out_questions(tokenizer: Tokenizer, *, seed: int) -> MapDataset[PromptRow]:
+    """The validation split of the tiny task, in neither training set."""
+    few = ["actor_rollout_ref.model.path=unused", "data.task.size=64"]  # training questions are not wanted here
+    config = prepare_config(PPOConfig, few, recipe="tiny/grpo", make_folders=False).config
+    data = build_prompt_data(config.data, tokenizer, seed)
+    assert data.val_dataset is not None, "the recipe has held-out questions"
+    return data.val_dataset

@@ -1,0 +1,78 @@
+"""Each recipe says only what differs, passes every check, and has a twin on the tiny task that needs nothing but a model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.load import load_config, prepare_config
+from hybridflow.config.recipes import FOLDER
+from hybridflow.config.tree import flatten, keys_of
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+TINY = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in ("base", "sft"))
+TEACHER = {"on_policy_distillation"}
+
+
+def prepared(recipe: str, folder: Path, *overrides: str) -> PPOConfig:
+    teacher = [f"distillation.teacher_model.path={folder}"] if recipe.removeprefix("tiny/") in TEACHER else []
+    keys = [f"actor_rollout_ref.model.path={folder}", *teacher, *overrides]
+    return prepare_config(PPOConfig, keys, recipe=recipe, make_folders=False).config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_runs_on_a_users_data(name: str, tmp_path: Path) -> None:
+    config = prepared(name, tmp_path, "data.task.name=arithmetic_chain")
+    assert config.trainer.total_training_steps is None and config.trainer.num_threads is None, "nothing of the tiny task is in it"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_recipe_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    config = prepared(f"tiny/{name}", tmp_path)
+    rollout = config.actor_rollout_ref.rollout
+    assert config.data.train_batch_size * rollout.n == 512 and config.data.max_response_length == 48
+    assert config.trainer.experiment_name == name and config.trainer.num_threads == 1
+    assert not config.actor_rollout_ref.model.enable_gradient_checkpointing
+
+
+def test_each_recipe_has_its_twin() -> None:
+    assert NAMES == TINY
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_twin_keeps_the_algorithm(name: str, tmp_path: Path) -> None:
+    """What decides which maths runs is the same in both: estimator, loss, filters, correction."""
+    whole, tiny = prepared(name, tmp_path, "data.task.name=arithmetic_chain"), prepared(f"tiny/{name}", tmp_path)
+    for config in (whole, tiny):
+        assert config.critic.enable is (name in ("ppo", "pf_ppo", "vapo"))
+    a, b = whole.algorithm, tiny.algorithm
+    assert a.adv_estimator == b.adv_estimator and a.rollout_correction == b.rollout_correction
+    assert a.filter_groups.enable == b.filter_groups.enable and a.use_pf_ppo == b.use_pf_ppo
+    one, other = whole.actor_rollout_ref.actor, tiny.actor_rollout_ref.actor
+    assert one.policy_loss == other.policy_loss and one.loss_agg_mode == other.loss_agg_mode
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(f"tiny/{name}" for name in (*TINY, "base", "sft"))])
+def test_a_recipe_says_what_it_is_and_repeats_no_default(name: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    root = SFTConfig if name == "tiny/sft" else PPOConfig
+    if "/" not in name:
+        assert re.search(r"^# .*arXiv \d{4}\.\d{5}", text), "the header names the paper"
+    if name != "tiny/base":
+        assert re.search(rf"^# hybridflow (train|sft) --recipe {name} ", text, re.MULTILINE), "the header has the command"
+    own = yaml.safe_load(text)
+    parents = own.pop("defaults", [])
+    if parents:
+        return  # a value may be a default that undoes a parent's
+    for path, value in flatten(own):
+        assert path not in keys_of(root) or keys_of(root)[path].default != value, path
+
+
+def test_papers_bounds_reach_the_loss(tmp_path: Path) -> None:
+    gspo = prepared("gspo", tmp_path, "data.task.name=arithmetic_chain").actor_rollout_ref.actor
+    assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
+    assert load_config(PPOConfig, [], recipe="dppo_kl").config.actor_rollout_ref.actor.clip_ratio_c == 20.0

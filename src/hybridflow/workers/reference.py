@@ -1,29 +1,35 @@
-"""The reference policy: frozen, what the actor is held to by a KL term."""
+"""The reference policy: what the actor is held to by a KL term, or starts its pairs from. It stands still between copies of the actor."""
 
 from __future__ import annotations
 
-from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
+from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, TrainEngine
 from hybridflow.protocol import DataProto
-from hybridflow.workers.actor import POLICY_COLUMNS, policy_forward
+from hybridflow.workers.actor import POLICY_COLUMNS, ActorGroup, policy_forward
+from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 
-class ReferenceWorker(Worker):
-    """Holds a policy without an optimizer."""
+class ReferenceWorker(StatefulWorker):
+    """Holds a policy without an optimizer; `column` names what it gives, since a teacher is the same with other weights."""
 
-    def __init__(self, engine: TrainEngine, *, temperature: float, limits: BatchLimits) -> None:
-        self.engine, self.temperature, self.limits = engine, temperature, limits
+    def __init__(self, engine: TrainEngine, *, temperature: float, limits: BatchLimits, column: str = "ref_log_prob") -> None:
+        super().__init__(engine)
+        self.temperature, self.limits, self.column = temperature, limits, column
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def log_probs(self, batch: DataProto) -> DataProto:
-        """ref_log_prob [B, R] float32 nats."""
+        """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
         outputs = self.engine.forward(batch, policy_forward(self.temperature, with_entropy=False), self.limits)
-        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
+        return DataProto.from_dict({self.column: outputs["log_probs"]})
 
 
-class ReferenceGroup(WorkerGroup[ReferenceWorker]):
+class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     """The driver's view of the reference."""
 
     def log_probs(self, batch: DataProto) -> DataProto:
-        """See `ReferenceWorker.log_probs`."""
+        """ref_log_prob [B, R]."""
         return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS], []))
+
+    def copy_from(self, actor: ActorGroup) -> None:
+        """Become what the actor is now, in place (`algorithm.ref_update_freq`)."""
+        self.load_state_dict(actor.weights())

@@ -19,9 +19,14 @@ class StatefulWorker(Worker):
         """The engine's whole state."""
         return self.engine.state_dict()
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def weights(self) -> dict[str, Any]:
+        """The part of the state that another role of the same model can take over: its parameters alone."""
+        return {"model": self.engine.state_dict()["model"]}
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state, in place."""
+        """Take over a state, or some of its parts, in place."""
         self.engine.load_state_dict(state)
 
 
@@ -34,6 +39,10 @@ class StatefulGroup(WorkerGroup[W]):
     def state_dict(self) -> dict[str, Any]:
         """See `StatefulWorker.state_dict`."""
         return self.call(StatefulWorker.state_dict)
+
+    def weights(self) -> dict[str, Any]:
+        """See `StatefulWorker.weights`."""
+        return self.call(StatefulWorker.weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `StatefulWorker.load_state_dict`."""

@@ -26,7 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def states(trainer: SyncTrainer) -> dict[str, Any]:
     roles = trainer.state.roles
-    engines = {"actor": roles.actor.state_dict()} | ({"critic": roles.critic.state_dict()} if roles.critic else {})
+    groups = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference, "process_reward": roles.process_reward}
+    engines = {name: group.state_dict() for name, group in groups.items() if group}
     return deepcopy(
         {**engines, "loader": trainer.loader.state_dict(), "kl": trainer.state.kl_controller.state_dict(), "step": trainer.state.step}
     )
@@ -118,6 +119,71 @@ def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> 
     with (
         pytest.raises(CheckpointError, match=r"\(.*32.*\) in the checkpoint and \(.*64.*\) here"),
         build(ppo_config(wider, tmp_path / "run", *GRPO)),
+    ):
+        pass
+
+
+PROCESS = """
+def process(token_level_rewards, response_mask, process_rewards):
+    total = ((token_level_rewards + process_rewards) * response_mask).sum(-1, keepdim=True) * response_mask
+    return total, total
+"""
+
+
+def moving(folder: Path) -> tuple[str, ...]:
+    """A run whose reference moves after step 2 and whose process reward model learns in every step."""
+    (folder / "process.py").write_text(PROCESS)
+    return (
+        f"algorithm.adv_estimator='{folder / 'process.py'}:process'",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=1.0",
+        "algorithm.ref_update_freq=2",
+        "reward.process_reward_model.optim.lr=1e-2",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=2",
+    )
+
+
+def test_a_moving_reference_and_a_process_reward_model_go_on_to_the_bit(model: Path, tmp_path: Path) -> None:
+    settings = moving(tmp_path)
+    with build(ppo_config(model, tmp_path / "whole", *settings)) as trainer:
+        fresh = states(trainer)
+        trainer.fit()
+        whole = states(trainer)
+    assert whole["process_reward"]["scheduler"]["num_steps"] == 3
+    assert not equal(whole["reference"]["model"], fresh["reference"]["model"])
+    assert not equal(whole["reference"]["model"], whole["actor"]["model"]), "the third step was taken against it"
+    path = tmp_path / "whole" / "global_step_2"
+    saved = CheckpointStore(tmp_path / "whole").load(path).state
+    assert set(saved) == {"actor", "reference", "process_reward", "data", "trainer"}
+    assert set(saved["reference"]) == {"model"} and set(saved["process_reward"]) == {"model", "optimizer", "scheduler"}
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path='{path}'")
+    with build(ppo_config(model, tmp_path / "resumed", *settings, *resume)) as trainer:
+        assert equal(states(trainer)["reference"]["model"], saved["reference"]["model"]) and trainer.state.step == 2
+        trainer.fit()
+        assert equal(states(trainer), whole)
+
+
+def test_a_reference_that_moved_is_kept_where_it_moves_no_more(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO, *KL, "algorithm.ref_update_freq=1", "trainer.save_freq=2")) as trainer:
+        trainer.fit()
+        moved = states(trainer)
+    assert equal(moved["reference"]["model"], moved["actor"]["model"])
+    for _ in range(2):  # the second time from a checkpoint of the run that does not move it
+        with build(ppo_config(model, tmp_path / "run", *GRPO, *KL)) as trainer:
+            assert equal(states(trainer)["reference"], moved["reference"])
+            trainer.state.step += 1
+            trainer.state.save(trainer.store)
+
+
+def test_a_still_reference_is_no_part_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO, *KL)) as trainer:
+        trainer.state.step = 1
+        assert "reference" not in trainer.store.load(trainer.state.save(trainer.store)).state
+    wanted = r"has no 'reference'.*"
+    with (
+        pytest.raises(CheckpointError, match=wanted),
+        build(ppo_config(model, tmp_path / "run", *GRPO, *KL, "algorithm.ref_update_freq=1")),
     ):
         pass
 

@@ -1,10 +1,13 @@
-"""Who takes part in a step: the typed groups, by the names that the loop uses."""
+"""Who takes part in a step: the typed groups, by the names that the loop uses, and which of them a run needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.workers import ActorGroup, CriticGroup, ReferenceGroup, RolloutGroup
+from hybridflow.config import PPOConfig
+from hybridflow.config.needs import needs_reference, needs_teacher
+from hybridflow.workers import ActorGroup, CriticGroup, ProcessRewardGroup, ReferenceGroup, RolloutGroup, TeacherGroup
+from hybridflow.workers.bridge import find_estimator, find_policy_loss
 
 
 @dataclass(frozen=True)
@@ -15,3 +18,26 @@ class Roles:
     rollout: RolloutGroup
     critic: CriticGroup | None = None
     reference: ReferenceGroup | None = None
+    teacher: TeacherGroup | None = None
+    process_reward: ProcessRewardGroup | None = None
+
+
+def needed_roles(config: PPOConfig) -> list[str]:
+    """Names of the roles that a run has: by its configuration, and by the columns that its estimator and its loss name.
+
+    So a user's own function gets a reference, a teacher or a process reward model by having `ref_log_prob`, `teacher_log_probs` or
+    `process_rewards` among its arguments.
+    """
+    estimator, loss = find_estimator(config.algorithm.adv_estimator), find_policy_loss(config.actor_rollout_ref.actor)
+    named = {*estimator.needs, *estimator.takes, *loss.keywords}
+    # `enable` cannot be told from its null by now, so only a column that the estimator must have overrules it
+    process_reward = bool(config.reward.process_reward_model.enable) or "process_rewards" in estimator.needs
+    wanted = {
+        "actor": True,
+        "rollout": True,
+        "reference": needs_reference(config) or process_reward or "ref_log_prob" in named,
+        "critic": bool(config.critic.enable),
+        "teacher": needs_teacher(config) or "teacher_log_probs" in named,
+        "process_reward": process_reward,
+    }
+    return [name for name, want in wanted.items() if want]

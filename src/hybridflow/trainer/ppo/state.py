@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.layout import ACTOR, CRITIC, DATA, HF_FOLDER, TRAINER
+from hybridflow.checkpoint.layout import ACTOR, CRITIC, DATA, HF_FOLDER, PROCESS_REWARD, REFERENCE, TRAINER
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.data.loader import StatefulLoader
@@ -19,6 +19,9 @@ from hybridflow.errors import CheckpointError
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.resume import check_belongs, find, parts_to_load, parts_to_save, say_where
 from hybridflow.workers.bridge import KLController
+
+WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=["model"])
+"""Of a reference that moves: it has no optimizer, and without its weights a run could not go on to the bit."""
 
 
 @dataclass
@@ -29,16 +32,26 @@ class RunState:
     loader: StatefulLoader[PromptRow]
     kl_controller: KLController
     contents: dict[str, CheckpointContentsConfig]
-    """By role: what is saved and loaded."""
+    """By role with an optimizer: what is saved and loaded."""
     write_huggingface: Callable[[Path, bool], None]
     """(folder, with weights) -> config, tokenizer and, if asked, the weights of the actor."""
     total_steps: int
     seed: int
+    reference_moves: bool = False
+    """True: the reference takes over the actor's weights now and then, so its own are part of the state."""
     step: int = 0
     _roles: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._roles = {ACTOR: self.roles.actor} | ({CRITIC: self.roles.critic} if self.roles.critic else {})
+        learning = {ACTOR: self.roles.actor, CRITIC: self.roles.critic, PROCESS_REWARD: self.roles.process_reward}
+        self._roles = {name: group for name, group in learning.items() if group is not None}
+        if self.reference_moves:
+            self._keep_reference()
+
+    def _keep_reference(self) -> None:
+        if self.roles.reference is not None:
+            self._roles[REFERENCE] = self.roles.reference
+            self.contents = {**self.contents, REFERENCE: WEIGHTS_ONLY}
 
     def save(self, store: CheckpointStore) -> Path:
         """Write a checkpoint of this step."""
@@ -63,6 +76,8 @@ class RunState:
     def take(self, state: dict[str, Any]) -> None:
         """Take over a state, in place."""
         check_belongs(state, kind="ppo", seed=self.seed)
+        if REFERENCE in state:  # it had moved: it must not fall back to the start weights, even where it moves no more
+            self._keep_reference()
         for name, group in self._roles.items():
             if name not in state:
                 raise CheckpointError(f"The checkpoint has no '{name}': it was saved by a run without one.")

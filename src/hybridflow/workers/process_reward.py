@@ -1,0 +1,78 @@
+"""The implicit process reward model of PRIME: a policy that learns from outcomes which tokens led there, and its typed group.
+
+    input_ids, ref_log_prob ──rewards──► process_rewards q_t = β (log π_rm − log π_ref)
+    …, positive             ──update───► the model's weights, by cross-entropy of σ(β Σ_t (log π_rm − log π_ref)) against the outcome
+
+A response is judged by all of its sampled tokens: a narrower `loss_mask` leaves whole rows out, never tokens of a row.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.algorithms.process_reward import implicit_rewards, process_reward_loss
+from hybridflow.config.reward import ProcessRewardModelConfig
+from hybridflow.controller import Dispatch, register
+from hybridflow.engines import BatchLimits, LossFn, TrainEngine
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.workers.actor import POLICY_COLUMNS, policy_forward
+from hybridflow.workers.bridge import ratios
+from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.state import StatefulGroup, StatefulWorker
+
+REWARD_COLUMNS = (*POLICY_COLUMNS, "response_mask", "ref_log_prob")
+UPDATE_COLUMNS = (*REWARD_COLUMNS, "loss_mask", "positive")
+
+
+def outcome_loss(beta: float, scale: LossScale) -> LossFn:
+    """Cross-entropy against the outcome on a micro-batch, the mean over the rows of its whole mini-batch."""
+
+    def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+        rows = micro.batch
+        mask = rows["response_mask"] & rows["loss_mask"].any(-1, keepdim=True)
+        out = process_reward_loss(outputs["log_probs"], rows["ref_log_prob"], mask, rows["positive"], scale, beta=beta)
+        metrics = ratios(out.metrics)
+        metrics.add_sum("process_reward/loss", out.loss.detach())
+        return out.loss, metrics
+
+    return loss
+
+
+class ProcessRewardWorker(StatefulWorker):
+    """Holds the reward model's engine."""
+
+    def __init__(self, engine: TrainEngine, config: ProcessRewardModelConfig, *, temperature: float, limits: BatchLimits) -> None:
+        super().__init__(engine)
+        self.config, self.temperature, self.limits = config, temperature, limits
+        self.ask = policy_forward(temperature, with_entropy=False)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def rewards(self, batch: DataProto) -> DataProto:
+        """process_rewards [B, R] float32, 0 outside `response_mask`, under the weights as they are."""
+        log_prob = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
+        rows, config = batch.batch, self.config
+        rewards = implicit_rewards(log_prob, rows["ref_log_prob"], rows["response_mask"], beta=config.beta, granularity=config.granularity)
+        return DataProto.from_dict({"process_rewards": rewards})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
+        """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
+        return self.engine.train_mini_batch(batch, self.ask, outcome_loss(self.config.beta, scale), self.limits)
+
+
+class ProcessRewardGroup(StatefulGroup[ProcessRewardWorker]):
+    """The driver's view of the process reward model."""
+
+    def rewards(self, batch: DataProto) -> DataProto:
+        """See `ProcessRewardWorker.rewards`."""
+        return self.call(ProcessRewardWorker.rewards, batch.select([*REWARD_COLUMNS], []))
+
+    def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
+        """Epochs × mini-batches of optimizer steps."""
+
+        def step(mini: DataProto, scale: LossScale) -> Metrics:
+            return self.call(ProcessRewardWorker.update_mini_batch, mini, scale=scale)
+
+        return update_by_mini_batches(batch, UPDATE_COLUMNS, plan, step, name="process_reward")

@@ -1,0 +1,116 @@
+"""Which roles a run has, and what is asked of the models behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_trainer import build, ppo_config, tiny_model
+
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.trainer.ppo.roles import needed_roles
+
+OWN = """
+from hybridflow.algorithms.aggregation import LossOutput
+
+def plain(token_level_rewards, response_mask):
+    return token_level_rewards, token_level_rewards
+
+def distils(teacher_log_probs, old_log_probs, response_mask):
+    gap = (teacher_log_probs - old_log_probs) * response_mask
+    return gap, gap
+
+def process(process_rewards, response_mask):
+    return process_rewards, process_rewards
+
+def if_there(token_level_rewards, response_mask, process_rewards=None, ref_log_prob=None):
+    return token_level_rewards, token_level_rewards
+
+def loss(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, *, ref_log_prob):
+    return LossOutput((log_prob - ref_log_prob).sum() / scale.num_tokens, {})
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles"),
+    [
+        (["algorithm.adv_estimator=gae"], "critic"),
+        (["algorithm.adv_estimator=grpo"], ""),
+        (["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"], "reference"),
+        (["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"], "reference"),
+        (["algorithm.adv_estimator=grpo", "reward.process_reward_model.enable=true"], "reference process_reward"),
+        (["algorithm.adv_estimator='OWN:plain'"], ""),
+        (["algorithm.adv_estimator='OWN:distils'"], "teacher"),
+        (["algorithm.adv_estimator='OWN:process'"], "reference process_reward"),
+        (["algorithm.adv_estimator='OWN:if_there'"], "reference"),
+        (["algorithm.adv_estimator='OWN:plain'", "actor_rollout_ref.actor.policy_loss.loss_mode='OWN:loss'"], "reference"),
+    ],
+)
+def test_roles_follow_from_what_is_named(model: Path, own: Path, tmp_path: Path, settings: list[str], roles: str) -> None:
+    config = ppo_config(model, tmp_path / "run", *(text.replace("OWN", str(own)) for text in settings))
+    assert needed_roles(config) == ["actor", "rollout", *roles.split()]
+
+
+def test_a_teacher_is_another_model_and_is_never_trained(model: Path, own: Path, tmp_path: Path) -> None:
+    teacher = tiny_model(tmp_path / "teacher", hidden=48, layers=1, seed=3)
+    settings = (f"algorithm.adv_estimator='{own}:distils'", f"distillation.teacher_model.path='{teacher}'")
+    with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
+        group = trainer.state.roles.teacher
+        assert group is not None
+        module = group.backend.worker("teacher").engine.module
+        before = [parameter.clone() for parameter in module.parameters()]
+        assert before[0].shape[1] == 48 and not any(parameter.requires_grad for parameter in module.parameters())
+        metrics = trainer.fit()
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        assert metrics and "teacher" not in trainer.store.load(trainer.state.save(trainer.store)).state
+
+
+def test_a_teacher_must_be_given_and_read_the_same_tokens(model: Path, own: Path, tmp_path: Path) -> None:
+    settings = (f"algorithm.adv_estimator='{own}:distils'",)
+    with (
+        pytest.raises(ConfigError, match=r"distillation\.teacher_model\.path is not set"),
+        build(ppo_config(model, tmp_path / "run", *settings)),
+    ):
+        pass
+    other = tiny_model(tmp_path / "other")
+    _widen_vocabulary(other, by=8)
+    given = f"distillation.teacher_model.path='{other}'"
+    with (
+        pytest.raises(ModelError, match=r"teacher_model has a vocabulary of (\d+) tokens and the actor one of (\d+)"),
+        build(ppo_config(model, tmp_path / "run", *settings, given)),
+    ):
+        pass
+
+
+def _widen_vocabulary(folder: Path, by: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(model.config.vocab_size + by)
+    model.save_pretrained(folder)
+
+
+def test_the_process_reward_model_starts_as_the_actor_or_from_its_own_path(model: Path, own: Path, tmp_path: Path) -> None:
+    process = f"algorithm.adv_estimator='{own}:process'"
+    other = tiny_model(tmp_path / "other", hidden=48, layers=1, seed=3)
+    for path, width in ((None, 32), (other, 48)):
+        given = [] if path is None else [f"reward.process_reward_model.model.path='{path}'"]
+        with build(ppo_config(model, tmp_path / f"run_{width}", process, *given)) as trainer:
+            roles = trainer.state.roles
+            assert roles.process_reward is not None
+            weights = roles.process_reward.weights()["model"]
+            assert weights["hf.model.embed_tokens.weight"].shape[1] == width
+            if path is None:
+                assert all(torch.equal(value, roles.actor.weights()["model"][name]) for name, value in weights.items())

@@ -9,9 +9,10 @@ import pytest
 from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hybridflow.algorithms.kl import KL_KINDS
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
-from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config import PPOConfig, SFTConfig, algorithm_names
 from hybridflow.config import check as checks
 from hybridflow.config.algorithm_names import ESTIMATORS
+from hybridflow.config.aliases import VALUE_ALIASES
 from hybridflow.config.check_paths import TASKS
 from hybridflow.config.data import TaskConfig
 from hybridflow.config.trainer import Tracker
@@ -30,8 +31,8 @@ def test_estimators_and_what_they_need() -> None:
 
 
 def test_losses_kl_and_trackers() -> None:
-    assert set(checks.POLICY_LOSSES) == set(POLICY_LOSSES)
-    assert set(checks.KL_ESTIMATORS) == set(KL_KINDS)
+    assert set(algorithm_names.POLICY_LOSSES) == set(POLICY_LOSSES)
+    assert set(algorithm_names.KL_ESTIMATORS) == set(KL_KINDS)
     assert set(checks.TRACKERS) == set(TRACKERS) == set(get_args(Tracker))
 
 
@@ -41,9 +42,10 @@ def test_tasks_are_built_by_their_names(name: str) -> None:
 
 
 def test_no_name_is_both_there_and_refused() -> None:
-    refused = {path: set(values) for path, values in REFUSED_VALUES.items()}
-    assert not refused["algorithm.adv_estimator"] & set(ADVANTAGE_ESTIMATORS)
-    assert not refused["actor_rollout_ref.actor.policy_loss.loss_mode"] & set(POLICY_LOSSES)
+    names = {"algorithm.adv_estimator": ADVANTAGE_ESTIMATORS, "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES}
+    for path, there in names.items():
+        assert not {*REFUSED_VALUES.get(path, {}), *VALUE_ALIASES.get(path, {})} & set(there)
+        assert set(VALUE_ALIASES.get(path, {}).values()) <= set(there)
 
 
 def test_the_defaults_are_in_the_tables() -> None:

@@ -1,6 +1,7 @@
 """Other names under which a key is known: older documents, secondary documents, short forms. One printed line each.
 
     "reward_model.reward_fn.path" ──rewrite──► "reward.custom_reward_function.path"
+    "algorithm.adv_estimator", "grpo_vectorized" ──rewrite_value──► "grpo"
 
 A rewritten key may itself be an alias; `verl_keys.status` follows the chain.
 """
@@ -8,6 +9,7 @@ A rewritten key may itself be an alias; `verl_keys.status` follows the chain.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.config.root import PPOConfig, SFTConfig
@@ -21,6 +23,7 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"custom_reward_function\.(.+)", r"reward.custom_reward_function.\1"),
     (r"reward_model\.reward_manager", r"reward.reward_manager.name"),
     (r"reward_manager\.(.+)", r"reward.reward_manager.\1"),
+    (r"(?:reward_model|reward)\.overlong_buffer\.(.+)", r"reward.reward_kwargs.overlong_buffer_cfg.\1"),
     (r"reward_model\.(reward_kwargs|sandbox_fusion)\.(.+)", r"reward.\1.\2"),
     (r"sandbox_fusion\.(.+)", r"reward.sandbox_fusion.\1"),
     (r"reward_model\.(.+)", r"reward.reward_model.\1"),
@@ -40,11 +43,26 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"(actor_rollout_ref\.actor|critic)\.ppo_micro_batch_size", r"\1.ppo_micro_batch_size_per_gpu"),
     (r"critic\.forward_micro_batch_size", r"critic.forward_micro_batch_size_per_gpu"),
     (r"actor_rollout_ref\.(rollout|ref)\.log_prob_micro_batch_size", r"actor_rollout_ref.\1.log_prob_micro_batch_size_per_gpu"),
+    # losses and rollout correction
+    (r"actor_rollout_ref\.actor\.(tau_pos|tau_neg)", r"actor_rollout_ref.actor.policy_loss.\1"),
+    (r"algorithm\.(rollout_[ir]s\w*)", r"algorithm.rollout_correction.\1"),
+    (r"algorithm\.rollout_correction\.bypass_old_logprob_for_rollout", r"algorithm.rollout_correction.bypass_mode"),
+    (r"distillation\.teacher_model\.model_path", r"distillation.teacher_model.path"),
     # checkpoints
     (r"(actor_rollout_ref\.actor|critic)\.checkpoint\.contents", r"\1.checkpoint.save_contents"),
     (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", r"trainer.max_ckpt_to_keep"),
     (r"actor_rollout_ref\.model\.external_libs", r"actor_rollout_ref.model.external_lib"),
 )
+
+# Other values of keys of the schema, by key: what now stands for them.
+VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
+    "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    "algorithm.filter_groups.metric": {None: "acc"},
+    "algorithm.gdpo_reward_keys": {None: []},
+    "algorithm.gdpo_reward_weights": {None: []},
+    "algorithm.rollout_correction.rollout_is": dict.fromkeys((False, "none", "null")),
+    "algorithm.rollout_correction.rollout_rs": dict.fromkeys((False, "none", "null")),
+}
 
 SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"optim\.(?:warmup_style|lr_scheduler)", r"optim.lr_scheduler_type"),
@@ -72,3 +90,9 @@ def rewrite(root: type[Any], path: str, value: Any) -> str | None:
         if match:
             return match.expand(new)
     return None
+
+
+def rewrite_value(root: type[Any], path: str, value: Any) -> Any:
+    """What now stands for `value` of a key of the schema; `value` itself where it is no alias."""
+    aliases = VALUE_ALIASES.get(path, {}) if root is PPOConfig else {}
+    return aliases.get(value, value) if isinstance(value, (str, bool, type(None))) else value

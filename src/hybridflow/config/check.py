@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from hybridflow.config.check_algorithm import PROCESS, algorithm_problems
+from hybridflow.config.check_notes import has_validation, ppo_notes
 from hybridflow.config.check_paths import data_problems, folder_problems, model_problem, plugin_problem, resume_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
+from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
-ESTIMATORS = ("gae", "grpo")
-POLICY_LOSSES = ("vanilla",)
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 TRACKERS = ("console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab")
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
@@ -32,18 +32,19 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_
         problems = [
             *_sizes(config),
             *_token_limits(config),
-            *_algorithm(config),
+            *algorithm_problems(config),
             *_rollout(config),
             *_validation(config),
             *_plugins(config),
             *data_problems(config.data.train_files, config.data.val_files, config.data.task, own_class=bool(config.data.custom_cls.path)),
             *model_problem(config.actor_rollout_ref.model, "actor_rollout_ref.model"),
-            *(model_problem(config.critic.model, "critic.model") if config.critic.enable and config.critic.model.path else []),
+            *_other_models(config),
             *_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim"),
             *_optim(config.critic.optim, "critic.optim"),
+            *_optim(config.reward.process_reward_model.optim, f"{PROCESS}.optim"),
             *_trainer(config.trainer, make_folders),
         ]
-        notes = list(_ppo_notes(config, given))
+        notes = list(ppo_notes(config, given))
     else:
         problems = [
             *_sft_sizes(config),
@@ -57,11 +58,22 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_
     return notes
 
 
+def _other_models(config: PPOConfig) -> Iterator[str]:
+    """Models of the roles that the run builds; one that follows the actor's is not looked at twice."""
+    actor, critic, process = config.actor_rollout_ref.model.path, config.critic, config.reward.process_reward_model
+    if critic.enable and critic.model.path:
+        yield from model_problem(critic.model, "critic.model")
+    if process.enable and process.model.path and process.model.path != actor:
+        yield from model_problem(process.model, f"{PROCESS}.model")
+
+
 def _sizes(config: PPOConfig) -> Iterator[str]:
     batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     roles = {ACTOR: config.actor_rollout_ref.actor.ppo_mini_batch_size}
     if config.critic.enable and config.critic.ppo_mini_batch_size not in (None, roles[ACTOR]):
         roles["critic"] = config.critic.ppo_mini_batch_size or 0
+    if config.reward.process_reward_model.enable:
+        roles[PROCESS] = config.reward.process_reward_model.ppo_mini_batch_size or batch
     for role, mini in roles.items():
         if mini > batch:
             yield (
@@ -86,11 +98,15 @@ def _token_limits(config: PPOConfig) -> Iterator[str]:
         f"{ACTOR}.ppo_max_token_len_per_gpu": roles.actor.ppo_max_token_len_per_gpu,
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu": roles.rollout.log_prob_max_token_len_per_gpu,
     }
-    if config.algorithm.use_kl_in_reward or roles.actor.use_kl_loss:
+    if needs_reference(config):
         limits[f"{REF}.log_prob_max_token_len_per_gpu"] = roles.ref.log_prob_max_token_len_per_gpu
     if config.critic.enable:
         limits["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
         limits["critic.forward_max_token_len_per_gpu"] = config.critic.forward_max_token_len_per_gpu
+    if config.reward.process_reward_model.enable:
+        limits[f"{PROCESS}.ppo_max_token_len_per_gpu"] = config.reward.process_reward_model.ppo_max_token_len_per_gpu
+    if needs_teacher(config):
+        limits["distillation.log_prob_max_token_len_per_gpu"] = config.distillation.log_prob_max_token_len_per_gpu
     for path, limit in limits.items():
         if limit is not None and limit < longest:
             yield (
@@ -102,36 +118,6 @@ def _token_limits(config: PPOConfig) -> Iterator[str]:
             f"{ROLLOUT}.max_num_batched_tokens={roles.rollout.max_num_batched_tokens} cannot hold one prompt of "
             f"data.max_prompt_length={data.max_prompt_length} tokens: set it to {data.max_prompt_length} or more"
         )
-
-
-def _algorithm(config: PPOConfig) -> Iterator[str]:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    if algorithm.adv_estimator not in ESTIMATORS and ":" not in algorithm.adv_estimator:
-        yield f"algorithm.adv_estimator={algorithm.adv_estimator}: there are {', '.join(ESTIMATORS)}; your own goes as path/to/file.py:name"
-    if algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n < 2:
-        yield (
-            f"algorithm.adv_estimator=grpo compares the responses of a prompt, and {ROLLOUT}.n="
-            f"{config.actor_rollout_ref.rollout.n} gives one: set {ROLLOUT}.n to 2 or more, for example 8"
-        )
-    if algorithm.adv_estimator == "gae" and config.critic.enable is False:
-        yield "algorithm.adv_estimator=gae needs the critic, and critic.enable=false: leave critic.enable out, or set adv_estimator=grpo"
-    if actor.policy_loss.loss_mode not in POLICY_LOSSES and ":" not in actor.policy_loss.loss_mode:
-        yield f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode}: there is vanilla; your own goes as path/to/file.py:name"
-    yield from _kl_estimator("algorithm.kl_penalty", algorithm.kl_penalty, gradient=False)
-    yield from _kl_estimator(f"{ACTOR}.kl_loss_type", actor.kl_loss_type, gradient=True)
-    for side, epsilon in (("clip_ratio_low", actor.clip_low), ("clip_ratio", actor.clip_ratio)):
-        if epsilon > 1 and actor.policy_loss.loss_mode == "vanilla":
-            yield f"{ACTOR}.{side}={epsilon} lets the ratio fall below 0: set it to 1 or less, for example 0.2"
-
-
-def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
-    base = name.removesuffix("+")
-    if base == "full":
-        yield f"{path}=full needs the reference's whole distribution, which this version does not keep: use low_var_kl"
-    elif base not in KL_ESTIMATORS:
-        yield f"{path}={name}: there are {', '.join(KL_ESTIMATORS)}"
-    elif name.endswith("+") and not gradient:
-        yield f"{path}={name}: a KL in the reward has no gradient, so + means nothing there: use {base}"
 
 
 def _rollout(config: PPOConfig) -> Iterator[str]:
@@ -149,12 +135,8 @@ def _validation(config: PPOConfig) -> Iterator[str]:
     if sampling.do_sample and sampling.temperature == 0:
         path = f"{ROLLOUT}.val_kwargs"
         yield f"{path}.do_sample=true with {path}.temperature=0: set a temperature above 0, for example 1.0, or do_sample=false for greedy"
-    if config.trainer.val_only and not _has_validation(config):
+    if config.trainer.val_only and not has_validation(config):
         yield "trainer.val_only=true without validation data: set data.val_files, or data.task.val_size with data.task.name"
-
-
-def _has_validation(config: PPOConfig) -> bool:
-    return bool(config.data.val_files) or bool(config.data.task.name and config.data.task.val_size)
 
 
 def _plugins(config: PPOConfig) -> Iterator[str]:
@@ -207,30 +189,3 @@ def _sft_sizes(config: SFTConfig) -> Iterator[str]:
         )
     if data.messages_key == data.prompt_key == data.response_key:
         yield f"data.messages_key, data.prompt_key and data.response_key are all {data.messages_key}: they name different columns"
-
-
-def _ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    reference = algorithm.use_kl_in_reward or actor.use_kl_loss
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
-        yield (
-            f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k} leave tokens out of sampling; the log-probs kept and trained on "
-            "are of the whole distribution at the temperature alone"
-        )
-    if algorithm.use_kl_in_reward and actor.use_kl_loss:
-        yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL is charged twice"
-    if not reference and any(path.startswith("algorithm.kl_ctrl.") for path in given):
-        yield "algorithm.kl_ctrl is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in this run"
-    if not reference and f"{ACTOR}.kl_loss_coef" in given:
-        yield f"{ACTOR}.kl_loss_coef is read only with {ACTOR}.use_kl_loss=true: there is no KL term in this run"
-    if not _has_validation(config) and config.trainer.test_freq > 0:
-        yield f"trainer.test_freq={config.trainer.test_freq} without validation data: nothing is validated"
-    if not config.critic.enable and any(path.startswith("critic.") for path in given):
-        yield f"critic.* is not read: algorithm.adv_estimator={algorithm.adv_estimator} runs without a critic"
-    if config.critic.enable and "critic.model.tokenizer_path" in given and config.critic.model.tokenizer_path != config.data.tokenizer:
-        yield f"critic.model.tokenizer_path is not used: the critic reads the token ids of data.tokenizer={config.data.tokenizer}"
-    if algorithm.adv_estimator == "grpo" and "algorithm.lam" in given:
-        yield "algorithm.lam is read by gae only"
-    if actor.loss_scale_factor is not None and f"{ACTOR}.loss_scale_factor" in given and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield f"{ACTOR}.loss_scale_factor is read only with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 LOGIT_CHUNK_BYTES = 2 * 64 * 2**20  # one chunk of logits and its gradient
@@ -48,7 +49,8 @@ def explain(config: PPOConfig | SFTConfig, num_train_rows: int | None = None, mo
 def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> int | None:
     """Steps of the run: trainer.total_training_steps, or epochs × steps an epoch; None when the number of rows is not known.
 
-    An epoch ends where fewer than data.train_batch_size rows are left.
+    An epoch ends where fewer than data.train_batch_size rows are left. With dynamic sampling this is the most: a step in which groups
+    are dropped draws further generation batches.
     """
     rows, trainer, limit = num_train_rows, config.trainer, config.data.train_max_samples
     if trainer.total_training_steps is not None:
@@ -58,25 +60,43 @@ def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None
     if rows is None:
         return None
     rows = rows if limit < 0 else min(rows, limit)
-    return trainer.total_epochs * (rows // config.data.train_batch_size)
+    return trainer.total_epochs * (rows // rows_per_step(config))
+
+
+def rows_per_step(config: PPOConfig | SFTConfig) -> int:
+    """Training rows that a step draws; with dynamic sampling the fewest, which is whole generation batches."""
+    data = config.data
+    if not isinstance(config, PPOConfig) or not config.algorithm.filter_groups.enable:
+        return data.train_batch_size
+    batch = _generation_batch(config)
+    return math.ceil(data.train_batch_size / batch) * batch
+
+
+def _generation_batch(config: PPOConfig) -> int:
+    """Prompts that are generated for at once."""
+    data, sampled = config.data, config.algorithm.filter_groups.enable
+    return (data.gen_batch_size if sampled else None) or data.train_batch_size
 
 
 def _steps_line(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> Line:
-    steps, batch = num_training_steps(config, num_train_rows), config.data.train_batch_size
+    steps, batch = num_training_steps(config, num_train_rows), rows_per_step(config)
     if config.trainer.total_training_steps is not None:
         return Line("training steps", f"{steps:,}", "trainer.total_training_steps")
     if steps is None:
         return Line("training steps", "not known yet", "the number of training rows is needed")
-    return Line("training steps", f"{steps:,}", f"trainer.total_epochs={config.trainer.total_epochs} × (training rows // {batch})")
+    sampled = isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable
+    how = f"trainer.total_epochs={config.trainer.total_epochs} × (training rows // {batch})"
+    return Line("training steps, at most" if sampled else "training steps", f"{steps:,}", how)
 
 
 def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
-    data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    data, actor, n = config.data, config.actor_rollout_ref.actor, _rows_per_prompt(config)
     rows, longest = data.train_batch_size * n, data.max_prompt_length + data.max_response_length
     minis = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size)
     per_step = minis * actor.ppo_epochs
     lines = [
-        Line("sequences per step", f"{rows:,}", f"data.train_batch_size={data.train_batch_size} × rollout.n={n}"),
+        _sequences_line(config),
+        *_generated_lines(config),
         Line("tokens per step, at most", f"{rows * longest:,}", f"{rows:,} × (max_prompt_length + max_response_length = {longest:,})"),
         Line("mini-batches per step", f"{minis:,}", f"data.train_batch_size / actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}"),
         Line("optimizer steps per step", f"{per_step:,}", f"{minis} mini-batches × actor.ppo_epochs={actor.ppo_epochs}"),
@@ -97,6 +117,41 @@ def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
                 "critic", critic_rows, longest, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu, "critic.ppo_"
             )
         )
+    process = config.reward.process_reward_model
+    if process.enable:
+        process_rows = (process.ppo_mini_batch_size or data.train_batch_size) * n
+        limit = process.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        lines.append(_micro_batches("process reward model", process_rows, longest, limit, None, "process_reward_model.ppo_"))
+    return lines
+
+
+def _rows_per_prompt(config: PPOConfig) -> int:
+    """Rows of a prompt that are trained on: its responses, and for SPIN the data's own answer."""
+    return config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "spin")
+
+
+def _sequences_line(config: PPOConfig) -> Line:
+    batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    each = f"rollout.n={n}" if config.algorithm.adv_estimator != "spin" else f"(rollout.n={n} + the data's own answer)"
+    return Line("sequences per step", f"{batch * _rows_per_prompt(config):,}", f"data.train_batch_size={batch} × {each}")
+
+
+def _generated_lines(config: PPOConfig) -> list[Line]:
+    """Rows that are generated, where they are not those that are trained on."""
+    n, groups, remax = config.actor_rollout_ref.rollout.n, config.algorithm.filter_groups, config.algorithm.adv_estimator == "remax"
+    prompts = rows_per_step(config)
+    each = f"(rollout.n={n} + 1 greedy)" if remax else f"rollout.n={n}"
+    lines = []
+    if groups.enable:
+        batch = _generation_batch(config)
+        how = f"{prompts // batch} generation batches of data.gen_batch_size={batch} × {each}"
+        lines.append(Line("responses generated per step, at least", f"{prompts * (n + remax):,}", how))
+        if groups.max_num_gen_batches:
+            how = f"filter_groups.max_num_gen_batches={groups.max_num_gen_batches} × data.gen_batch_size={batch} × {each}"
+            most = groups.max_num_gen_batches * batch * (n + remax)
+            lines.append(Line("responses generated per step, at most", f"{most:,}", how))
+    elif remax or config.algorithm.adv_estimator == "spin":
+        lines.append(Line("responses generated per step", f"{prompts * (n + remax):,}", f"data.train_batch_size={prompts} × {each}"))
     return lines
 
 
@@ -157,18 +212,28 @@ def _memory_lines(parts: list[tuple[str, int, str]], phases: dict[str, int]) -> 
 
 def _ppo_memory(config: PPOConfig, model: ModelNumbers) -> list[Line]:
     roles, data = config.actor_rollout_ref, config.data
-    longest, rows = data.max_prompt_length + data.max_response_length, data.train_batch_size * roles.rollout.n
+    longest = data.max_prompt_length + data.max_response_length
+    rows = _generation_batch(config) * (roles.rollout.n + (config.algorithm.adv_estimator == "remax"))
+    process, weights = config.reward.process_reward_model, model.num_parameters * model.bytes_per_parameter
     parts = _trained("actor", model)
     if config.critic.enable:
         parts += _trained("critic", model)
-    if config.algorithm.use_kl_in_reward or roles.actor.use_kl_loss:
-        parts.append(("reference: weights", model.num_parameters * model.bytes_per_parameter, "the actor's first weights"))
+    if process.enable:
+        parts += _trained("process reward model", model)
+    if needs_reference(config):
+        parts.append(("reference: weights", weights, "the actor's first weights"))
+    if needs_teacher(config):
+        parts.append(("teacher: weights", weights, "if it is of the actor's size"))
     held = sum(size for label, size, _ in parts if not label.endswith("gradients"))
     gradients = max(size for label, size, _ in parts if label.endswith("gradients"))
     slots = min(rows, roles.rollout.max_num_seqs)
     cache = slots * longest * 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.bytes_per_parameter
-    limit = max(roles.actor.ppo_max_token_len_per_gpu, config.critic.ppo_max_token_len_per_gpu if config.critic.enable else 0)
-    tokens = min(limit, roles.actor.ppo_mini_batch_size * roles.rollout.n * longest)
+    limit = max(
+        roles.actor.ppo_max_token_len_per_gpu,
+        config.critic.ppo_max_token_len_per_gpu if config.critic.enable else 0,
+        (process.ppo_max_token_len_per_gpu or 0) if process.enable else 0,
+    )
+    tokens = min(limit, roles.actor.ppo_mini_batch_size * _rows_per_prompt(config) * longest)
     activations, how = _activations(model, tokens, roles.model.enable_gradient_checkpointing)
     parts += [
         (

@@ -23,11 +23,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridflow.config.check import check
+from hybridflow.config.check_correction import quote_bounds
 from hybridflow.config.convert import convert, raise_all, unknown_key
 from hybridflow.config.recipes import read_recipe
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.config.tree import blocks_of, delete_path, flatten, keys_of, set_path, to_tree
+from hybridflow.config.tree import blocks_of, delete_path, flatten, is_native, keys_of, set_path, to_tree
 from hybridflow.config.verl_keys import status
 from hybridflow.errors import ConfigError
 
@@ -107,6 +108,7 @@ def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _parse_one(text: str) -> Override:
+    text = quote_bounds(text)
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -127,7 +129,10 @@ def _parse(text: str, problems: list[str]) -> list[Setting]:
     if override.package is not None:
         problems.append(f"{text}: config groups (group@package) are not used here; name the recipe instead")
     elif override.is_sweep_override():
-        problems.append(f"{text}: several values; write [a,b] for a list, or give --multirun to run them one after another")
+        problems.append(
+            f"{text}: several values; write [a,b] for a list, or give --multirun to run them one after another; "
+            f"a text with commas goes into quotes: \"{path}='a,b'\""
+        )
     elif override.is_delete():
         return [Setting(path, delete=True)]
     else:
@@ -162,6 +167,9 @@ def _normalise(root: type[Any], settings: list[Setting], problems: list[str]) ->
     notes: dict[str, None] = {}
     known = [*keys_of(root), *blocks_of(root)]
     for setting in settings:
+        if setting.delete and (is_native(root, setting.path) or setting.path in known):
+            accepted.append(setting)
+            continue
         result = status(root, setting.path, setting.value)
         shown = f"{setting.path}={_shown(setting.value)}"
         if result.kind == "unknown":
@@ -170,10 +178,13 @@ def _normalise(root: type[Any], settings: list[Setting], problems: list[str]) ->
             problems.append(f"{shown}: {result.reason}")
         elif result.kind == "no effect":
             notes[f"{shown} has no effect: {result.reason}"] = None
+        elif result.kind == "alias" and result.path == setting.path:
+            notes[f"{shown} is now {_shown(result.value)}"] = None
+            accepted.append(Setting(setting.path, result.value))
         elif result.kind == "alias":
             notes[f"{setting.path} is now {result.path}"] = None
-            if setting.value is not None:  # null in an old key means that the new one decides
-                accepted.append(Setting(result.path, setting.value, setting.delete))
+            if setting.delete or result.value is not None:  # null in an old key means that the new one decides
+                accepted.append(Setting(result.path, result.value, setting.delete))
         else:
             accepted.append(setting)
     return accepted, list(notes)

@@ -1,6 +1,6 @@
 """Recipes: YAML files that say only what differs from the defaults, and may build on others.
 
-"grpo" or path/to/run.yaml ──read_recipe──► nested dict, the recipes of its `defaults` list merged below it
+"grpo", "tiny/grpo" or path/to/run.yaml ──read_recipe──► nested dict, the recipes of its `defaults` list merged below it
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridflow.config.check_correction import quote_bounds
 from hybridflow.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that come with the package."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    """Names of the recipes that come with the package, those in folders as `folder/name`."""
+    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
 def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe: a path to a YAML file, a name beside another recipe, or the name of one that comes with the package."""
+    """The file of a recipe: a path to a YAML file, or a name (`grpo`, `tiny/grpo`, `../grpo`) beside another recipe or in the package."""
     path = Path(name).expanduser()
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+    if path.suffix in (".yaml", ".yml"):
         path = beside / path if beside is not None and not path.is_absolute() else path
         if not path.is_file():
             raise ConfigError(f"recipe {name}: there is no file {path}")
@@ -52,7 +53,7 @@ def _read(path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
     if path in through:
         raise ConfigError("recipes build on each other in a circle: " + " → ".join(p.name for p in (*through, path)))
     try:
-        own = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        own = OmegaConf.to_container(OmegaConf.create(quote_bounds(path.read_text(encoding="utf-8"))), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path}: cannot be read as YAML: {error}") from None
     if not isinstance(own, dict):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any, TypeVar
 
+from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import with_values
 
@@ -51,30 +52,49 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
             f"actor_rollout_ref.actor.ppo_mini_batch_size={data.train_batch_size} (its default {mini} is more than data.train_batch_size)"
         )
         mini = data.train_batch_size
-    agg_mode = actor.loss_agg_mode
-    if agg_mode is None and actor.policy_loss.loss_mode == "vanilla":
-        agg_mode = "token-mean"
+    loss = loss_facts(config)
     cap = actor.ppo_max_token_len_per_gpu
     controller = config.trainer.controller
     values = _shared(config) | {
         "trainer.controller": "local" if controller == "auto" else controller,
         "data.tokenizer": data.tokenizer or model.tokenizer_path or model.path,
+        "data.gen_batch_size": data.gen_batch_size or data.train_batch_size,
         "data.seed": config.trainer.seed if data.seed is None else data.seed,
         "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path or model.path,
         "actor_rollout_ref.actor.strategy": "fsdp2" if actor.strategy == "fsdp" else actor.strategy,
         "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
-        "actor_rollout_ref.actor.loss_agg_mode": agg_mode,
+        "actor_rollout_ref.actor.loss_agg_mode": actor.loss_agg_mode or (loss.agg_mode if loss else None),
         "actor_rollout_ref.actor.loss_scale_factor": actor.loss_scale_factor or float(data.max_response_length),
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu or cap,
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu or cap,
+        "distillation.log_prob_max_token_len_per_gpu": config.distillation.log_prob_max_token_len_per_gpu or cap,
+        "reward.reward_kwargs.max_resp_len": config.reward.reward_kwargs.max_resp_len or data.max_response_length,
     }
-    return values | _critic(config, mini, given), notes
+    values |= _clip_bounds(config, given, notes)
+    values |= _followed_model(config, "distillation.teacher_model", config.distillation.teacher_model.path, given)
+    return values | _critic(config, mini, given) | _process_reward_model(config, given), notes
+
+
+def _clip_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
+    """The bounds of the loss's paper where the user set none; spelt out where there are such bounds, so that what is shown is in force."""
+    actor, loss = config.actor_rollout_ref.actor, loss_facts(config)
+    if loss is None or loss.clip is None:
+        return {}
+    low, high = actor.clip_low, actor.clip_high
+    if not any(f"actor_rollout_ref.actor.{name}" in given for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")):
+        low, high = loss.clip
+        notes.append(
+            f"actor_rollout_ref.actor.clip_ratio_low={low}, clip_ratio_high={high}: those of the paper of {actor.policy_loss.loss_mode}, "
+            "since none is given"
+        )
+    return {"actor_rollout_ref.actor.clip_ratio_low": low, "actor_rollout_ref.actor.clip_ratio_high": high}
 
 
 def _critic(config: PPOConfig, mini: int, given: Set[str]) -> dict[str, Any]:
     critic, model, actor = config.critic, config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    facts = estimator_facts(config)
     values: dict[str, Any] = {
-        "critic.enable": config.algorithm.adv_estimator == "gae" if critic.enable is None else critic.enable,
+        "critic.enable": (facts is not None and facts.critic) if critic.enable is None else critic.enable,
         "critic.model.path": critic.model.path or model.path,
         "critic.ppo_mini_batch_size": critic.ppo_mini_batch_size or mini,
         "critic.ppo_epochs": critic.ppo_epochs or actor.ppo_epochs,
@@ -82,15 +102,33 @@ def _critic(config: PPOConfig, mini: int, given: Set[str]) -> dict[str, Any]:
         "critic.forward_micro_batch_size_per_gpu": critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
         "critic.forward_max_token_len_per_gpu": critic.forward_max_token_len_per_gpu or critic.ppo_max_token_len_per_gpu,
     }
-    # The critic reads the actor's tokens; started from the same weights it must also be the same model.
-    followed = ["tokenizer_path", "trust_remote_code", "external_lib", "dtype"]
-    if values["critic.model.path"] == model.path:
-        followed.append("override_config")
-    for name in followed:
-        path = f"critic.model.{name}"
-        if not any(key == path or key.startswith(path + ".") for key in given):
-            values[path] = getattr(model, name)
-    return values
+    return values | _followed_model(config, "critic.model", values["critic.model.path"], given)
+
+
+def _process_reward_model(config: PPOConfig, given: Set[str]) -> dict[str, Any]:
+    process, facts, path = config.reward.process_reward_model, estimator_facts(config), "reward.process_reward_model"
+    cap = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    values: dict[str, Any] = {
+        f"{path}.enable": (facts is not None and facts.process_rewards) if process.enable is None else process.enable,
+        f"{path}.model.path": process.model.path or config.actor_rollout_ref.model.path,
+        f"{path}.ppo_mini_batch_size": process.ppo_mini_batch_size or config.data.train_batch_size,
+        f"{path}.ppo_max_token_len_per_gpu": process.ppo_max_token_len_per_gpu or cap,
+    }
+    return values | _followed_model(config, f"{path}.model", values[f"{path}.model.path"], given)
+
+
+def _followed_model(config: PPOConfig, block: str, path: str | None, given: Set[str]) -> dict[str, Any]:
+    """What a role's model takes over from the actor's: they read the same tokens; started from the same weights, they are one model."""
+    model = config.actor_rollout_ref.model
+    followed: dict[str, Any] = {
+        "tokenizer_path": model.tokenizer_path or model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "external_lib": model.external_lib,
+        "dtype": model.dtype,
+    }
+    if path == model.path:
+        followed["override_config"] = model.override_config
+    return {f"{block}.{name}": value for name, value in followed.items() if not is_given(f"{block}.{name}", given)}
 
 
 def _as_list(value: str | Sequence[str]) -> list[str]:

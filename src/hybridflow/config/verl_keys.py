@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.aliases import rewrite
+from hybridflow.config.aliases import rewrite, rewrite_value
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import blocks_of, is_native
 from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES, Rule
@@ -24,11 +24,12 @@ Kind = Literal["native", "alias", "no effect", "refused", "unknown"]
 
 @dataclass(frozen=True)
 class KeyStatus:
-    """What becomes of a key with a value: `path` is the key now used (differs from the given one for an alias), `reason` one sentence."""
+    """What becomes of a key with a value: `path` and `value` are those now used (one differs for an alias), `reason` one sentence."""
 
     kind: Kind
     path: str
     reason: str = ""
+    value: Any = None
 
 
 RULES: Mapping[type[Any], tuple[Rule, ...]] = {PPOConfig: PPO_RULES, SFTConfig: SFT_RULES}
@@ -43,14 +44,19 @@ def status(root: type[Any], path: str, value: Any) -> KeyStatus:
     if new is not None:
         target = status(root, new, value)
         kind: Kind = "alias" if target.kind == "native" else target.kind
-        return KeyStatus(kind, target.path, target.reason or f"{path} is now {target.path}")
+        return KeyStatus(kind, target.path, target.reason or f"{path} is now {target.path}", target.value)
+    instead = rewrite_value(root, path, value)
+    if instead is not value:
+        return KeyStatus("alias", path, f"{value} is now {instead}", instead)
     refusal = _refused_value(path, value)
     if refusal:
         return KeyStatus("refused", path, refusal)
     if path.endswith(".override_config.attn_implementation"):
         return KeyStatus("no effect", path, "one attention serves training and generation")
+    if path in blocks_of(root) and value is None:
+        return KeyStatus("no effect", path, "the block's keys keep their values")
     if is_native(root, path) or path in blocks_of(root):
-        return KeyStatus("native", path)
+        return KeyStatus("native", path, value=value)
     for pattern, rule in _COMPILED[root]:
         if pattern.fullmatch(path):
             if rule.accepted is None or any(_same(value, accepted) for accepted in rule.accepted):

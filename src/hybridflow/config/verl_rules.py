@@ -26,6 +26,8 @@ OFF: tuple[Any, ...] = (None, False, 0, "null", "none", "None", "", [], {})
 OFF_OR_ONE: tuple[Any, ...] = (*OFF, 1, -1)
 SERVER_ENGINES = "not in this version: use actor_rollout_ref.rollout.name=native, which generates with the module that trains"
 ONE_PROCESS = "this version runs one process"
+CORRECTION = r"algorithm\.rollout_correction\."
+DISTILLATION = "set algorithm.adv_estimator=on_policy_distillation and distillation.teacher_model.path"
 RESULTS_SAME = "it changes memory or speed in verl, not results"
 
 
@@ -39,47 +41,20 @@ def off(pattern: str, refusal: str) -> Rule:
     return Rule(pattern, OFF, "it is off", refusal)
 
 
-LATER_ESTIMATORS = [
-    "grpo_vectorized",
-    "grpo_passk",
-    "gdpo",
-    "rloo",
-    "rloo_vectorized",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-    "max_rl",
-]
-LATER_LOSSES = [
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "gmpo",
-    "cispo",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "reinforce",
-    "bypass_mode",
-]
-
-NO_ESTIMATOR = "not in this version: use gae or grpo, or your own estimator as path/to/file.py:name"
-NO_LOSS = "not in this version: use vanilla, or your own loss as path/to/file.py:name"
 NO_ENGINE = "not in this version: use actor_rollout_ref.actor.strategy=fsdp2"
 
 # Values of native keys that verl knows and this version does not.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "actor_rollout_ref.rollout.name": dict.fromkeys(("vllm", "sglang", "hf", "openai", "trtllm", "tgi", "naive"), SERVER_ENGINES),
     "actor_rollout_ref.actor.strategy": dict.fromkeys(("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE),
-    "algorithm.adv_estimator": dict.fromkeys(LATER_ESTIMATORS, NO_ESTIMATOR),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": dict.fromkeys(LATER_LOSSES, NO_LOSS),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": {
+        "bypass_mode": "a mode, not a loss: set algorithm.rollout_correction.bypass_mode=true, with loss_type=ppo_clip or reinforce"
+    },
+    "algorithm.rollout_correction.rollout_rs": {
+        "token": "older name: the option is token_k1",
+        "sequence": "older name: the option is seq_sum_k1",
+        "geometric": "older name: the option is seq_mean_k1",
+    },
     "trainer.device": {"npu": "not in this version: use auto, cuda or cpu", "mps": "not in this version: use cpu"},
 }
 
@@ -104,7 +79,7 @@ PPO_RULES: tuple[Rule, ...] = (
     ignored(r".+\.(use_dynamic_bsz|log_prob_use_dynamic_bsz)", "micro-batches are always packed up to the token limit and the row limit"),
     Rule(r".+\.ulysses_sequence_parallel_size", OFF_OR_ONE, "off", f"sequence parallelism comes later ({ONE_PROCESS}): set it to 1"),
     ignored(r".+\.(entropy_from_logits_with_chunking|entropy_checkpointing|calculate_entropy)", "entropy is always computed in chunks"),
-    off(r".+\.calculate_sum_pi_squared", "the estimators that need it come in a later version"),
+    ignored(r".+\.calculate_sum_pi_squared", "Σπ² is computed when the advantage estimator needs it"),
     Rule(
         r".+\.(fsdp_config|fsdp)\.(model_dtype|dtype)",
         (*OFF, "fp32", "float32", "bfloat16", "bf16", "auto"),
@@ -121,8 +96,6 @@ PPO_RULES: tuple[Rule, ...] = (
     off(r".+\.optim\.override_optimizer_config(\..+)?", "set betas, eps and weight_decay of the optim block"),
     Rule(r".+\.optim\.(zero_indexed_step|init_lr_ratio)", (*OFF, True), "off", "not in this version: leave it out"),
     ignored(r".+\.checkpoint\.(async_save|mbridge_config\..+)", "a checkpoint is written whole before the run goes on"),
-    ignored(r".+\.policy_loss\.(clip_cov_\w+|kl_cov_\w+|ppo_kl_coef|dro_beta|tau_\w+)", "only losses of a later version read it"),
-    ignored(ACTOR + r"(tau_pos|tau_neg)", "only losses of a later version read it"),
     Rule(r"actor_rollout_ref\.hybrid_engine", (True,), "always on",
          "the native engine always shares the trainer's weights: leave it out"),
     ignored(r".+\.nccl_timeout", ONE_PROCESS),
@@ -161,7 +134,6 @@ PPO_RULES: tuple[Rule, ...] = (
     off(ROLLOUT + r"prometheus\.enable", "comes in a later version; trainer.logger=[console,tensorboard] shows metrics"),
     ignored(ROLLOUT + r"prometheus\..+", "read only with prometheus.enable"),
     # data
-    off(r"data\.gen_batch_size", "comes with dynamic sampling, in a later version: use data.train_batch_size"),
     ignored(r"data\.(return_raw_input_ids|return_raw_chat|return_full_prompt|return_multi_modal_inputs)",
          "rows keep their messages and their ids"),
     ignored(r"data\.(filter_overlong_prompts_workers|use_shm)", RESULTS_SAME),
@@ -174,23 +146,24 @@ PPO_RULES: tuple[Rule, ...] = (
     off(r"reward\.reward_model\.enable_resource_pool", ONE_PROCESS),
     ignored(r"reward\.reward_model\.launch_reward_fn_async", "rewards are scored by workers of their own"),
     ignored(r"reward\.reward_model\..+", "read only with a learned reward model, which comes in a later version"),
-    Rule(r"reward\.reward_manager\.name", (*OFF, "naive"), "one manager scores all rewards",
+    Rule(r"reward\.reward_manager\.name", (*OFF, "naive", "dapo", "gdpo", "prime"),
+         "one manager scores all rewards; reward.function, reward.terms or reward.custom_reward_function decide, with "
+         "reward.reward_kwargs.overlong_buffer_cfg for dapo, algorithm.gdpo_reward_keys for gdpo, reward.num_workers for prime",
          "use reward.function, reward.terms or reward.custom_reward_function"),
     Rule(r"reward\.reward_manager\..+", (*OFF, "register"), "off", "use reward.custom_reward_function"),
-    off(r"reward\.reward_kwargs\.overlong_buffer_cfg\.enable", "overlong shaping comes later: a length term of reward.terms does it"),
-    ignored(r"reward\.reward_kwargs\..+", "read only by reward managers of a later version"),
+    ignored(r"reward\.reward_kwargs\.overlong_buffer_cfg\.log", "reward metrics are always logged"),
     off(r"reward\.sandbox_fusion\.url", "running code for rewards comes in a later version"),
     ignored(r"reward\.sandbox_fusion\..+", "read only with sandbox_fusion.url"),
     # algorithm
-    off(r"algorithm\.filter_groups\.enable", "dynamic sampling comes in a later version"),
-    ignored(r"algorithm\.filter_groups\..+", "read only with filter_groups.enable"),
-    off(r"algorithm\.use_pf_ppo", "comes in a later version"),
-    ignored(r"algorithm\.pf_ppo(\..+)?", "read only with use_pf_ppo"),
-    Rule(r"algorithm\.(rollout_correction|rollout_correction\.(rollout_is|rollout_rs|bypass_mode|rollout_is_batch_normalize)|rollout_is|rollout_rs)",
-         OFF, "off",
-         "corrections come in a later version; the native engine and the trainer agree to rounding, which is measured each step"),
-    ignored(r"algorithm\.(rollout_correction\..+|rollout_is_\w+|rollout_rs_\w+)", "read only with rollout_is or rollout_rs"),
-    off(r"algorithm\.gdpo_reward_(keys|weights)", "comes in a later version"),
+    ignored(r"algorithm\.filter_groups\.max_inflight_gen_batches", "one generation batch runs at a time"),
+    Rule(CORRECTION + r"rollout_is_mode", (*OFF, "truncate"), "a number as rollout_is_threshold truncates",
+         "set algorithm.rollout_correction.rollout_is_threshold to two numbers as lo_hi, which sets weights outside to 0"),
+    off(CORRECTION + r"rollout_is_level", "set algorithm.rollout_correction.rollout_is=token or sequence"),
+    off(CORRECTION + r"rollout_[ir]s_threshold_(lower|upper)", "write both bounds into the threshold as lo_hi, for example 0.5_2.0"),
+    off(CORRECTION + r"rollout_(is|rs|token)_veto_threshold",
+        "use algorithm.rollout_correction.rollout_rs=seq_max_k2 or seq_max_k3 with a threshold"),
+    off(CORRECTION + r"(use_pure_rollout_correction|use_policy_gradient)",
+        "set algorithm.rollout_correction.bypass_mode=true and loss_type=reinforce"),
     # trainer and the rest
     ignored(r"trainer\.balance_batch", ONE_PROCESS),
     ignored(r"trainer\.(ray_wait_register_center_timeout|use_legacy_worker_impl)", "there is no Ray in this version"),
@@ -206,8 +179,10 @@ PPO_RULES: tuple[Rule, ...] = (
     ignored(r"(ray_kwargs|ray_init)(\..+)?", "there is no Ray in this version"),
     off(r"(transfer_queue|skip)(\.\w+)?\.(enable|enabled)", "comes in a later version"),
     ignored(r"(transfer_queue|skip)\..+", "read only when it is enabled"),
-    off(r"distillation\.(enable|enabled)", "comes in a later version"),
-    ignored(r"distillation\..+", "read only with distillation.enabled"),
+    off(r"distillation\.(enable|enabled)", DISTILLATION),
+    off(r"distillation\.teacher_models(\.\w+)?(\.model_path)?", DISTILLATION),
+    ignored(r"distillation\.(teacher_models|teacher_model\.inference|distillation_loss)\..+", f"there is one teacher: {DISTILLATION}"),
+    ignored(r"distillation\.(teacher_key|enable_resource_pool|n_gpus_per_node|nnodes|num_workers)", ONE_PROCESS),
     Rule(r"async_training(\..+)?", (), "", "the trainer is synchronous in this version: leave it out"),
     Rule(r"resource_pool(\..+)?", (), "", f"{ONE_PROCESS} that hosts every role: leave it out"),
 )

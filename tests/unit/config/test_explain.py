@@ -68,6 +68,31 @@ def test_memory_by_phase() -> None:
     assert "memory while generating" in shown and "memory while updating" in shown
 
 
+def test_rows_of_dynamic_sampling_remax_and_spin() -> None:
+    shown = values(
+        ppo("algorithm.filter_groups.enable=true", "data.gen_batch_size=24", "algorithm.filter_groups.max_num_gen_batches=5"), 200
+    )
+    assert shown["sequences per step"] == "256"
+    assert shown["responses generated per step, at least"] == "288"  # 3 generation batches × 24 prompts × 4
+    assert shown["responses generated per step, at most"] == "480"
+    assert shown["training steps, at most"] == "6"  # 3 epochs × (200 // 72)
+    shown = values(ppo("algorithm.adv_estimator=remax", "data.gen_batch_size=24"), rows=200)
+    assert (shown["sequences per step"], shown["responses generated per step"], shown["training steps"]) == ("256", "320", "9")
+    shown = values(ppo("algorithm.adv_estimator=spin"))
+    assert (shown["sequences per step"], shown["responses generated per step"]) == ("320", "256")
+    assert shown["actor micro-batches per mini-batch, at most"] == "20"  # 16 × 5 rows, 4 at a time
+    assert not any("generated" in label for label in values(ppo()))
+
+
+def test_memory_of_teacher_and_process_reward_model() -> None:
+    shown = values(ppo("algorithm.adv_estimator=on_policy_distillation"), model=MODEL)
+    assert shown["memory, teacher: weights"] == format_bytes(4e6) and "memory, reference: weights" not in shown
+    shown = values(ppo("algorithm.adv_estimator=prime"), model=MODEL)
+    assert shown["memory, process reward model: Adam moments"] == format_bytes(8e6)
+    assert shown["memory, reference: weights"] == format_bytes(4e6) and "memory, teacher: weights" not in shown
+    assert shown["process reward model micro-batches per mini-batch, at most"] == "64"  # 64 × 4 rows, 4 at a time
+
+
 def test_sft() -> None:
     shown = values(resolve(SFTConfig())[0], rows=1000, model=MODEL)
     assert shown["training steps"] == "3" and shown["conversations per step"] == "256"

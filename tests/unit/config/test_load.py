@@ -9,7 +9,7 @@ import yaml
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import expand_sweeps, load_config, prepare_config
-from hybridflow.config.recipes import FOLDER, recipe_names
+from hybridflow.config.recipes import FOLDER, find_recipe, recipe_names
 from hybridflow.config.resolve import resolve
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import flatten, get_value, keys_of
@@ -85,6 +85,11 @@ def test_given_paths_are_those_of_recipe_and_command_line() -> None:
         ("actor.checkpoint.contents", "actor_rollout_ref.actor.checkpoint.save_contents", "[model]"),
         ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", "3"),
         ("actor_rollout_ref.rollout.response_length", "data.max_response_length", "64"),
+        ("actor.tau_pos", "actor_rollout_ref.actor.policy_loss.tau_pos", "2.0"),
+        ("algorithm.rollout_is", "algorithm.rollout_correction.rollout_is", "token"),
+        ("algorithm.rollout_rs_threshold", "algorithm.rollout_correction.rollout_rs_threshold", "0.5_2.0"),
+        ("reward_model.overlong_buffer.len", "reward.reward_kwargs.overlong_buffer_cfg.len", "64"),
+        ("distillation.teacher_model.model_path", "distillation.teacher_model.path", "org/teacher"),
     ],
 )
 def test_aliases_print_one_line_with_the_key_now_used(old: str, new: str, value: str) -> None:
@@ -116,7 +121,8 @@ def test_null_in_an_old_key_does_not_undo_the_new_one() -> None:
         ("recipe@data=x", "config groups"),
         ("data=3", "wanted a block of keys"),
         ("trainer.experiment_name=${no.such}", "no.such"),
-        ("algorithm.filter_groups.enable=True", "dynamic sampling comes in a later version"),
+        ("distillation.enabled=True", "set algorithm.adv_estimator=on_policy_distillation and distillation.teacher_model.path"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1,token_k2", "algorithm.rollout_correction.rollout_rs='a,b'"),
     ],
 )
 def test_mistakes_name_the_key_and_the_way_out(override: str, says: str) -> None:
@@ -137,6 +143,40 @@ def test_recipes_build_on_each_other(tmp_path: Path) -> None:
     assert config.trainer.experiment_name == "s2"
     (tmp_path / "last.yaml").write_text("defaults: [_self_, base]\ndata: {seed: 2}\n")
     assert load(recipe=tmp_path / "last.yaml").data.seed == 1
+
+
+def test_recipes_in_folders(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "mine.yaml").write_text("data: {seed: 1, train_batch_size: 9}\n")
+    (tmp_path / "tiny" / "base.yaml").write_text("data: {train_batch_size: 8}\n")
+    (tmp_path / "tiny" / "mine.yaml").write_text("defaults: [base, ../mine, ../grpo]\ndata: {seed: 2}\n")
+    (tmp_path / "user.yaml").write_text("defaults: [tiny/mine]\n")
+    (tmp_path / "grpo.yaml").write_text("algorithm: {adv_estimator: rloo}\n")
+    config = load(recipe=tmp_path / "user.yaml")
+    assert (config.data.seed, config.data.train_batch_size, config.algorithm.adv_estimator) == (2, 9, "rloo")
+
+
+def test_names_of_recipes_are_found(tmp_path: Path) -> None:
+    assert {"ppo", "grpo"} <= set(recipe_names())
+    for name in recipe_names():
+        assert find_recipe(name) == FOLDER / f"{name}.yaml"
+        assert find_recipe(name, beside=tmp_path) == FOLDER / f"{name}.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0.5_5", "0.5_5"), ("1_2", "1_2"), ("0.5_2.0", "0.5_2.0"), ("0.2", 0.2), ("2", 2.0), ("'0.5_5'", "0.5_5")],
+)
+def test_two_bounds_are_not_read_as_one_number(text: str, value: object, tmp_path: Path) -> None:
+    key = "algorithm.rollout_correction.rollout_is_threshold"
+    assert get_value(load(f"{key}={text}"), key) == value
+    assert get_value(load(f"algorithm.rollout_correction={{rollout_is_threshold: {text}, rollout_is: token}}"), key) == value
+    for recipe in ("algorithm:\n  rollout_correction:\n    rollout_is_threshold: {} # both\n", "algorithm.rollout_is_threshold: {}\n"):
+        (tmp_path / "run.yaml").write_text(recipe.format(text))
+        assert get_value(load(recipe=tmp_path / "run.yaml"), key) == value
+    (tmp_path / "flow.yaml").write_text(f"algorithm: {{rollout_correction: {{rollout_is_threshold: {text}, rollout_is: token}}}}\n")
+    assert get_value(load(recipe=tmp_path / "flow.yaml"), key) == value
+    assert [get_value(load(*run), key) for run in expand_sweeps([f"{key}={text},7"])] == [value, 7.0]
 
 
 @pytest.mark.parametrize(

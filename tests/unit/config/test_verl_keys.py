@@ -6,13 +6,15 @@ The documents themselves are not part of the project: the commands, YAML blocks 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES
+from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES, VALUE_ALIASES
 from hybridflow.config.load import load_config
 from hybridflow.config.tree import flatten, is_native, keys_of
 from hybridflow.config.verl_keys import status
@@ -246,20 +248,17 @@ MUST_BE_REFUSED = [
     "actor_rollout_ref.rollout.repetition_penalty=1.2",
     "reward_model.enable=True",
     "reward.reward_model.enable=True",
-    "reward_model.reward_manager=dapo",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+    "reward_model.reward_manager=batch",
     "reward_model.sandbox_fusion.url=http://localhost",
-    "algorithm.filter_groups.enable=True",
-    "algorithm.use_pf_ppo=True",
-    "algorithm.rollout_correction.rollout_is=token",
-    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
-    "algorithm.rollout_correction.bypass_mode=True",
-    "algorithm.gdpo_reward_keys=[a,b]",
-    "algorithm.adv_estimator=rloo",
-    "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+    "algorithm.rollout_correction.rollout_rs=geometric",
+    "algorithm.rollout_is_level=sequence",
+    "algorithm.rollout_is_mode=mask",
+    "algorithm.rollout_is_veto_threshold=1e-4",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5",
+    "algorithm.rollout_correction.use_pure_rollout_correction=True",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
     "actor_rollout_ref.hybrid_engine=False",
     "actor_rollout_ref.actor.fsdp_config.dtype=float16",
-    "data.gen_batch_size=512",
     "data.datagen.path=x.py",
     "trainer.device=npu",
     "trainer.prometheus.enable=True",
@@ -267,6 +266,7 @@ MUST_BE_REFUSED = [
     "global_profiler.tool=nsys",
     "async_training.staleness_threshold=0.5",
     "distillation.enabled=True",
+    "distillation.teacher_models.teacher_model.model_path=Qwen/Qwen3-8B",
     "resource_pool.critic.devices=[4,5]",
 ]
 
@@ -314,6 +314,40 @@ def test_verls_own_defaults_are_accepted(root: type, text: str) -> None:
     assert not refused
 
 
+def test_verls_defaults_of_the_algorithms_load_to_ours(tmp_path: Path) -> None:
+    block = yaml.safe_load(PPO_REFERENCE)["algorithm"]
+    (tmp_path / "verl.yaml").write_text(yaml.safe_dump({"algorithm": block, "distillation": {"enabled": False}}))
+    loaded = load_config(PPOConfig, recipe=tmp_path / "verl.yaml")
+    ours = PPOConfig().algorithm
+    assert replace(loaded.config.algorithm, filter_groups=ours.filter_groups) == ours
+    assert loaded.config.algorithm.filter_groups == replace(ours.filter_groups, max_num_gen_batches=0)
+    assert "algorithm.filter_groups.metric=null is now acc" in loaded.notes
+
+
+def test_values_of_verl_that_have_another_name_here() -> None:
+    loaded = load_config(PPOConfig, ["algorithm.adv_estimator=rloo_vectorized", "algorithm.rollout_correction.rollout_is=none"])
+    assert loaded.config == load_config(PPOConfig, ["algorithm.adv_estimator=rloo"]).config
+    assert loaded.notes[0] == "algorithm.adv_estimator=rloo_vectorized is now rloo" and len(loaded.notes) == 2
+    assert status(PPOConfig, "algorithm.adv_estimator", "grpo_vectorized").value == "grpo"
+
+
+def test_a_null_in_place_of_a_block_leaves_it_as_it_is() -> None:
+    loaded = load_config(PPOConfig, ["algorithm.rollout_correction=null", "algorithm.filter_groups=null"])
+    assert loaded.config == load_config(PPOConfig).config and all("has no effect" in note for note in loaded.notes)
+    assert load_config(PPOConfig, ["algorithm.pf_ppo.weight_pow=3", "~algorithm.pf_ppo"]).config == load_config(PPOConfig).config
+
+
+@pytest.mark.parametrize("name", ["dapo", "gdpo", "prime", "naive"])
+def test_one_reward_manager_does_the_work_of_verls(name: str) -> None:
+    loaded = load_config(PPOConfig, [f"reward_model.reward_manager={name}", "reward_model.reward_kwargs.overlong_buffer_cfg.log=True"])
+    assert loaded.config == load_config(PPOConfig).config and "overlong_buffer_cfg" in loaded.notes[0]
+
+
+def test_a_wrong_key_of_reward_kwargs_is_not_lost() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean reward\.reward_kwargs\.overlong_buffer_cfg\.penalty_factor"):
+        load_config(PPOConfig, ["reward_model.reward_kwargs.overlong_buffer_cfg.penalty_facto=1"])
+
+
 @pytest.mark.parametrize("override", MUST_BE_REFUSED)
 def test_what_would_change_results_is_refused(override: str) -> None:
     (path, value), *_ = settings(override)
@@ -349,6 +383,11 @@ def test_every_rule_says_why_and_the_way_out(rules: tuple[Any, ...]) -> None:
         assert rule.why or rule.accepted == (), rule.pattern
         assert (rule.accepted is None) != bool(rule.refusal), rule.pattern
     assert all(is_native(PPOConfig, path) for path in REFUSED_VALUES)
+
+
+def test_other_values_stand_for_keys_of_the_schema() -> None:
+    for path, values in VALUE_ALIASES.items():
+        assert path in keys_of(PPOConfig) and all(status(PPOConfig, path, value).kind == "alias" for value in values), path
 
 
 def test_attention_of_the_model_is_ours() -> None:

@@ -1,0 +1,153 @@
+"""The checks of the algorithm: which estimator goes with which loss, roles and sizes, by the facts in `algorithm_names.py`.
+
+Each yields one line per problem, with both values and the way out. Of a user's own estimator or loss (`path.py:name`) nothing is known,
+so nothing is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.config.algorithm_names import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.check_correction import correction_problems
+from hybridflow.config.check_paths import model_problem
+from hybridflow.config.needs import estimator_facts
+from hybridflow.config.root import PPOConfig
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PROCESS, TEACHER = "reward.process_reward_model", "distillation.teacher_model"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
+RATIO_CLIPS = ("vanilla", "gspo", "clip_cov")  # losses in which 1 − clip_ratio_low bounds the ratio from below
+# Losses and estimators that make sense only together.
+PARTNERS: dict[str, tuple[str, ...]] = {"dpo": ("online_dpo", "spin"), "sppo": ("sppo",)}
+
+
+def algorithm_problems(config: PPOConfig) -> Iterator[str]:
+    """Names, and what an estimator or a loss needs of the rest of the configuration."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    for path, name, names in (
+        ("algorithm.adv_estimator", algorithm.adv_estimator, ESTIMATORS),
+        (LOSS, actor.policy_loss.loss_mode, POLICY_LOSSES),
+    ):
+        if name not in names and ":" not in name:
+            yield f"{path}={name}: there are {', '.join(names)}; your own goes as path/to/file.py:name"
+    yield from _needs(config)
+    yield from _partners(config)
+    yield from _gdpo(config)
+    yield from _clip_bounds(config)
+    yield from _kl_estimator("algorithm.kl_penalty", algorithm.kl_penalty, gradient=False)
+    yield from _kl_estimator(f"{ACTOR}.kl_loss_type", actor.kl_loss_type, gradient=True)
+    yield from _dynamic_sampling(config)
+    yield from _overlong(config)
+    yield from correction_problems(config)
+
+
+def _needs(config: PPOConfig) -> Iterator[str]:
+    facts, name, n = estimator_facts(config), config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if facts is None:
+        return
+    if facts.group and n < 2:
+        yield (
+            f"algorithm.adv_estimator={name} compares the responses of a prompt, and {ROLLOUT}.n={n} gives one: "
+            f"set {ROLLOUT}.n to 2 or more, for example 8"
+        )
+    if facts.critic and config.critic.enable is False:
+        yield (
+            f"algorithm.adv_estimator={name} needs the critic, and critic.enable=false: leave critic.enable out, or set an estimator "
+            "without one, for example adv_estimator=grpo"
+        )
+    if facts.process_rewards and config.reward.process_reward_model.enable is False:
+        yield (
+            f"algorithm.adv_estimator={name} reads process rewards, and {PROCESS}.enable=false: leave {PROCESS}.enable out, or set "
+            "adv_estimator=rloo, which reads the outcome alone"
+        )
+    if facts.teacher and not config.distillation.teacher_model.path:
+        yield (
+            f"algorithm.adv_estimator={name} needs a teacher, and {TEACHER}.path is not set: give a Hugging Face folder or a hub name "
+            "of a model with the same tokenizer"
+        )
+    elif facts.teacher:
+        yield from model_problem(config.distillation.teacher_model, TEACHER)
+
+
+def _partners(config: PPOConfig) -> Iterator[str]:
+    """A loss over pairs or rows is aimed at what its estimator gives, and the estimator's numbers mean nothing to other losses."""
+    estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    for special, partners in PARTNERS.items():
+        known = estimator in ESTIMATORS and loss in POLICY_LOSSES
+        if known and (loss == special) != (estimator in partners):
+            yield (
+                f"algorithm.adv_estimator={estimator} with {LOSS}={loss}: loss {special} goes with "
+                f"algorithm.adv_estimator={' or '.join(partners)}, and they only with it: set both, or neither"
+            )
+
+
+def _gdpo(config: PPOConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator == "gdpo" and not keys:
+        yield (
+            "algorithm.adv_estimator=gdpo normalises several rewards one by one, and algorithm.gdpo_reward_keys is empty: set it to keys "
+            "that the reward function returns, for example [acc,format]"
+        )
+    if weights and len(weights) != len(keys):
+        yield (
+            f"algorithm.gdpo_reward_weights={weights} has {len(weights)} weights, and algorithm.gdpo_reward_keys={keys} has {len(keys)} "
+            "keys: give one weight for each key, or leave the weights out"
+        )
+    if len(set(keys)) != len(keys):
+        yield f"algorithm.gdpo_reward_keys={keys} names a key twice: name each once and set its weight in algorithm.gdpo_reward_weights"
+
+
+def _clip_bounds(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    if actor.policy_loss.loss_mode in RATIO_CLIPS and actor.clip_low > 1:
+        name = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+        yield f"{ACTOR}.{name}={actor.clip_low} lets the ratio fall below 0: set it to 1 or less, for example 0.2"
+    loss = actor.policy_loss
+    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield (
+            f"{ACTOR}.policy_loss.clip_cov_lb={loss.clip_cov_lb} is not below clip_cov_ub={loss.clip_cov_ub}: no token lies between them; "
+            "set for example 1.0 and 5.0"
+        )
+
+
+def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
+    base = name.removesuffix("+")
+    if base == "full":
+        yield f"{path}=full needs the reference's whole distribution, which this version does not keep: use low_var_kl"
+    elif base not in KL_ESTIMATORS:
+        yield f"{path}={name}: there are {', '.join(KL_ESTIMATORS)}"
+    elif name.endswith("+") and not gradient:
+        yield f"{path}={name}: a KL in the reward has no gradient, so + means nothing there: use {base}"
+
+
+def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
+    groups, path, n = config.algorithm.filter_groups, "algorithm.filter_groups", config.actor_rollout_ref.rollout.n
+    if groups.min_mean is not None and groups.max_mean is not None and groups.min_mean > groups.max_mean:
+        yield (
+            f"{path}.min_mean={groups.min_mean} is more than {path}.max_mean={groups.max_mean}: no group would be kept; "
+            "set for example 0.2 and 0.8"
+        )
+    if not groups.enable:
+        return
+    if not groups.metric:
+        yield f"{path}.metric is empty: set it to acc, score, or a key that the reward function returns"
+    if n < 2:
+        yield f"{path}.enable=true keeps groups that vary, and {ROLLOUT}.n={n} gives one response a prompt: set {ROLLOUT}.n to 2 or more"
+    prompts, batches, wanted = config.data.gen_batch_size or 0, groups.max_num_gen_batches, config.data.train_batch_size
+    if batches and batches * prompts < wanted:
+        yield (
+            f"{path}.max_num_gen_batches={batches} × data.gen_batch_size={prompts} = {batches * prompts} prompts can never fill "
+            f"data.train_batch_size={wanted}: raise one of the first two"
+        )
+
+
+def _overlong(config: PPOConfig) -> Iterator[str]:
+    kwargs, path = config.reward.reward_kwargs, "reward.reward_kwargs"
+    buffer, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or config.data.max_response_length
+    if buffer.enable and buffer.len > longest:
+        yield (
+            f"{path}.overlong_buffer_cfg.len={buffer.len} is more than {path}.max_resp_len={longest} (data.max_response_length="
+            f"{config.data.max_response_length} where it is left out): set it to a part of that, for example {max(1, longest // 5)}"
+        )

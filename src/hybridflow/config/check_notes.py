@@ -1,0 +1,156 @@
+"""What may surprise in a run that can run: keys that are set and not read, and settings that mean less than they seem to.
+
+resolved config, the paths that the user set ──ppo_notes──► one line each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.check_correction import correction_notes
+from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
+from hybridflow.config.root import PPOConfig
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PROCESS, OVERLONG = "reward.process_reward_model", "reward.reward_kwargs.overlong_buffer_cfg"
+
+# Which of our estimators and losses read a key (or the keys of a block): to all others it means nothing.
+READ_BY_ESTIMATORS: dict[str, tuple[str, ...]] = {
+    "algorithm.gamma": ("gae", "reinforce_plus_plus"),
+    "algorithm.lam": ("gae",),
+    "algorithm.lam_critic": ("gae",),
+    "algorithm.lam_length_alpha": ("gae",),
+    "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
+    "algorithm.gdpo_reward_keys": ("gdpo",),
+    "algorithm.gdpo_reward_weights": ("gdpo",),
+    "algorithm.sppo": ("sppo",),
+    "data.demonstration_key": ("spin",),
+}
+RATIO = ("vanilla", "gspo", "geo_mean", "gmpo", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
+    "clip_ratio": RATIO,
+    "clip_ratio_low": RATIO,
+    "clip_ratio_high": RATIO,
+    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
+    **dict.fromkeys(("policy_loss.tau_pos", "policy_loss.tau_neg"), ("sapo",)),
+    **dict.fromkeys(("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"), ("clip_cov",)),
+    **dict.fromkeys(("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"), ("kl_cov",)),
+    "policy_loss.dro_beta": ("dro",),
+    **dict.fromkeys(("policy_loss.dpo_loss", "policy_loss.dpo_beta", "policy_loss.dpo_label_smoothing"), ("dpo",)),
+}
+NOT_OF_TOKEN_REWARDS = ("gdpo", "spin", "on_policy_distillation")
+
+
+def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """One line for each setting that may surprise. `given`: paths that the user set."""
+    yield from _rollout(config)
+    yield from _names(config, given)
+    yield from _kl_and_reference(config, given)
+    yield from _features(config, given)
+    yield from _roles(config, given)
+    yield from correction_notes(config, given)
+    if not has_validation(config) and config.trainer.test_freq > 0:
+        yield f"trainer.test_freq={config.trainer.test_freq} without validation data: nothing is validated"
+
+
+def has_validation(config: PPOConfig) -> bool:
+    """Whether there is anything to validate on."""
+    return bool(config.data.val_files) or bool(config.data.task.name and config.data.task.val_size)
+
+
+def _rollout(config: PPOConfig) -> Iterator[str]:
+    rollout, name, facts = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator, estimator_facts(config)
+    if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k} leave tokens out of sampling; the log-probs kept and trained on "
+            "are of the whole distribution at the temperature alone"
+        )
+    if not rollout.do_sample and facts is not None and (facts.group or name == "remax"):
+        yield f"{ROLLOUT}.do_sample=false: greedy responses to a prompt are all alike, so {name} finds nothing to learn from"
+
+
+def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """Keys of other estimators and losses, and clip bounds that are not those of the loss's paper."""
+    actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
+    loss, facts = actor.policy_loss.loss_mode, loss_facts(config)
+    if estimator in ESTIMATORS:
+        for path, readers in READ_BY_ESTIMATORS.items():
+            if estimator not in readers and is_given(path, given):
+                yield f"{path} is read by {_names_of(readers)} only: algorithm.adv_estimator={estimator}"
+        if config.algorithm.options:
+            yield f"algorithm.options is read by estimators of your own only: algorithm.adv_estimator={estimator}"
+    if loss in POLICY_LOSSES:
+        for name, readers in READ_BY_LOSSES.items():
+            if loss not in readers and f"{ACTOR}.{name}" in given:
+                yield f"{ACTOR}.{name} is read by {_names_of(readers)} only: {ACTOR}.policy_loss.loss_mode={loss}"
+    if facts is not None and facts.clip is not None and (actor.clip_low, actor.clip_high) != facts.clip:
+        yield (
+            f"{ACTOR}.clip_ratio_low={actor.clip_low}, clip_ratio_high={actor.clip_high} as given; the paper of {loss} has "
+            f"{facts.clip[0]} and {facts.clip[1]}"
+        )
+    if f"{ACTOR}.loss_scale_factor" in given and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield f"{ACTOR}.loss_scale_factor is read only with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+
+
+def _names_of(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL is charged twice"
+    if algorithm.use_kl_in_reward and algorithm.adv_estimator in NOT_OF_TOKEN_REWARDS:
+        yield (
+            f"algorithm.use_kl_in_reward=true changes no advantage: algorithm.adv_estimator={algorithm.adv_estimator} does not read the "
+            f"token rewards; {ACTOR}.use_kl_loss=true puts the KL into the loss"
+        )
+    if not algorithm.use_kl_in_reward and is_given("algorithm.kl_ctrl", given):
+        yield "algorithm.kl_ctrl is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in this run's rewards"
+    if not actor.use_kl_loss and f"{ACTOR}.kl_loss_coef" in given:
+        yield f"{ACTOR}.kl_loss_coef is read only with {ACTOR}.use_kl_loss=true: there is no KL term in this run's loss"
+    if algorithm.ref_update_freq and not needs_reference(config):
+        yield f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run reads a reference"
+
+
+def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """Switches, and the keys of what they leave off."""
+    algorithm, actor, facts = config.algorithm, config.actor_rollout_ref.actor, estimator_facts(config)
+    kwargs = config.reward.reward_kwargs
+    if not algorithm.filter_groups.enable:
+        for path in ("algorithm.filter_groups", "data.gen_batch_size"):
+            if is_given(path, given - {"algorithm.filter_groups.enable"}):
+                yield f"{path} is read only with algorithm.filter_groups.enable=true"
+    if not algorithm.use_pf_ppo and is_given("algorithm.pf_ppo", given):
+        yield "algorithm.pf_ppo is read only with algorithm.use_pf_ppo=true"
+    if algorithm.use_pf_ppo and facts is not None and facts.group:
+        yield (
+            f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: advantages are computed over whole groups "
+            "first, then rows are resampled by their scores"
+        )
+    if not kwargs.overlong_buffer_cfg.enable and is_given("reward.reward_kwargs", given - {f"{OVERLONG}.enable"}):
+        yield f"reward.reward_kwargs is read only with {OVERLONG}.enable=true"
+    if kwargs.overlong_buffer_cfg.enable and (kwargs.max_resp_len or 0) > config.data.max_response_length:
+        yield (
+            f"reward.reward_kwargs.max_resp_len={kwargs.max_resp_len} is more than data.max_response_length="
+            f"{config.data.max_response_length}: no response is long enough for the whole overlong penalty"
+        )
+    if actor.positive_lm_loss_coef and config.reward.custom_reward_function.path:
+        yield f"{ACTOR}.positive_lm_loss_coef={actor.positive_lm_loss_coef}: right are the responses whose reward returns acc = 1"
+
+
+def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """Roles that are built for nothing, or set up and not built."""
+    name, facts = config.algorithm.adv_estimator, estimator_facts(config)
+    if not config.critic.enable and is_given("critic", given - {"critic.enable"}):
+        yield f"critic.* is not read: algorithm.adv_estimator={name} runs without a critic"
+    if config.critic.enable and "critic.model.tokenizer_path" in given and config.critic.model.tokenizer_path != config.data.tokenizer:
+        yield f"critic.model.tokenizer_path is not used: the critic reads the token ids of data.tokenizer={config.data.tokenizer}"
+    process, given_process = config.reward.process_reward_model, is_given(PROCESS, given - {f"{PROCESS}.enable"})
+    if not process.enable and given_process:
+        yield f"{PROCESS}.* is not read: algorithm.adv_estimator={name} runs without a process reward model"
+    if process.enable and facts is not None and not facts.process_rewards:
+        yield f"{PROCESS}.enable=true trains a model whose rewards algorithm.adv_estimator={name} does not read: prime does"
+    if facts is not None and not facts.teacher and is_given("distillation", given):
+        yield f"distillation.* is not read: algorithm.adv_estimator={name} has no teacher; on_policy_distillation does"

@@ -1,0 +1,44 @@
+"""What a run needs, from the names of its estimator and its loss: which other roles, and which paper's defaults.
+
+A user's own function (`path.py:name`) has no facts: nothing is assumed of it and nothing refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
+from hybridflow.config.root import PPOConfig
+
+
+def estimator_facts(config: PPOConfig) -> EstimatorFacts | None:
+    """What is known of the advantage estimator; None of a user's own."""
+    return ESTIMATORS.get(config.algorithm.adv_estimator)
+
+
+def loss_facts(config: PPOConfig) -> LossFacts | None:
+    """What is known of the policy loss; None of a user's own."""
+    return POLICY_LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    """Whether something in the run reads the log-probs of a reference policy."""
+    estimator, loss = estimator_facts(config), loss_facts(config)
+    return bool(
+        config.algorithm.use_kl_in_reward
+        or config.actor_rollout_ref.actor.use_kl_loss
+        or config.reward.process_reward_model.enable
+        or (estimator is not None and estimator.reference)
+        or (loss is not None and loss.reference)
+    )
+
+
+def needs_teacher(config: PPOConfig) -> bool:
+    """Whether the estimator reads the log-probs of a teacher."""
+    estimator = estimator_facts(config)
+    return estimator is not None and estimator.teacher
+
+
+def is_given(path: str, given: Set[str]) -> bool:
+    """Whether the user set the key, or one of the keys of the block."""
+    return any(key == path or key.startswith(path + ".") for key in given)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from possible_run import problem
 
+from hybridflow.algorithms.rollout_correction import parse_is_threshold, parse_rejection
 from hybridflow.config import PPOConfig
+from hybridflow.config.algorithm import RolloutCorrectionConfig
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.check_correction import _rejection, _weights
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import needs_reference
 from hybridflow.config.show import to_yaml
+from hybridflow.errors import ConfigError
 
 CORRECTION, GROUPS, LOSS = "algorithm.rollout_correction", "algorithm.filter_groups", "actor_rollout_ref.actor.policy_loss"
 PROCESS, OVERLONG = "reward.process_reward_model", "reward.reward_kwargs.overlong_buffer_cfg"
@@ -104,6 +111,48 @@ NEEDS = {
     "gdpo": ["algorithm.gdpo_reward_keys=[acc,format]"],
     "on_policy_distillation": ["distillation.teacher_model.path=org/teacher"],
 }
+
+
+NUMBERS = (
+    0.5,
+    1.0,
+    2.0,
+    -1.0,
+    "0.5",
+    "2",
+    "0",
+    "0.5_2.0",
+    "2_0.5",
+    "1_1",
+    "0_2",
+    "a",
+    "",
+    "1_2_3",
+    "nan",
+    "inf",
+    "nan_2",
+    "0.5_ 2",
+    "_2",
+    "2_",
+)
+OPTIONS = ("token_k1", "token_k3", "seq_sum_k1", "seq_max_k2", "seq_max_k1", "token_k1,token_k2", "", "token_k1,", "token_k4", " token_k1 ")
+
+
+def test_the_light_check_and_the_parser_of_the_maths_agree() -> None:
+    for number in NUMBERS:
+        found = bool(list(_weights(RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=number))))
+        assert found == _refuses(parse_is_threshold, number), number
+    for options, number in itertools.product(OPTIONS, (None, *NUMBERS, "2,1", "0.5_2,0.1", "2,0.5_2", "2,")):
+        found = bool(list(_rejection(RolloutCorrectionConfig(rollout_rs=options, rollout_rs_threshold=number))))
+        assert found == _refuses(parse_rejection, options, number), (options, number)
+
+
+def _refuses(parse: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        parse(*arguments)
+    except ConfigError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

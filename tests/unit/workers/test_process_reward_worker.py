@@ -51,7 +51,7 @@ def test_it_learns_which_responses_were_right() -> None:
     assert first["process_reward/grad_norm"] > 0 and first["process_reward/num_updates"] == 1.0
     for _ in range(8):
         last = house.process_reward.update(batch, WHOLE).to_floats()
-    assert last["process_reward/loss"] < 0.5 and last["process_reward/acc"] == 1.0
+    assert last["process_reward/loss"] < 0.5 and last["process_reward/accuracy"] == 1.0
     totals = house.process_reward.rewards(batch).batch["process_rewards"].sum(-1)
     assert torch.equal(totals > 0, batch.batch["positive"])
     assert torch.equal(house.reference.log_probs(batch).batch["ref_log_prob"], batch.batch["ref_log_prob"])

@@ -34,6 +34,7 @@ def algorithm_problems(config: PPOConfig) -> Iterator[str]:
     yield from _needs(config)
     yield from _partners(config)
     yield from _gdpo(config)
+    yield from _max_rl(config)
     yield from _clip_bounds(config)
     yield from _kl_estimator("algorithm.kl_penalty", algorithm.kl_penalty, gradient=False)
     yield from _kl_estimator(f"{ACTOR}.kl_loss_type", actor.kl_loss_type, gradient=True)
@@ -97,6 +98,22 @@ def _gdpo(config: PPOConfig) -> Iterator[str]:
         )
     if len(set(keys)) != len(keys):
         yield f"algorithm.gdpo_reward_keys={keys} names a key twice: name each once and set its weight in algorithm.gdpo_reward_weights"
+
+
+def _max_rl(config: PPOConfig) -> Iterator[str]:
+    """It divides by the mean score of a group, and refuses scores below 0 when it meets them: these settings make them."""
+    if config.algorithm.adv_estimator != "max_rl":
+        return
+    if config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.adv_estimator=max_rl takes scores of 0 or more, and algorithm.use_kl_in_reward=true lowers them below 0: "
+            f"set {ACTOR}.use_kl_loss=true in its place"
+        )
+    if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
+        yield (
+            "algorithm.adv_estimator=max_rl takes scores of 0 or more, and reward.reward_kwargs.overlong_buffer_cfg.enable=true lowers "
+            "them below 0: set algorithm.overlong_filtering=true in its place"
+        )
 
 
 def _clip_bounds(config: PPOConfig) -> Iterator[str]:

@@ -110,8 +110,13 @@ def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         yield "algorithm.kl_ctrl is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in this run's rewards"
     if not actor.use_kl_loss and f"{ACTOR}.kl_loss_coef" in given:
         yield f"{ACTOR}.kl_loss_coef is read only with {ACTOR}.use_kl_loss=true: there is no KL term in this run's loss"
-    if algorithm.ref_update_freq and not needs_reference(config):
+    if algorithm.ref_update_freq and _all_known(config) and not needs_reference(config):
         yield f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run reads a reference"
+
+
+def _all_known(config: PPOConfig) -> bool:
+    """Whether estimator and loss are both ours: a user's own may read any column, and so have any role built."""
+    return estimator_facts(config) is not None and loss_facts(config) is not None
 
 
 def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
@@ -148,9 +153,9 @@ def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     if config.critic.enable and "critic.model.tokenizer_path" in given and config.critic.model.tokenizer_path != config.data.tokenizer:
         yield f"critic.model.tokenizer_path is not used: the critic reads the token ids of data.tokenizer={config.data.tokenizer}"
     process, given_process = config.reward.process_reward_model, is_given(PROCESS, given - {f"{PROCESS}.enable"})
-    if not process.enable and given_process:
+    if not process.enable and given_process and _all_known(config):
         yield f"{PROCESS}.* is not read: algorithm.adv_estimator={name} runs without a process reward model"
-    if process.enable and facts is not None and not facts.process_rewards:
+    if process.enable and facts is not None and _all_known(config) and not facts.process_rewards:
         yield f"{PROCESS}.enable=true trains a model whose rewards algorithm.adv_estimator={name} does not read: prime does"
-    if facts is not None and not facts.teacher and is_given("distillation", given):
+    if facts is not None and _all_known(config) and not facts.teacher and is_given("distillation", given):
         yield f"distillation.* is not read: algorithm.adv_estimator={name} has no teacher; on_policy_distillation does"

@@ -55,6 +55,8 @@ BAD_ALGORITHMS = [
         "algorithm.gdpo_reward_weights=[1.0] has 1 weights, and algorithm.gdpo_reward_keys=['acc', 'format'] has 2 keys",
     ),
     (of("gdpo", "algorithm.gdpo_reward_keys=[acc,acc]"), "names a key twice"),
+    (of("max_rl", "algorithm.use_kl_in_reward=true"), "algorithm.use_kl_in_reward=true lowers them below 0"),
+    (of("max_rl", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=9"), "overlong_buffer_cfg.enable=true lowers them below 0"),
     (of("prime", f"{PROCESS}.enable=false"), f"reads process rewards, and {PROCESS}.enable=false"),
     (of("prime", f"{PROCESS}.model.path=/no/model"), f"{PROCESS}.model.path: there is no folder /no/model"),
     (of("prime", f"{PROCESS}.ppo_max_token_len_per_gpu=9"), f"{PROCESS}.ppo_max_token_len_per_gpu=9 tokens cannot hold"),
@@ -201,10 +203,10 @@ def test_of_a_users_own_functions_nothing_is_assumed(base: list[str], tmp_path: 
             "algorithm.lam=0.5",
         ],
         [f"algorithm.adv_estimator={mine}", "distillation.teacher_model.path=org/teacher", f"{PROCESS}.enable=true"],
+        [f"{LOSS}.loss_mode={mine}", "distillation.teacher_model.path=org/teacher", f"{PROCESS}.beta=1", "algorithm.ref_update_freq=3"],
     ):
         prepared = prepare_config(PPOConfig, [*base, *keys])
         assert len(prepared.notes) == 0, prepared.notes
-    assert prepared.config.actor_rollout_ref.actor.loss_agg_mode == "token-mean"
     assert prepare_config(PPOConfig, [*base, f"{LOSS}.loss_mode={mine}"]).config.actor_rollout_ref.actor.loss_agg_mode is None
 
 

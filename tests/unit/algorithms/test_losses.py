@@ -102,16 +102,19 @@ def test_value_loss_by_hand(value: float, clip: float | None, loss: float, slope
     assert [float(out.metrics["critic/vf_clipfrac"][0]), float(out.metrics["critic/vpred_mean"][0])] == [clipped, value]
 
 
-def test_the_table_of_policy_losses_refuses_a_taken_name() -> None:
-    assert list(POLICY_LOSSES) == ["vanilla"] and POLICY_LOSSES["vanilla"] is vanilla
-
-    def mine(*args: object, **keys: object) -> LossOutput:
+def test_a_loss_of_ones_own_is_a_record_and_a_taken_name_is_refused() -> None:
+    def mine(*args: object, keen: float = 1.0, loss_agg_mode: str | None = None) -> LossOutput:
         return LossOutput(torch.zeros(()), {})
 
     try:
-        assert register_policy_loss("of_mine")(mine) is mine and POLICY_LOSSES["of_mine"] is mine
+        assert register_policy_loss("of_mine", agg_mode="token-sum", keeps_groups=True)(mine) is mine
+        record = POLICY_LOSSES["of_mine"]
+        assert (record.function, record.agg_mode, record.keeps_groups, record.select) == (mine, "token-sum", True, None)
+        assert record.keywords == ("keen", "loss_agg_mode") and record.arguments({"keen": 2.0, "other": 3.0}) == {"keen": 2.0}
         for taken in ("vanilla", "of_mine"):
             with pytest.raises(ConfigError, match=f"'{taken}' exists already"):
                 register_policy_loss(taken)(mine)
     finally:
         POLICY_LOSSES.pop("of_mine", None)
+    with pytest.raises(ConfigError, match="'of_mine': unknown agg_mode 'mean': choose from token-mean"):
+        register_policy_loss("of_mine", agg_mode="mean")

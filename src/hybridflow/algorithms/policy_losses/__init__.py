@@ -8,30 +8,81 @@ the table, its keys in the configuration, a test. From outside the project: `pat
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, get_args
 
-from hybridflow.algorithms.aggregation import LossOutput
+from hybridflow.algorithms.aggregation import LossAggMode, LossOutput
+from hybridflow.algorithms.policy_losses.cispo import cispo
+from hybridflow.algorithms.policy_losses.clip_cov import clip_cov, select_clip_cov
+from hybridflow.algorithms.policy_losses.dpo import dpo
+from hybridflow.algorithms.policy_losses.dppo_kl import dppo_kl
+from hybridflow.algorithms.policy_losses.dppo_tv import dppo_tv
+from hybridflow.algorithms.policy_losses.dro import dro
+from hybridflow.algorithms.policy_losses.geo_mean import geo_mean
+from hybridflow.algorithms.policy_losses.gspo import gspo
+from hybridflow.algorithms.policy_losses.kl_cov import kl_cov, select_kl_cov
+from hybridflow.algorithms.policy_losses.reinforce import reinforce
+from hybridflow.algorithms.policy_losses.sapo import sapo
+from hybridflow.algorithms.policy_losses.sppo import sppo
+from hybridflow.algorithms.policy_losses.types import PolicyLoss
 from hybridflow.algorithms.policy_losses.vanilla import vanilla
 from hybridflow.errors import ConfigError
 
-PolicyLoss = Callable[..., LossOutput]
-_Loss = TypeVar("_Loss", bound=PolicyLoss)
+_Loss = TypeVar("_Loss", bound=Callable[..., LossOutput])
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": vanilla,
+    "vanilla": PolicyLoss(vanilla),
+    "gspo": PolicyLoss(gspo, "seq-mean-token-mean"),
+    "sapo": PolicyLoss(sapo, "seq-mean-token-mean"),
+    "geo_mean": PolicyLoss(geo_mean, "seq-mean-token-mean"),
+    "gmpo": PolicyLoss(geo_mean, "seq-mean-token-mean"),
+    "cispo": PolicyLoss(cispo),
+    "gpg": PolicyLoss(reinforce),
+    "reinforce": PolicyLoss(reinforce),
+    "clip_cov": PolicyLoss(clip_cov, select=select_clip_cov),
+    "kl_cov": PolicyLoss(kl_cov, select=select_kl_cov),
+    "dppo_tv": PolicyLoss(dppo_tv),
+    "dppo_kl": PolicyLoss(dppo_kl),
+    "dro": PolicyLoss(dro),
+    "sppo": PolicyLoss(sppo, "seq-mean-token-sum"),
+    "dpo": PolicyLoss(dpo, "seq-mean-token-sum", keeps_groups=True),
 }
 
 
-def register_policy_loss(name: str) -> Callable[[_Loss], _Loss]:
-    """Make a function of yours a policy loss by name. Raises ConfigError for a name that is taken."""
+def register_policy_loss(name: str, *, agg_mode: str = "token-mean", keeps_groups: bool = False) -> Callable[[_Loss], _Loss]:
+    """Make a function of yours a policy loss by name; its keyword-only arguments are parameters or columns of the batch.
+
+    `agg_mode`: what it gets as `loss_agg_mode` where the run sets none; `keeps_groups`: it needs the rows of a prompt in one micro-batch.
+    Raises ConfigError for a name that is taken and for an unknown mode.
+    """
+    if agg_mode not in get_args(LossAggMode):
+        raise ConfigError(f"policy loss {name!r}: unknown agg_mode {agg_mode!r}: choose from {', '.join(get_args(LossAggMode))}")
 
     def add(function: _Loss) -> _Loss:
         if name in POLICY_LOSSES:
             raise ConfigError(f"policy loss {name!r} exists already: give yours another name than {', '.join(POLICY_LOSSES)}")
-        POLICY_LOSSES[name] = function
+        POLICY_LOSSES[name] = PolicyLoss(function, agg_mode, keeps_groups=keeps_groups)
         return function
 
     return add
 
 
-__all__ = ["POLICY_LOSSES", "PolicyLoss", "register_policy_loss", "vanilla"]
+__all__ = [
+    "POLICY_LOSSES",
+    "PolicyLoss",
+    "cispo",
+    "clip_cov",
+    "dpo",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "geo_mean",
+    "gspo",
+    "kl_cov",
+    "register_policy_loss",
+    "reinforce",
+    "sapo",
+    "select_clip_cov",
+    "select_kl_cov",
+    "sppo",
+    "vanilla",
+]

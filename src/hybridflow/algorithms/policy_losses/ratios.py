@@ -1,0 +1,73 @@
+"""What the losses have in common: the log-ratio at the beginning, weights, aggregation and metrics at the end.
+
+log_prob, old_log_prob, advantages, mask ──compare──► Tokens ──(a loss)──► loss per token ──share──► LossOutput
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.aggregation import LossOutput, LossScale, Ratio, aggregate
+from hybridflow.algorithms.masked import masked_sum, zero_outside
+
+
+class Tokens(NamedTuple):
+    """What a policy loss reads of its tokens: each [B, R] in float32 or better, 0 outside the mask."""
+
+    mask: Tensor
+    """[B, R] bool."""
+    log_prob: Tensor
+    """logπ, nats, with gradient."""
+    old_log_prob: Tensor
+    """logπ_old, nats, detached."""
+    advantages: Tensor
+    """A, detached."""
+    log_ratio: Tensor
+    """logρ = clamp(logπ − logπ_old, ±20), with gradient inside the bounds."""
+
+
+def compare(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tokens:
+    """The beginning of every loss; only `log_prob` is taught."""
+    a = zero_outside(advantages, response_mask).detach()
+    old = zero_outside(old_log_prob, response_mask).detach()
+    now = zero_outside(log_prob, response_mask)
+    return Tokens(response_mask.bool(), now, old, a, (now - old).clamp(-20.0, 20.0))
+
+
+def clipped(advantages: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """PPO's max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)) [B, R], and where the clip decides [B, R] bool."""
+    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    decides = bounded > plain
+    return torch.where(decides, bounded, plain), decides
+
+
+def spread(row_loss: Tensor, mask: Tensor) -> Tensor:
+    """A loss per row [B] in equal parts over the row's tokens [B, R]: the sum over its tokens is the row's loss."""
+    kept = mask.bool()
+    return zero_outside((row_loss / kept.sum(-1).clamp(min=1)).unsqueeze(-1).expand(kept.shape), kept)
+
+
+def share(
+    tokens: Tokens,
+    loss: Tensor,
+    scale: LossScale,
+    rollout_is_weights: Tensor | None,
+    mode: str,
+    scale_factor: float | None,
+    fractions: Mapping[str, Tensor] | None = None,
+    ratios: Mapping[str, Ratio] | None = None,
+) -> LossOutput:
+    """The end of every loss: loss [B, R] times the weights [B, R], aggregated, beside `actor/ppo_kl` = mean of −logρ over tokens.
+
+    `fractions`: further metrics [B, R] as means over tokens; `ratios`: those that count something else.
+    """
+    if rollout_is_weights is not None:
+        loss = loss * zero_outside(rollout_is_weights, tokens.mask).detach()
+    count = tokens.mask.sum()
+    metrics = {name: (masked_sum(values, tokens.mask).detach(), count) for name, values in (fractions or {}).items()}
+    metrics["actor/ppo_kl"] = (masked_sum(-tokens.log_ratio, tokens.mask).detach(), count)
+    return LossOutput(aggregate(loss, tokens.mask, mode, scale, scale_factor), metrics | dict(ratios or {}))

@@ -1,0 +1,26 @@
+"""What both forms of DPPO (2602.04879) have in common: a policy gradient that stops outside a trust region."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.aggregation import LossOutput, LossScale
+from hybridflow.algorithms.policy_losses.ratios import Tokens, share
+
+
+def trusted(
+    tokens: Tokens,
+    outside: Tensor,
+    scale: LossScale,
+    rollout_is_weights: Tensor | None,
+    clip_c: float | None,
+    mode: str | None,
+    scale_factor: float | None,
+) -> LossOutput:
+    """−A·sg[min(ρ, c)]·logπ, 0 where `outside` [B, R] bool says so; c: `clip_c`, None: no bound. Metrics as `dppo_tv` lists them."""
+    ratio = tokens.log_ratio.detach().exp()
+    weight = ratio if clip_c is None else ratio.clamp(max=clip_c)
+    loss = torch.where(outside, 0.0, -tokens.advantages * weight * tokens.log_prob)
+    fractions = {"actor/pg_clipfrac": outside, "actor/pg_clipfrac_upper": (weight != ratio) & ~outside}
+    return share(tokens, loss, scale, rollout_is_weights, mode or "token-mean", scale_factor, fractions)

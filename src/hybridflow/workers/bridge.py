@@ -1,12 +1,15 @@
 """The only place that touches both DataProto and the maths: rows in, named columns out.
 
+uid, acc ──identify──► group_ids, positive
 token_level_scores ──apply_kl_penalty──► token_level_rewards ──estimate_advantages──► advantages, returns
+rollout_log_probs, old_log_probs ──correct_rollout──► rollout_is_weights, a narrower loss_mask
 micro-batch + outputs ──policy_loss / critic_loss / sft_loss──► the loss's share, metrics
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +20,31 @@ from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate
 from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
 from hybridflow.algorithms.masked import masked_mean
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from hybridflow.algorithms.positive_examples import positive_example_loss
+from hybridflow.algorithms.resampling import resample_rows
+from hybridflow.algorithms.rollout_correction import correction_metrics, rejection, rollout_weights
 from hybridflow.algorithms.value_loss import value_loss
+from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.data.plugin import load_function
 from hybridflow.engines import LossFn
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
 KLController = FixedKLController | AdaptiveKLController
 
-LOSS_SHARES = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "critic/vf_loss", "train/loss")
+LOSS_SHARES = (
+    "actor/pg_loss",
+    "actor/entropy_loss",
+    "actor/kl_loss",
+    "actor/positive_lm_loss",
+    "critic/vf_loss",
+    "process_reward/loss",
+    "train/loss",
+)
 """Metrics that micro-batches and ranks add up to the loss of a mini-batch."""
 
 
@@ -47,12 +63,32 @@ def find_estimator(name: str) -> AdvantageEstimator:
     return AdvantageEstimator.of(load_function(name, key="algorithm.adv_estimator"))
 
 
-def find_policy_loss(name: str) -> PolicyLoss:
-    """A policy loss by its name in the table, or a user's own by `path.py:name`."""
-    if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name]
-    loss: PolicyLoss = load_function(name, key="actor_rollout_ref.actor.policy_loss.loss_mode")
+def find_policy_loss(config: ActorConfig) -> PolicyLoss:
+    """The policy loss by its name in the table, or a user's own by `path.py:name`.
+
+    Raises ConfigError for entries of `policy_loss.options` that it does not take.
+    """
+    name, options = config.policy_loss.loss_mode, config.policy_loss.options
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    loss = POLICY_LOSSES[name] if name in POLICY_LOSSES else PolicyLoss(load_function(name, key=key))
+    unknown = sorted(options.keys() - set(loss.keywords))
+    if unknown:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.policy_loss.options has {', '.join(unknown)}, which the loss {name} does not take: "
+            f"its keyword-only arguments are {', '.join(sorted(loss.keywords)) or 'none'}"
+        )
     return loss
+
+
+def identify(batch: DataProto) -> DataProto:
+    """group_ids [B] int64, equal for the rows of one `uid`; positive [B] bool: `acc` is 1 (without `acc`: the score is above 0)."""
+    scores = batch.batch["token_level_scores"]
+    right = (scores * batch.batch["response_mask"]).sum(-1) > 0
+    if "acc" in batch.non_tensor_batch:
+        values = batch.non_tensor_batch["acc"]
+        known = torch.tensor([isinstance(value, (bool, int, float)) and value == value for value in values])
+        right = torch.where(known, torch.tensor([bool(k) and float(v) >= 1.0 for v, k in zip(values, known, strict=True)]), right)
+    return _columns(group_ids=group_ids(batch), positive=right)
 
 
 def apply_kl_penalty(batch: DataProto, config: AlgorithmConfig, controller: KLController) -> tuple[DataProto, Metrics]:
@@ -77,27 +113,143 @@ def group_ids(batch: DataProto) -> Tensor:
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]], dtype=torch.int64)
 
 
-def estimate_advantages(batch: DataProto, config: AlgorithmConfig, estimator: AdvantageEstimator) -> DataProto:
+def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: AdvantageEstimator) -> DataProto:
     """advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator` (`find_estimator`)."""
+    algorithm, process = config.algorithm, config.reward.process_reward_model
     available: dict[str, Any] = dict(batch.batch.items())
-    available |= {"group_ids": group_ids(batch), "gamma": config.gamma, "lam": config.lam}
-    available |= {"norm_by_std": config.norm_adv_by_std_in_grpo, **config.options}
-    result = estimator(available)
+    available |= {
+        "group_ids": group_ids(batch),
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "lam_critic": algorithm.lam_critic,
+        "lam_length_alpha": algorithm.lam_length_alpha,
+        "norm_by_std": algorithm.norm_adv_by_std_in_grpo,
+        "gdpo_reward_weights": algorithm.gdpo_reward_weights or None,
+        "process_coef": process.process_coef,
+        "outcome_coef": process.outcome_coef,
+        "sppo_eta": algorithm.sppo.eta,
+        "sppo_beta": algorithm.sppo.beta,
+    }
+    if algorithm.gdpo_reward_keys:
+        available["reward_components"] = _reward_components(batch, algorithm.gdpo_reward_keys)
+    result = estimator(available | algorithm.options)
     return _columns(advantages=result.advantages, returns=result.returns)
+
+
+def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
+    """[B, K] float32: what the reward returned under each of `algorithm.gdpo_reward_keys`; `score` is the score itself."""
+    columns: dict[str, Any] = dict(batch.non_tensor_batch)
+    columns["score"] = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1).tolist()
+    missing = [key for key in keys if key not in columns]
+    if missing:
+        raise ConfigError(
+            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which the reward does not return: it returns "
+            f"{', '.join(sorted(key for key, values in columns.items() if all(isinstance(v, (bool, int, float)) for v in values)))}"
+        )
+    for key in keys:
+        odd = [value for value in columns[key] if not isinstance(value, (bool, int, float)) or value != value]
+        if odd:
+            raise RewardError(f"algorithm.gdpo_reward_keys: {key} is {odd[0]!r} for {len(odd)} rows, wanted a number for every row")
+    return torch.tensor([[float(value) for value in columns[key]] for key in keys], dtype=torch.float32).T.contiguous()
+
+
+def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) -> DataProto:
+    """Rows drawn with replacement by their scores (PF-PPO), with every field of theirs; duplicates get fresh row ids."""
+    scores = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1)
+    rows = resample_rows(scores, method=config.reweight_method, weight_pow=config.weight_pow, generator=generator)
+    return batch.select_idxs(rows).fresh_row_ids()
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What rollout correction says of a batch."""
+
+    weights: Tensor | None
+    """rollout_is_weights [B, R] float32; None without `rollout_is`."""
+    keep: Tensor | None
+    """[B, R] bool, a subset of `loss_mask`; None without `rollout_rs`."""
+    metrics: Metrics
+
+
+def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs: Tensor) -> Correction:
+    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`; the demonstrations of SPIN, which no
+    policy sampled, are neither weighted nor rejected nor measured."""
+    mask = batch.batch["loss_mask"]
+    demonstrations = batch.batch.get("is_demonstration", None)
+    sampled = mask if demonstrations is None else mask & ~demonstrations[:, None]
+    rollout, weights, keep = batch.batch["rollout_log_probs"], None, None
+    if config.rollout_is:
+        weights = rollout_weights(
+            log_probs,
+            rollout,
+            sampled,
+            level=config.rollout_is,
+            threshold=config.rollout_is_threshold,
+            batch_normalize=config.rollout_is_batch_normalize,
+        )
+    if config.rollout_rs:
+        keep = rejection(log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold)
+    metrics = Metrics()
+    measured = correction_metrics(log_probs, rollout, sampled, weights=weights, keep=keep, threshold=config.rollout_is_threshold)
+    for name, value in measured.items():
+        metrics.add_mean(name, *value) if isinstance(value, tuple) else metrics.add_mean(name, value)
+    outside = mask & ~sampled
+    if weights is not None:
+        weights = torch.where(outside, 1.0, weights)
+    return Correction(weights, None if keep is None else keep | outside, metrics)
+
+
+def loss_parameters(config: ActorConfig) -> dict[str, Any]:
+    """Parameters of the run by the names under which losses take them."""
+    loss = config.policy_loss
+    return {
+        "loss_agg_mode": config.loss_agg_mode,
+        "loss_scale_factor": config.loss_scale_factor,
+        "clip_low": config.clip_low,
+        "clip_high": config.clip_high,
+        "clip_c": config.clip_ratio_c,
+        "tau_pos": loss.tau_pos,
+        "tau_neg": loss.tau_neg,
+        "clip_cov_ratio": loss.clip_cov_ratio,
+        "clip_cov_lb": loss.clip_cov_lb,
+        "clip_cov_ub": loss.clip_cov_ub,
+        "kl_cov_ratio": loss.kl_cov_ratio,
+        "ppo_kl_coef": loss.ppo_kl_coef,
+        "dro_beta": loss.dro_beta,
+        "dpo_loss": loss.dpo_loss,
+        "dpo_beta": loss.dpo_beta,
+        "dpo_label_smoothing": loss.dpo_label_smoothing,
+        **loss.options,
+    }
+
+
+def select_tokens(batch: DataProto, config: ActorConfig, base: PolicyLoss, log_probs: Tensor, generator: torch.Generator) -> DataProto:
+    """The columns that a loss with a `select` makes of a whole mini-batch, under its current `log_probs` [B, R]."""
+    assert base.select is not None, "asked of a loss that selects nothing"
+    rows = batch.batch
+    return _columns(
+        **base.select(
+            log_probs,
+            rows["old_log_probs"],
+            rows["advantages"],
+            rows["loss_mask"],
+            generator,
+            **base.select_arguments(loss_parameters(config)),
+        )
+    )
 
 
 def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:
     """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch; `base` is `find_policy_loss`'s."""
-    parameters: dict[str, Any] = {"loss_agg_mode": config.loss_agg_mode, "loss_scale_factor": config.loss_scale_factor}
-    if config.policy_loss.loss_mode == "vanilla":
-        parameters |= {"clip_low": config.clip_low, "clip_high": config.clip_high, "clip_c": config.clip_ratio_c}
-    parameters |= config.policy_loss.options
-    mode = config.loss_agg_mode or "token-mean"
+    parameters, mode = loss_parameters(config), config.loss_agg_mode or base.agg_mode
 
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         rows, mask = micro.batch, micro.batch["loss_mask"]
         log_prob = outputs["log_probs"]
-        out = base(log_prob, rows["old_log_probs"], rows["advantages"], mask, scale, rows.get("rollout_is_weights", None), **parameters)
+        chosen = base.arguments(parameters | dict(rows.items()))
+        out = base.function(
+            log_prob, rows["old_log_probs"], rows["advantages"], mask, scale, rows.get("rollout_is_weights", None), **chosen
+        )
         metrics = ratios(out.metrics)
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss
@@ -111,6 +263,10 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
             total = total + config.kl_loss_coef * kl
             metrics.add_sum("actor/kl_loss", kl.detach())
             metrics.add_last("actor/kl_coef", config.kl_loss_coef)
+        if config.positive_lm_loss_coef:
+            likelihood = positive_example_loss(log_prob, mask, rows["positive"], scale)
+            total = total + config.positive_lm_loss_coef * likelihood
+            metrics.add_sum("actor/positive_lm_loss", likelihood.detach())
         return total, metrics
 
     return loss

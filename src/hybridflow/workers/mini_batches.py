@@ -44,20 +44,37 @@ def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[i
             yield [row for index in order[start : start + plan.groups] for row in members[index]]
 
 
+Prepare = Callable[[DataProto, int], tuple[DataProto, Metrics]]
+"""(rows of a mini-batch, its number in the step from 0) -> rows with further columns or a narrower `loss_mask`; metrics."""
+
+
 def update_by_mini_batches(
-    batch: DataProto, columns: Sequence[str], plan: MiniBatchPlan, update: Callable[[DataProto, LossScale], Metrics], *, name: str
+    batch: DataProto,
+    columns: Sequence[str],
+    plan: MiniBatchPlan,
+    update: Callable[[DataProto, LossScale], Metrics],
+    *,
+    name: str,
+    prepare: Prepare | None = None,
 ) -> Metrics:
     """Call `update(rows, counts)` for each mini-batch in turn; one with nothing to learn from is counted and left out.
 
-    The counts are of the whole mini-batch, so that neither ranks nor micro-batches change the loss.
+    `prepare` sees each mini-batch whole, before it is counted: what must be decided over all of its rows is decided there. The counts
+    are of the whole mini-batch, so that neither ranks nor micro-batches change the loss. Rows with nothing to learn from stay behind.
     """
     metrics, rows = Metrics(), batch.select([*columns], ["uid"])  # the uid only to recognise the rows of a step that was skipped
-    for indices in mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan):
+    for number, indices in enumerate(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan)):
         mini = rows.select_idxs(indices)
-        scale = LossScale.count(mini.batch["loss_mask"])
-        if scale.num_tokens == 0:
+        if prepare is not None:
+            mini, measured = prepare(mini, number)
+            metrics.update(measured)
+        learned = mini.batch["loss_mask"].any(-1)
+        if not bool(learned.any()):
             metrics.add_sum(f"{name}/num_empty_mini_batches", 1.0)
             continue
+        if not bool(learned.all()):
+            mini = mini.select_idxs(learned.nonzero().flatten())
+        scale = LossScale.count(mini.batch["loss_mask"], mini.batch.get("positive", None))
         found = update(mini, scale)
         found.average_sums(LOSS_SHARES)
         metrics.update(found)

@@ -47,7 +47,7 @@ def actor_case(config: ActorConfig) -> Case:
     return Case(
         tiny_policy,
         ask_policy(with_entropy=config.entropy_coeff != 0.0, temperature=0.8),
-        lambda scale: policy_loss(config, scale, find_policy_loss("vanilla")),
+        lambda scale: policy_loss(config, scale, find_policy_loss(config)),
     )
 
 

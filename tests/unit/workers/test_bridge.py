@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
-from hybridflow.config.algorithm import AlgorithmConfig, KLControlConfig
+from hybridflow.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
 from hybridflow.config.critic import CriticConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.randomness import generator
 from hybridflow.workers.bridge import (
     LOSS_SHARES,
     apply_kl_penalty,
+    correct_rollout,
     critic_loss,
     estimate_advantages,
     explained_variance,
     find_estimator,
     find_policy_loss,
     group_ids,
+    identify,
     kl_controller,
     policy_loss,
+    select_tokens,
     sft_loss,
 )
 
@@ -40,7 +47,7 @@ def rows(uids: str = "aabb", **columns: Any) -> DataProto:
 
 
 def advantages_of(batch: DataProto, config: AlgorithmConfig) -> DataProto:
-    return estimate_advantages(batch, config, find_estimator(config.adv_estimator))
+    return estimate_advantages(batch, PPOConfig(algorithm=config), find_estimator(config.adv_estimator))
 
 
 def field(*values: tuple[float, float, float]) -> Tensor:
@@ -163,7 +170,7 @@ def loss_rows() -> DataProto:
 
 
 def evaluate(config: ActorConfig, batch: DataProto, log_prob: float = 0.0, **outputs: Tensor) -> tuple[float, dict[str, float]]:
-    loss = policy_loss(config, LossScale.count(batch.batch["loss_mask"]), find_policy_loss(config.policy_loss.loss_mode))
+    loss = policy_loss(config, LossScale.count(batch.batch["loss_mask"]), find_policy_loss(config))
     value, metrics = loss({"log_probs": torch.full((4, 3), log_prob), **outputs}, batch)
     return float(value), metrics.to_floats()
 
@@ -255,7 +262,7 @@ def test_metrics_do_not_depend_on_how_rows_are_cut(parts: list[list[int]]) -> No
         joined = Metrics()
         for indices in cuts:
             micro, outputs = batch.select_idxs(indices), {"log_probs": log_prob[indices], "values": log_prob[indices]}
-            joined.update(policy_loss(ActorConfig(use_kl_loss=True), scale, find_policy_loss("vanilla"))(outputs, micro)[1])
+            joined.update(policy_loss(ActorConfig(use_kl_loss=True), scale, find_policy_loss(ActorConfig()))(outputs, micro)[1])
             joined.update(critic_loss(CriticConfig(), scale, None)(outputs, micro)[1])
         joined.average_sums(LOSS_SHARES)
         return joined.to_floats()
@@ -273,3 +280,81 @@ def test_explained_variance() -> None:
     off_by_one = returns + torch.where(torch.arange(12).reshape(4, 3) % 2 == 0, 1.0, -1.0)
     exact = 1 - (off_by_one - returns)[MASK].var(unbiased=False) / returns[MASK].var(unbiased=False)
     assert explained_variance(off_by_one, returns, MASK) == pytest.approx(float(exact))
+
+
+# ---- what later stages read ---------------------------------------------------------------------------------------
+
+
+def test_right_rows_by_acc_and_by_score_where_there_is_none() -> None:
+    batch = rows("aabb", token_level_scores=SCORES)
+    assert identify(batch).batch["positive"].tolist() == [True, True, False, True]
+    batch.non_tensor_batch["acc"] = np.array([0.0, 1.0, 1.0, NAN], dtype=object)
+    found = identify(batch).batch
+    assert found["positive"].tolist() == [False, True, True, True] and found["group_ids"].tolist() == [0, 0, 1, 1]
+
+
+def test_reward_components_by_their_keys() -> None:
+    batch = rows("aabb", token_level_rewards=SCORES, token_level_scores=SCORES)
+    batch.non_tensor_batch["fmt"] = np.array([1.0, 0.0, 1.0, 1.0], dtype=object)
+    config = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["score", "fmt"], gdpo_reward_weights=[1.0, 0.0])
+    by_score = advantages_of(batch, config).batch["advantages"]
+    assert by_score[1, 0] > by_score[0, 0]
+    other = advantages_of(batch, replace(config, gdpo_reward_weights=[0.0, 1.0])).batch["advantages"]
+    assert other[1, 0] < other[0, 0]
+    with pytest.raises(ConfigError, match="names nothing_such, which the reward does not return"):
+        advantages_of(batch, replace(config, gdpo_reward_keys=["nothing_such"]))
+    batch.non_tensor_batch["fmt"][2] = None
+    with pytest.raises(RewardError, match="fmt is None for 1 rows"):
+        advantages_of(batch, config)
+
+
+def test_correction_weights_and_rejects_what_the_policy_sampled_only() -> None:
+    batch = rows(rollout_log_probs=torch.zeros(4, 3), is_demonstration=torch.tensor([False, True, False, False]))
+    trained = field((0.5, 2.0, NAN), (9, NAN, 9), (NAN, NAN, NAN), (0, 0, 0))
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token_k1", rollout_rs_threshold="0.5_5.0")
+    found = correct_rollout(batch, config, trained)
+    assert found.weights is not None and found.keep is not None
+    # k1 tests π_rollout/π_old: e^-2 is below 0.5
+    expected = field((0.5, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)).exp() * MASK
+    expected[0, 1], expected[1] = 2.0, MASK[1].float()
+    torch.testing.assert_close(found.weights, expected)
+    assert found.keep.tolist() == [[True, False, False], MASK[1].tolist(), [False] * 3, [True] * 3]
+    assert found.metrics.to_floats()["rollout_corr/kl"] == pytest.approx(-2.5 / 5)
+
+
+def test_without_correction_the_difference_is_measured_all_the_same() -> None:
+    batch = rows(rollout_log_probs=torch.zeros(4, 3))
+    found = correct_rollout(batch, RolloutCorrectionConfig(), torch.full((4, 3), -0.1))
+    assert found.weights is None and found.keep is None
+    assert found.metrics.to_floats()["rollout_corr/kl"] == pytest.approx(0.1)
+
+
+def test_tokens_are_selected_over_the_whole_mini_batch_and_left_out_by_the_loss() -> None:
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=100.0))
+    batch, base = loss_rows(), find_policy_loss(config)
+    log_prob = torch.arange(12.0).reshape(4, 3) * 0.01
+    drawn = [select_tokens(batch, config, base, log_prob, generator(1, "select_tokens", 1, 0)) for _ in range(2)]
+    columns = drawn[0].batch
+    assert all(torch.equal(columns[name], drawn[1].batch[name]) for name in columns.keys()), "the same seed draws the same tokens"  # noqa: SIM118
+    chosen = next(iter(columns.values())).bool()
+    assert 1 <= int(chosen.sum()) < int(MASK.sum()) and not bool((chosen & ~MASK).any())
+    log_prob.requires_grad_()
+    scale = LossScale.count(batch.batch["loss_mask"])
+    value, _ = policy_loss(config, scale, base)({"log_probs": log_prob}, batch | drawn[0])
+    (gradient,) = torch.autograd.grad(value, log_prob)
+    assert not bool(gradient[chosen].any()) and bool(gradient[MASK & ~chosen].all())
+
+
+def test_the_positive_example_term() -> None:
+    batch = loss_rows() | DataProto.from_dict({"positive": torch.tensor([True, False, True, False])})
+    config = ActorConfig(positive_lm_loss_coef=0.5)
+    scale = LossScale.count(batch.batch["loss_mask"], batch.batch["positive"])
+    value, metrics = policy_loss(config, scale, find_policy_loss(config))({"log_probs": torch.full((4, 3), -0.2)}, batch)
+    found = metrics.to_floats()
+    assert found["actor/positive_lm_loss"] == pytest.approx(0.2), "the mean over the tokens of right rows"
+    assert float(value) == pytest.approx(found["actor/pg_loss"] + 0.1)
+
+
+def test_options_that_a_loss_does_not_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sharpness, which the loss vanilla does not take"):
+        find_policy_loss(ActorConfig(policy_loss=PolicyLossConfig(options={"sharpness": 1.0})))

@@ -77,8 +77,9 @@ def test_updates_get_their_rows_and_the_counts_of_them() -> None:
         return metrics
 
     metrics = update_by_mini_batches(batch, ["loss_mask", "x"], replace(PLAN, epochs=2), update, name="actor").to_floats()
-    assert seen == list(mini_batch_rows(UIDS, replace(PLAN, epochs=2)))
-    assert metrics["actor/pg_loss"] == pytest.approx(2 * len(UIDS) / 6 + 1), "the mean of the losses of six mini-batches"
+    learned = [[row for row in rows if row != 3] for rows in mini_batch_rows(UIDS, replace(PLAN, epochs=2))]
+    assert seen == learned, "a row with nothing to learn from stays behind"
+    assert metrics["actor/pg_loss"] == pytest.approx(2 * (len(UIDS) - 1) / 6 + 1), "the mean of the losses of six mini-batches"
     assert metrics["other"] == pytest.approx(2 * (2 * len(UIDS) - 3) / 60)
 
 
@@ -95,3 +96,27 @@ def test_a_mini_batch_with_nothing_to_learn_is_left_out_and_counted() -> None:
     metrics = update_by_mini_batches(batch, ["loss_mask", "x"], plan, update, name="critic").to_floats()
     assert seen == [[0, 1], [4, 5]] * 2
     assert metrics == {"critic/num_empty_mini_batches": 2.0}
+
+
+def test_a_hook_sees_each_mini_batch_whole_before_it_is_counted() -> None:
+    plan = MiniBatchPlan(groups=2, epochs=1, shuffle=False, seed=0, step=1)
+    counts: list[float] = []
+
+    def prepare(mini: DataProto, number: int) -> tuple[DataProto, Metrics]:
+        keep = torch.zeros(len(mini), 2, dtype=torch.bool)
+        keep[: number + 1, 0] = True
+        mini.narrow_loss_mask(keep)
+        metrics = Metrics()
+        metrics.add_sum("seen", float(len(mini)))
+        return mini | DataProto.from_dict({"number": torch.full((len(mini),), number)}), metrics
+
+    def update(mini: DataProto, scale: LossScale) -> Metrics:
+        assert mini.batch["number"].tolist() == [len(counts)] * len(mini)
+        counts.append(scale.num_tokens)
+        return Metrics()
+
+    batch = batch_of([*"aabbcc"])
+    batch |= DataProto.from_dict({"response_mask": batch.batch["loss_mask"].clone()})
+    metrics = update_by_mini_batches(batch, ["loss_mask", "response_mask"], plan, update, name="actor", prepare=prepare)
+    assert counts == [1.0, 2.0] and metrics.to_floats() == {"seen": 6.0}
+    assert bool(batch.batch["loss_mask"].all()), "the step's batch keeps its mask: rejection under new weights is per update"

@@ -14,8 +14,9 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     """critic/{score,rewards,advantages,returns}, response_length, prompt_length; with a critic also values and explained variance."""
     rows, metrics = batch.batch, Metrics()
     mask, loss_mask = rows["response_mask"], rows["loss_mask"]
-    spread(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1))
-    spread(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1))
+    sampled = ~rows.get("is_demonstration", torch.zeros(len(batch), dtype=torch.bool))  # scores are of the policy's own responses
+    spread(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1)[sampled])
+    spread(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1)[sampled])
     spread(metrics, "critic/advantages", rows["advantages"][loss_mask])
     spread(metrics, "critic/returns", rows["returns"][loss_mask])
     if has_critic:
@@ -35,6 +36,8 @@ def rollout_difference(batch: DataProto) -> Metrics:
     """How far the log-probs of generation are from the ones that training computes, on sampled tokens. Always measured."""
     rows, metrics = batch.batch, Metrics()
     mask = rows["response_mask"]
+    if "is_demonstration" in batch:
+        mask = mask & ~rows["is_demonstration"][:, None]
     rollout, trained = rows["rollout_log_probs"][mask], rows["old_log_probs"][mask]
     if rollout.numel() == 0:
         return metrics

@@ -1,4 +1,4 @@
-"""One PPO step, shared by every schedule: from scored trajectories to updated weights.
+"""One PPO step, shared by every schedule and every algorithm: from scored trajectories to updated weights.
 
 Read it as the algorithm. The right margin names the columns that each line adds to the batch.
 """
@@ -10,9 +10,20 @@ from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.data_metrics import batch_metrics, rollout_difference
+from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.workers.bridge import KLController, apply_kl_penalty, estimate_advantages, find_estimator
+from hybridflow.workers.bridge import (
+    KLController,
+    apply_kl_penalty,
+    correct_rollout,
+    estimate_advantages,
+    find_estimator,
+    find_policy_loss,
+    identify,
+    resample,
+)
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
 
@@ -21,42 +32,98 @@ class PPOStep:
 
     def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer) -> None:
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
-        self.estimator = find_estimator(config.algorithm.adv_estimator)  # once: a user's file may be edited while the run goes on
+        # once: a user's file may be edited while the run goes on
+        self.estimator, self.loss = find_estimator(config.algorithm.adv_estimator), find_policy_loss(config.actor_rollout_ref.actor)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
         """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the metrics."""
-        roles, algorithm, actor, timer = self.roles, self.config.algorithm, self.config.actor_rollout_ref.actor, self.timer
-        metrics = Metrics()
+        roles, algorithm, timer, metrics = self.roles, self.config.algorithm, self.timer, Metrics()
+        batch |= identify(batch)  # group_ids, positive
         with timer("old_log_prob"):
-            batch |= roles.actor.log_probs(batch)  # old_log_probs, entropys
+            batch |= self._old_log_probs(batch)  # old_log_probs, entropys, sum_pi_squared
         if roles.reference:
             with timer("ref"):
                 batch |= roles.reference.log_probs(batch)  # ref_log_prob
+        if roles.teacher:
+            with timer("teacher"):
+                batch |= roles.teacher.log_probs(batch)  # teacher_log_probs
+        if roles.process_reward:
+            with timer("process_reward"):
+                batch |= self._process_rewards(batch, step, metrics)  # process_rewards
         if roles.critic:
             with timer("values"):
                 batch |= roles.critic.values(batch)  # values
         with timer("adv"):
             rewards, kl_metrics = apply_kl_penalty(batch, algorithm, self.kl_controller)
             batch |= rewards  # token_level_rewards
-            batch |= estimate_advantages(batch, algorithm, self.estimator)  # advantages, returns
+            batch = self._correct_rollout(batch, metrics)  # rollout_is_weights, a narrower loss_mask
+            batch |= estimate_advantages(batch, self.config, self.estimator)  # advantages, returns
         metrics.update(kl_metrics)
-        metrics.update(rollout_difference(batch))
-        metrics.update(batch_metrics(batch, has_critic=roles.critic is not None))
-        mask = batch.batch["loss_mask"]
-        mode = actor.loss_agg_mode or "token-mean"
-        entropy = aggregate(batch.batch["entropys"], mask, mode, LossScale.count(mask), actor.loss_scale_factor)
-        metrics.add_mean("actor/entropy", entropy)
+        metrics.update(self._measure(batch))
+        if self.loss.keeps_groups:  # a loss over pairs learns from the rows that an estimator paired
+            batch.narrow_loss_mask(batch.batch["advantages"] != 0)
+        if algorithm.use_pf_ppo:
+            batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
         if roles.critic:
             with timer("update_critic"):
                 metrics.update(roles.critic.update(batch, self._critic_plan(step)))
         if step > self.config.trainer.critic_warmup:
             with timer("update_actor"):
-                metrics.update(roles.actor.update(batch, self._actor_plan(step)))
+                metrics.update(self._update_actor(batch, step))
+        if roles.reference and algorithm.ref_update_freq and step % algorithm.ref_update_freq == 0:
+            roles.reference.copy_from(roles.actor)
         return batch, metrics
 
-    def _actor_plan(self, step: int) -> MiniBatchPlan:
+    def _old_log_probs(self, batch: DataProto) -> DataProto:
+        """By the actor, or in bypass mode those of the rollout."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]})
+        return self.roles.actor.log_probs(batch, with_sum_pi_squared="sum_pi_squared" in self.estimator.needs)
+
+    def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """q_t of the implicit process reward model, which learns from the outcomes of this batch before or after it scores it."""
+        group, config = self.roles.process_reward, self.config.reward.process_reward_model
+        assert group is not None and config.ppo_mini_batch_size is not None, "filled by resolve"
+        plan = MiniBatchPlan(config.ppo_mini_batch_size, 1, True, self.config.trainer.seed, step)
+        if config.update == "before":
+            metrics.update(group.update(batch, plan))
+        rewards = group.rewards(batch)
+        if config.update == "after":
+            metrics.update(group.update(batch, plan))
+        return rewards
+
+    def _correct_rollout(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """Weights and rejection against the policy that sampled; in bypass mode each mini-batch does this for itself."""
+        correction = self.config.algorithm.rollout_correction
+        if correction.bypass_mode:
+            return batch
+        found = correct_rollout(batch, correction, batch.batch["old_log_probs"])
+        metrics.update(found.metrics)
+        if found.keep is not None:
+            batch.narrow_loss_mask(found.keep)
+        return batch if found.weights is None else batch | DataProto.from_dict({"rollout_is_weights": found.weights})
+
+    def _measure(self, batch: DataProto) -> Metrics:
+        actor, mask = self.config.actor_rollout_ref.actor, batch.batch["loss_mask"]
+        metrics = batch_metrics(batch, has_critic=self.roles.critic is not None)
+        if not self.config.algorithm.rollout_correction.bypass_mode:
+            metrics.update(rollout_difference(batch))
+        if "entropys" in batch:
+            mode = actor.loss_agg_mode or self.loss.agg_mode
+            entropy = aggregate(batch.batch["entropys"], mask, mode, LossScale.count(mask), actor.loss_scale_factor)
+            metrics.add_mean("actor/entropy", entropy)
+        return metrics
+
+    def _update_actor(self, batch: DataProto, step: int) -> Metrics:
         actor = self.config.actor_rollout_ref.actor
-        return MiniBatchPlan(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, step)
+        plan = MiniBatchPlan(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, step)
+        wanted = {*self.loss.keywords, "rollout_is_weights"}
+        wanted |= {"ref_log_prob"} if actor.use_kl_loss else set()
+        wanted |= {"positive"} if actor.positive_lm_loss_coef else set()
+        hook = mini_batch_hook(self.roles.actor, self.config, self.loss, step)
+        wanted |= {"rollout_log_probs", "is_demonstration"} if hook else set()
+        also = sorted(wanted & set(batch.batch.keys()))
+        return self.roles.actor.update(batch, plan, also=also, prepare=hook)
 
     def _critic_plan(self, step: int) -> MiniBatchPlan:
         critic = self.config.critic

@@ -1,0 +1,52 @@
+"""What must be decided over a whole mini-batch under the weights of the moment: rejection in bypass mode, and tokens that a loss selects.
+
+    mini-batch ──log-probs of now──► correct_rollout (bypass mode) ──► select_tokens (clip_cov, kl_cov) ──► mini-batch with columns
+
+Mini-batches are formed on the driver, so the whole of one is seen here and nothing has to be reduced over ranks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybridflow.algorithms.policy_losses import PolicyLoss
+from hybridflow.config import PPOConfig
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.randomness import generator
+from hybridflow.workers import ActorGroup
+from hybridflow.workers.bridge import correct_rollout, select_tokens
+from hybridflow.workers.mini_batches import Prepare
+
+
+def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step: int) -> Prepare | None:
+    """The hook that this run's mini-batches need; None where nothing has to be decided over a whole one."""
+    correction = config.algorithm.rollout_correction
+    corrects = correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
+    if not corrects and loss.select is None:
+        return None
+
+    def prepare(mini: DataProto, number: int) -> tuple[DataProto, Metrics]:
+        metrics = Metrics()
+        now = _log_probs_of_now(actor, mini, number, bypass=correction.bypass_mode)
+        if corrects:
+            found = correct_rollout(mini, correction, now)
+            metrics.update(found.metrics)
+            # ppo_clip: the ratio to the rollout policy holds the weights already
+            if found.weights is not None and correction.loss_type == "reinforce":
+                mini |= DataProto.from_dict({"rollout_is_weights": found.weights})
+            if found.keep is not None:
+                mini.narrow_loss_mask(found.keep)
+        if loss.select is not None:
+            rng = generator(config.trainer.seed, "select_tokens", step, number)
+            mini |= select_tokens(mini, config.actor_rollout_ref.actor, loss, now, rng)
+        return mini, metrics
+
+    return prepare
+
+
+def _log_probs_of_now(actor: ActorGroup, mini: DataProto, number: int, *, bypass: bool) -> Tensor:
+    """log-probs [B, R] under the weights as they are; before the first update of a step the old ones are theirs."""
+    if number == 0 and not bypass:
+        return mini.batch["old_log_probs"]
+    return actor.log_probs(mini, with_entropy=False).batch["old_log_probs"]

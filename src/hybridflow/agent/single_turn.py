@@ -1,6 +1,7 @@
 """The simplest agent: one prompt, `n` responses.
 
 prompt rows ──build_requests──► GenerationRequest × n ──Generate──► GenerationOutput ──collate──► DataProto
+                                     └─one_more_each─► a greedy request, or a row for the data's own answer, in each group
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybridflow.data.prompts import PromptRow
+from hybridflow.errors import DataError
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 
@@ -23,6 +25,12 @@ class RequestBatch:
     requests: list[GenerationRequest]
     rows: list[PromptRow]
     uids: list[str]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __add__(self, other: RequestBatch) -> RequestBatch:
+        return RequestBatch(self.requests + other.requests, self.rows + other.rows, self.uids + other.uids)
 
 
 def build_requests(
@@ -41,3 +49,29 @@ def build_requests(
             rows.append(prompt)
             uids.append(f"{step}-{first_row + index * n}")
     return RequestBatch(requests, rows, uids)
+
+
+def one_more_each(batch: RequestBatch, sampling: SamplingParams, *, first_row: int) -> RequestBatch:
+    """One request for each group of `batch`, with its prompt and its `uid`, numbered from `first_row`.
+
+    It draws nothing (the seed is 0): it is for greedy responses and for rows whose response is known.
+    """
+    firsts = {uid: row for row, uid in reversed(list(enumerate(batch.uids)))}
+    uids = list(dict.fromkeys(batch.uids))
+    rows = [firsts[uid] for uid in uids]
+    requests = [GenerationRequest(first_row + number, batch.requests[row].prompt_token_ids, sampling, 0) for number, row in enumerate(rows)]
+    return RequestBatch(requests, [batch.rows[row] for row in rows], uids)
+
+
+def demonstration_outputs(batch: RequestBatch) -> list[GenerationOutput]:
+    """The data's own answers as if they had been generated: log-probs 0, weights' version -1, finished by "stop".
+
+    Raises DataError for a prompt row without an answer.
+    """
+    outputs = []
+    for request, row in zip(batch.requests, batch.rows, strict=True):
+        tokens = row.demonstration_token_ids
+        if tokens is None:
+            raise DataError(f"the prompt row {row.index} has no answer of the data to learn from: build the data with demonstrations")
+        outputs.append(GenerationOutput(request.request_id, list(tokens), [0.0] * len(tokens), "stop", [-1] * len(tokens)))
+    return outputs

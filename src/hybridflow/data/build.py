@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridflow.config.data import DataConfig, SamplerConfig, SFTDataConfig, TaskConfig
+from hybridflow.data.demonstrations import DemonstratedPrompts
 from hybridflow.data.files import Rows, as_list, load_rows
 from hybridflow.data.loader import MapDataset, StatefulLoader
 from hybridflow.data.plugin import blaming, join_spec, load_function
@@ -45,17 +46,25 @@ class SFTData:
     val_dataset: SFTDataset | None
 
 
-def build_prompt_data(config: DataConfig, tokenizer: Tokenizer, seed: int) -> PromptData:
+def build_prompt_data(
+    config: DataConfig, tokenizer: Tokenizer, seed: int, *, dynamic_sampling: bool = False, demonstrations: bool = False
+) -> PromptData:
     """Loader of training prompts and dataset of validation prompts; `data.seed` goes before `seed`.
 
+    With `dynamic_sampling` the loader gives `data.gen_batch_size` prompts at a time (null: `data.train_batch_size`). With `demonstrations`
+    each training prompt has the data's own answer with it, and rows without a usable one are left out, counted and shown.
     Raises DataError for data that cannot be used, ConfigError for keys that do not go together.
     """
     seed = seed if config.seed is None else config.seed
     train = _prompt_dataset(config, tokenizer, "train", seed)
     loader = None
     if train is not None:
+        if demonstrations:
+            train = DemonstratedPrompts(train, tokenizer, config)
         sampler = _sampler(config.sampler, train, config.shuffle, seed)
-        loader = StatefulLoader(train, sampler, config.train_batch_size, drop_last=True, num_workers=config.dataloader_num_workers)
+        key = "gen_batch_size" if dynamic_sampling and config.gen_batch_size else "train_batch_size"
+        workers = config.dataloader_num_workers
+        loader = StatefulLoader(train, sampler, getattr(config, key), drop_last=True, num_workers=workers, size_key=f"data.{key}")
     return PromptData(loader, _prompt_dataset(config, tokenizer, "validation", seed))
 
 

@@ -36,17 +36,25 @@ class MapDataset(Sized, Protocol[Item_co]):
 class StatefulLoader(Generic[Item]):
     """Batches of `batch_size` rows in the sampler's order; `epoch` and `position` (rows given in this epoch) say where it stands.
 
-    With `num_workers` > 0 rows are read ahead by that many processes; the batches are the same.
+    With `num_workers` > 0 rows are read ahead by that many processes; the batches are the same. `size_key` is the key that set the
+    batch size, for messages.
     Raises DataError where `drop_last` would leave no batch, ConfigError for workers with a sampler whose order is not fixed in advance.
     """
 
     def __init__(
-        self, dataset: MapDataset[Item], sampler: Sampler, batch_size: int, drop_last: bool = False, *, num_workers: int = 0
+        self,
+        dataset: MapDataset[Item],
+        sampler: Sampler,
+        batch_size: int,
+        drop_last: bool = False,
+        *,
+        num_workers: int = 0,
+        size_key: str = "data.train_batch_size",
     ) -> None:
         if drop_last and len(sampler) < batch_size:
             raise DataError(
-                f"the training data has {len(sampler)} usable rows, fewer than data.train_batch_size={batch_size}: "
-                f"set data.train_batch_size={len(sampler)} or less, or add data"
+                f"the training data has {len(sampler)} usable rows, fewer than {size_key}={batch_size}: "
+                f"set {size_key}={len(sampler)} or less, or add data"
             )
         if num_workers and isinstance(sampler, (CurriculumSampler, StatefulSampler)):
             raise ConfigError(
@@ -58,6 +66,7 @@ class StatefulLoader(Generic[Item]):
                 "%s has update but no state_dict/load_state_dict: a resumed run will not repeat its order", type(sampler).__name__
             )
         self.dataset, self.sampler, self.batch_size, self.drop_last, self.num_workers = dataset, sampler, batch_size, drop_last, num_workers
+        self.size_key = size_key
         self.epoch, self.position = 0, 0
 
     def __len__(self) -> int:
@@ -86,7 +95,7 @@ class StatefulLoader(Generic[Item]):
             if not batches:
                 raise DataError(
                     f"epoch {self.epoch} gives no batch: {type(self.sampler).__name__} has {len(self.sampler)} rows in it, and "
-                    f"data.train_batch_size={self.batch_size} are needed"
+                    f"{self.size_key}={self.batch_size} are needed"
                 )
 
     def state_dict(self) -> dict[str, Any]:

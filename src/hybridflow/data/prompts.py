@@ -35,6 +35,8 @@ class PromptRow:
     prompt_token_ids: list[int]
     row: Row
     index: int | str
+    demonstration_token_ids: list[int] | None = None
+    """The data's own answer with its end token, where the run learns from it (`data/demonstrations.py`)."""
 
 
 class PromptDataset:

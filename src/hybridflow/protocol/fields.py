@@ -17,7 +17,7 @@ class Field:
 
     name: str
     axes: str
-    """"B", "B,P", "B,R" or "B,T"."""
+    """"B", "B,P", "B,R", "B,T" or "B,K", K keys of the reward."""
     dtype: str
     """A torch dtype by name, or "object" for a column of Python values."""
     unit: str
@@ -49,8 +49,13 @@ _ROWS = (
     Field("rm_scores", "B", "float32", "score", ("reward model",), ("rewards",), "reward model's score; [B, R] where it is dense"),
     Field("token_level_scores", "B,R", "float32", "score", ("rewards",), ("KL penalty", "metrics"), "on the last sampled token or dense"),
     Field("token_level_rewards", "B,R", "float32", "score", ("KL penalty",), ("advantages",), "scores less the KL penalty"),
+    Field("reward_baselines", "B", "float32", "score", ("trajectories",), ("advantages",), "ReMax: score of the prompt's greedy response"),
+    Field("reward_components", "B,K", "float32", "score", ("bridge",), ("advantages",), "GDPO: the reward's result by key"),
+    Field("process_rewards", "B,R", "float32", "score", ("process reward model",), ("advantages",), "PRIME: implicit reward of a token"),
     Field("old_log_probs", "B,R", "float32", "nats", ("actor",), ("policy losses", "correction"), "log-probabilities before the update"),
     Field("entropys", "B,R", "float32", "nats", ("actor",), ("metrics",), "entropy of the distribution that sampled the token"),
+    Field("sum_pi_squared", "B,R", "float32", "", ("actor",), ("advantages",), "sum of squared probabilities over the vocabulary"),
+    Field("teacher_log_probs", "B,R", "float32", "nats", ("teacher",), ("advantages",), "log-probabilities of the teacher"),
     Field("ref_log_prob", "B,R", "float32", "nats", ("reference",), ("KL penalty", "KL loss"), "log-probabilities of the reference"),
     Field("values", "B,R", "float32", "score", ("critic",), ("advantages", "value loss"), "read at the position that predicts the token"),
     Field("advantages", "B,R", "float32", "score", ("advantages",), ("policy losses",), "better than expected by; 0 outside the mask"),
@@ -64,8 +69,13 @@ _ROWS = (
         ("policy losses",),
         "importance against the rollout policy",
     ),
+    Field("positive", "B", "bool", "", ("bridge",), ("losses",), "the response is right (acc is 1): the positive-example loss reads it"),
+    Field("is_demonstration", "B", "bool", "", ("trajectories",), ("advantages", "metrics"), "SPIN: the data's answer, not a sampled one"),
+    Field("group_ids", "B", "int64", "", ("bridge",), ("advantages", "losses"), "number of the group: the same for the same uid"),
     Field("uid", "B", "object", "str", ("collate",), ("advantages", "filters", "metrics"), "group: the responses of one prompt share it"),
     Field("finish_reason", "B", "object", "str", ("rollout",), ("filters", "metrics"), "stop, length or abort"),
+    Field("solution_str", "B", "object", "str", ("collate",), ("rewards",), "text of the response without special tokens"),
+    Field("overlong_reward", "B", "object", "float", ("overlong shaping",), ("metrics",), "what was added to the score; 0 or less"),
     Field("data_source", "B", "object", "str", ("data",), ("rewards", "validation"), "name of the data set"),
     Field("reward_model", "B", "object", "dict", ("data",), ("rewards",), "style and ground_truth"),
     Field("extra_info", "B", "object", "dict", ("data",), ("rewards",), "further facts of the data row"),

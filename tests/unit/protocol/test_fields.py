@@ -15,12 +15,18 @@ AGREED = {
     ("B,T", "bool"): {"attention_mask"},
     ("B,R", "bool"): {"response_mask", "loss_mask"},
     ("B,R", "int32"): {"policy_version"},
-    ("B", "int64"): {"row_id"},
-    ("B", "float32"): {"rm_scores"},
-    ("B", "object"): {"uid", "finish_reason", "data_source", "reward_model", "extra_info"},
+    ("B", "int64"): {"row_id", "group_ids"},
+    ("B", "float32"): {"rm_scores", "reward_baselines"},
+    ("B", "bool"): {"positive", "is_demonstration"},
+    ("B,K", "float32"): {"reward_components"},
+    ("B", "object"): {
+        *("uid", "finish_reason", "data_source", "reward_model", "extra_info"),
+        *("solution_str", "overlong_reward"),
+    },
     ("B,R", "float32"): {
         *("rollout_log_probs", "token_level_scores", "token_level_rewards", "old_log_probs", "ref_log_prob"),
         *("values", "advantages", "returns", "rollout_is_weights", "entropys"),
+        *("sum_pi_squared", "teacher_log_probs", "process_rewards"),
     },
 }
 

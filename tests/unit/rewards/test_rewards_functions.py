@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.data.tasks.arithmetic_chain import worked_answer
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.functions import arithmetic_chain, exact_match, gsm8k, length, random, reasoning_gym
 from hybridflow.rewards.functions import math as math_reward
@@ -121,7 +122,25 @@ def test_math_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_arithmetic_chain(response: str, wanted: float) -> None:
-    assert arithmetic_chain.compute_score("arithmetic_chain", response, "3") == {"score": wanted, "acc": wanted}
+    result = arithmetic_chain.compute_score("arithmetic_chain", response, "3")
+    assert (result["score"], result["acc"]) == (wanted, wanted)
+
+
+@pytest.mark.parametrize(
+    ("response", "wanted"),
+    [
+        (worked_answer([3, -2, 2]), 1.0),
+        ("3 - 2 = 9 . #### 4 \n", 1.0),  # wrong, and in form
+        ("#### 3", 0.0),
+        ("3 - 2 = 1 . 1 + 2 = 3 .", 0.0),
+        ("3 - 2 = 1 #### 1", 0.0),
+        ("so 3 - 2 = 1 . #### 1", 0.0),
+        ("3 - 2 = 1 . #### 1 .", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_form_of_an_arithmetic_chain(response: str, wanted: float) -> None:
+    assert arithmetic_chain.compute_score("arithmetic_chain", response, "3")["format"] == wanted
 
 
 def test_length_rises_over_its_buffer() -> None:
@@ -159,7 +178,8 @@ def test_reasoning_gym_scores_by_the_rows_entry() -> None:
     [("openai/gsm8k", "#### 5", "5"), ("HuggingFaceH4/MATH-500", r"\boxed{5}", "5"), ("arithmetic_chain", "#### 5", "5")],
 )
 def test_auto_goes_by_data_source(source: str, response: str, truth: str) -> None:
-    assert score_of(RewardConfig(), response, truth, source) == (1.0, {"acc": 1.0})
+    score, extras = score_of(RewardConfig(), response, truth, source)
+    assert (score, extras["acc"]) == (1.0, 1.0)
 
 
 def test_auto_refuses_an_unknown_source_and_names_the_ways_out() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.protocol import DataProto
@@ -15,7 +14,6 @@ from hybridflow.protocol.packing import make_rows
 from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.ppo.scoring import place_scores, score
-from hybridflow.workers.bridge import estimate_advantages, find_estimator
 
 
 def test_a_score_lands_on_the_last_sampled_token() -> None:
@@ -30,7 +28,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     if solution_str == "broken":
         raise ValueError("no number in it")
     right = float(solution_str == ground_truth)
-    return {"score": right + extra_info.get("bonus", 0.0), "acc": right, "pred": solution_str, "uid": "mine"}
+    return {"score": right + extra_info.get("bonus", 0.0), "acc": right, "pred": solution_str}
 
 
 def rows(*solutions: str) -> DataProto:
@@ -51,28 +49,35 @@ def manager(on_error: Any = "raise") -> RewardManager:
 
 
 def test_scores_and_extra_keys_become_columns() -> None:
-    batch, metrics = score(rows("4", "4", "5"), manager())
+    scored = score(rows("4", "4", "5"), manager())
+    batch = scored.batch
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 1.5, 0.0]
     assert batch.batch["token_level_scores"].nonzero().tolist() == [[0, 1], [1, 2]]
     assert list(batch.non_tensor_batch["acc"]) == [1.0, 1.0, 0.0] and list(batch.non_tensor_batch["pred"]) == ["4", "4", "5"]
-    assert list(batch.non_tensor_batch["uid"]) == ["a"] * 3, "a reward cannot replace a column of ours"
-    assert metrics.to_floats()["reward/num_errors"] == 0.0
+    assert scored.metrics.to_floats()["reward/num_errors"] == 0.0 and not scored.dropped.any()
     assert torch.equal(batch.batch["loss_mask"], batch.batch["response_mask"])
 
 
-def test_a_dropped_row_leaves_the_loss_and_stays_in_its_group() -> None:
-    batch, metrics = score(rows("4", "broken", "5"), manager("drop"))
-    assert metrics.to_floats()["reward/num_errors"] == 1.0
-    assert batch.batch["loss_mask"].any(-1).tolist() == [True, False, True]
-    assert batch.batch["response_mask"].any(-1).all()
-    batch |= DataProto.from_dict({"token_level_rewards": batch.batch["token_level_scores"]})
-    config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    advantages = estimate_advantages(batch, config, find_estimator("grpo")).batch["advantages"]
-    torch.testing.assert_close(advantages[[0, 2], 0], torch.tensor([1.0, 0.0]) - 1 / 3)  # scores 1, 0 (dropped), 0
+def test_a_reward_cannot_replace_a_column_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    def presuming(**row: Any) -> Any:
+        return {"score": 1.0, "uid": "mine", "reward": 7.0, "advantages": 1.0, "share": 0.5}
+
+    rewards = RewardManager(InProcessScorer(presuming, RewardConfig().timeout))
+    batch = score(rows("4", "4", "5"), rewards).batch
+    assert list(batch.non_tensor_batch["uid"]) == ["a"] * 3 and list(batch.non_tensor_batch["share"]) == [0.5] * 3
+    assert not {"reward", "advantages"} & {*batch.batch.keys(), *batch.non_tensor_batch}
+    score(rows("4", "4", "5"), rewards)
+    assert caplog.text.count("the reward returns uid, reward, advantages") == 1, "said once, not at every step"
+
+
+def test_a_failed_row_is_marked_where_it_is_to_be_dropped() -> None:
+    scored = score(rows("4", "broken", "5"), manager("drop"))
+    assert scored.metrics.to_floats()["reward/num_errors"] == 1.0
+    assert scored.dropped.tolist() == [False, True, False] and scored.batch.batch["loss_mask"].any(-1).all()
 
 
 def test_on_error_zero_and_raise() -> None:
-    batch, _ = score(rows("4", "broken"), manager("zero"))
-    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0] and batch.batch["loss_mask"].any(-1).all()
+    scored = score(rows("4", "broken"), manager("zero"))
+    assert scored.batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0] and not scored.dropped.any()
     with pytest.raises(RewardError, match="no number in it"):
         score(rows("4", "broken"), manager("raise"))

@@ -89,7 +89,7 @@ def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) ->
 
 
 def run_one_step(trainer: SyncTrainer, **columns: Any) -> tuple[DataProto, dict[str, float]]:
-    batch, metrics = trainer.trajectories.for_training(next(iter(trainer.loader)), 1)
+    batch, metrics = trainer.trajectories.for_training(iter(trainer.loader), 1)
     batch, more = trainer.step(batch, 1)
     metrics.update(more)
     return batch, metrics.to_floats()
@@ -124,6 +124,21 @@ def test_validation_does_not_count_as_generation_of_the_step(model: Path, tmp_pa
     assert second["timing_s/val_gen"] + second["timing_s/val_reward"] <= second["timing_s/testing"]
     own = [second[f"timing_s/{name}"] for name in ("gen", "reward", "testing")]
     assert sum(own) <= second["timing_s/step"]
+
+
+def test_a_run_can_be_ended_after_a_step_and_goes_on_later(model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def stop_at_two(step: int, metrics: dict[str, float]) -> bool:
+        seen.append((step, metrics["rollout/generated_tokens"]))
+        return step == 2
+
+    with build(ppo_config(model, tmp_path / "run", *GRPO, "trainer.total_training_steps=3")) as trainer:
+        trainer.fit(stop_at_two)
+        assert trainer.state.step == 2
+        assert seen == [(step, line["rollout/generated_tokens"]) for step, line in metrics_of(tmp_path / "run").items()]
+        trainer.fit()
+        assert trainer.state.step == 3 and [step for step, _ in seen] == [1, 2]
 
 
 def test_validation_only(model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from hybridflow.rewards.functions.ground_truth import required
 
 _ANSWER = re.compile(r"####\s*(-?\d+)\s*$")
+_WORKED = re.compile(r"\s*(-?\d+ [-+] \d+ = -?\d+ \. )+#### -?\d+\s*")
 
 
 def compute_score(
@@ -17,8 +18,12 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """1.0 if the response ends in `#### n` and n is the ground truth, else 0.0; nothing but white space may follow n."""
+    """1.0 if the response ends in `#### n` and n is the ground truth, else 0.0; nothing but white space may follow n.
+
+    `format` is 1.0 where the response is steps `a + b = c . ` (at least one, right or wrong) and then `#### n`, else 0.0; it does not
+    enter the score.
+    """
     truth = int(required(ground_truth))
     found = _ANSWER.search(solution_str)
     score = float(found is not None and int(found[1]) == truth)
-    return {"score": score, "acc": score}
+    return {"score": score, "acc": score, "format": float(_WORKED.fullmatch(solution_str) is not None)}

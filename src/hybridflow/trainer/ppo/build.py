@@ -42,8 +42,13 @@ def build(config: PPOConfig) -> Iterator[SyncTrainer]:
 def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
     folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
-    demonstrations = "is_demonstration" in find_estimator(config.algorithm.adv_estimator).needs
-    data = build_prompt_data(config.data, tokenizer, config.trainer.seed, demonstrations=demonstrations)
+    data = build_prompt_data(
+        config.data,
+        tokenizer,
+        config.trainer.seed,
+        dynamic_sampling=config.algorithm.filter_groups.enable,
+        demonstrations="is_demonstration" in find_estimator(config.algorithm.adv_estimator).needs,
+    )
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
     loader = data.train_loader

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.fields import FIELDS
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import ScoreRequest
 
+logger = logging.getLogger(__name__)
 
-def score(batch: DataProto, rewards: RewardManager) -> tuple[DataProto, Metrics]:
-    """token_level_scores [B, R] float32 and a column for each extra key of the reward; rows that `reward.on_error=drop` left out leave
-    the loss (their `loss_mask` is narrowed in place of the batch's)."""
+
+@dataclass
+class Scored:
+    """Rows with their scores."""
+
+    batch: DataProto
+    dropped: Tensor
+    """[B] bool: the reward failed and `reward.on_error=drop` leaves the row out; its score is 0 and means nothing."""
+    metrics: Metrics
+
+
+def score(batch: DataProto, rewards: RewardManager) -> Scored:
+    """Add token_level_scores [B, R] float32 and a column for each extra key of the reward.
+
+    A key that has the name of a column of ours, or `reward`, the name of the score in validation, is left out with a warning.
+    """
     columns = batch.non_tensor_batch
     requests = [
         ScoreRequest(source, text, truth, info)
@@ -23,15 +42,15 @@ def score(batch: DataProto, rewards: RewardManager) -> tuple[DataProto, Metrics]
     ]
     scored = rewards.score(requests)
     scores = torch.tensor(scored.scores, dtype=torch.float32)
-    extras = {key: values for key, values in scored.extras.items() if key not in columns and key != "score"}
+    ours = tuple(key for key in scored.extras if key in columns or key in FIELDS or key == "reward")
+    if ours:
+        _warn_of_names(ours)
+    extras = {key: values for key, values in scored.extras.items() if key not in ours}
     batch |= DataProto.from_dict({"token_level_scores": place_scores(scores, batch.batch["response_mask"])}, extras)
-    if any(scored.dropped):
-        keep = ~torch.tensor(scored.dropped)
-        batch.narrow_loss_mask(keep[:, None].expand_as(batch.batch["loss_mask"]))
     metrics = Metrics()
     for name, value in scored.metrics.items():
         (metrics.add_max if name.endswith("_max") else metrics.add_sum)(name, value)
-    return batch, metrics
+    return Scored(batch, torch.tensor(scored.dropped, dtype=torch.bool), metrics)
 
 
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
@@ -42,3 +61,9 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
         positions = torch.arange(response_mask.shape[1]) * response_mask[rows]
         placed[rows, positions.max(-1).values] = scores[rows]
     return placed
+
+
+@functools.lru_cache(maxsize=16)
+def _warn_of_names(keys: tuple[str, ...]) -> None:
+    """Once for each set of keys, not at every step."""
+    logger.warning("the reward returns %s, names of our own columns: not kept; return them by other names", ", ".join(keys))

@@ -7,8 +7,8 @@ loader ──prompts──► Trajectories ──scored rows──► PPOStep �
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
@@ -26,6 +26,9 @@ from hybridflow.trainer.ppo.state import RunState
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
+
+AfterStep = Callable[[int, dict[str, float]], bool]
+"""Called with the step just done and the metrics logged for it; True ends the run there."""
 
 
 @dataclass
@@ -47,8 +50,8 @@ class SyncTrainer:
     tokenizer: Tokenizer
     rollout_engine: RolloutEngine
 
-    def fit(self) -> dict[str, float]:
-        """Run to the last step; gives the last validation's metrics (empty without validation data)."""
+    def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
+        """Run to the last step, or to where `after_step` says so; gives the last validation's metrics (empty where there was none)."""
         trainer = self.config.trainer
         done = self.state.step
         last_validation: dict[str, float] = {}
@@ -60,11 +63,14 @@ class SyncTrainer:
         prompts = self.loader.endless()
         for step in range(done + 1, self.total_steps + 1):
             epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on to the next one
-            last_validation = self._one(next(prompts), step, epoch) or last_validation
+            validation, logged = self._one(prompts, step, epoch)
+            last_validation = validation or last_validation
+            if after_step is not None and after_step(step, logged):
+                break
         return last_validation
 
-    def _one(self, prompts: list[PromptRow], step: int, epoch: int) -> dict[str, float]:
-        """One training step with all that belongs to it; gives the validation's metrics where there was one."""
+    def _one(self, prompts: Iterator[list[PromptRow]], step: int, epoch: int) -> tuple[dict[str, float], dict[str, float]]:
+        """One training step with all that belongs to it; gives the validation's metrics where there was one, and all that was logged."""
         self.timer.reset()
         validation: dict[str, float] = {}
         with self.timer("step"):
@@ -77,16 +83,16 @@ class SyncTrainer:
                 with self.timer("testing"):
                     validation = self.validator(step)
         # logged before it is saved: a run killed in between resumes after this step, whose line must stand by then
-        self._log(batch, metrics, validation, step, epoch)
+        logged = self._log(batch, metrics, validation, step, epoch)
         if self.config.trainer.save_freq > 0 and self._due(self.config.trainer.save_freq, step):
             with self.timer("save_checkpoint"):
                 self.state.save(self.store)
             self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
-        return validation
+        return validation, logged
 
-    def _log(self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int, epoch: int) -> None:
+    def _log(self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int, epoch: int) -> dict[str, float]:
         timings = self.timer.as_metrics()
-        values: dict[str, Any] = metrics.to_floats() | validation | timings
+        values = metrics.to_floats() | validation | timings
         seconds = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
         values["perf/time_per_step"] = seconds
         values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
@@ -94,6 +100,7 @@ class SyncTrainer:
         values["training/epoch"] = epoch
         self.samples.training(batch, step)
         self.trackers.log(values, step)
+        return values
 
     def _due(self, frequency: int, step: int) -> bool:
         return step == self.total_steps or (frequency > 0 and step % frequency == 0)

@@ -1,23 +1,41 @@
 """Where batches come from in the synchronous schedule: prompts, generation with the current weights, scores.
 
 prompts ──requests──► rollout ──outputs──► collate ──► DataProto ──score──► DataProto with token_level_scores
+   ▲                                                                            │
+   └── the next generation batch, until train_batch_size groups ◄── dynamic sampling drops groups (DAPO)
+
+With an estimator that names `reward_baselines` (ReMax), each prompt has a greedy response more in the same rollout and score calls; its
+score becomes the column, the row goes. With one that names `is_demonstration` (SPIN), each group has the data's own answer as a row more;
+the reward function scores it like the others, and dynamic sampling does not look at it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from hybridflow.agent import build_requests, collate
+import torch
+from torch import Tensor
+
+from hybridflow.agent import RequestBatch, build_requests, collate, demonstration_outputs, one_more_each
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.joining import join_rows
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rollout.base import SamplingParams
-from hybridflow.trainer.ppo.scoring import score
+from hybridflow.rollout.base import RolloutStats, SamplingParams
+from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
+from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
+from hybridflow.trainer.ppo.scoring import Scored, score
 from hybridflow.workers import RolloutGroup
+from hybridflow.workers.bridge import find_estimator
+
+logger = logging.getLogger(__name__)
 
 
 class Trajectories:
@@ -25,24 +43,46 @@ class Trajectories:
 
     def __init__(self, rollout: RolloutGroup, rewards: RewardManager, tokenizer: Tokenizer, config: PPOConfig, timer: Timer) -> None:
         self.rollout, self.rewards, self.tokenizer, self.config, self.timer = rollout, rewards, tokenizer, config, timer
+        needs = find_estimator(config.algorithm.adv_estimator).needs
+        self.with_baselines, self.with_demonstrations = "reward_baselines" in needs, "is_demonstration" in needs
 
-    def for_training(self, prompts: Sequence[PromptRow], step: int) -> tuple[DataProto, Metrics]:
-        """`rollout.n` responses of each prompt, sampled with the weights of step `step - 1`."""
-        rollout = self.config.actor_rollout_ref.rollout
-        sampling = SamplingParams(
-            max_tokens=self.config.data.max_response_length,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            greedy=not rollout.do_sample,
-            ignore_eos=rollout.ignore_eos,
-        )
-        batch, metrics = self._make(prompts, sampling, n=rollout.n, purpose="rollout", step=step, version=step - 1)
-        metrics.update(self.rollout.stats().as_metrics())
+    def for_training(self, prompts: Iterator[Sequence[PromptRow]], step: int) -> tuple[DataProto, Metrics]:
+        """`rollout.n` responses of each of `data.train_batch_size` prompts, sampled with the weights of step `step - 1`.
+
+        Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out those that are too many.
+        Raises DataError where `max_num_gen_batches` of them did not give enough groups that vary.
+        """
+        wanted, filters = self.config.data.train_batch_size, self.config.algorithm.filter_groups
+        metrics, stats, parts = Metrics(), RolloutStats(), list[DataProto]()
+        kept = generated = batches = first_row = 0
+        while kept < wanted:
+            if filters.enable and batches and batches == filters.max_num_gen_batches:
+                raise DataError(self._starved(kept, generated, batches))
+            batch_prompts = next(prompts)
+            rows, found, first_row = self._training_rows(batch_prompts, step, first_row)
+            metrics.update(found)
+            stats = _joined(stats, self.rollout.stats())
+            batches, generated = batches + 1, generated + len(batch_prompts)
+            if filters.enable:
+                rows = self._filtered(rows)
+                logger.info("step %d: generation batch %d brings %d of %d groups", step, batches, kept + len(uids_of(rows)), wanted)
+            kept += len(uids_of(rows)) if filters.enable else len(batch_prompts)
+            parts.append(rows)
+        batch = join_rows(parts, int(self.tokenizer.pad_token_id))
+        batch = rows_of(batch, uids_of(batch)[:wanted])
+        metrics.add_sum("training/num_gen_batches", batches)
+        if filters.enable:
+            metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
+        if self.config.algorithm.overlong_filtering:
+            metrics.update(filter_overlong(batch))
+        metrics.update(stats.as_metrics())
         return batch, metrics
 
     def for_validation(self, prompts: Sequence[PromptRow], step: int, first_row: int = 0) -> tuple[DataProto, Metrics]:
-        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights of step `step`; rows are numbered from `first_row`."""
+        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights of step `step`; rows are numbered from `first_row`.
+
+        Scores are the reward's own: no overlong shaping, and a row whose reward failed stays with 0.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         val = rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0.0
@@ -54,15 +94,113 @@ class Trajectories:
             greedy=greedy,
             ignore_eos=rollout.ignore_eos,
         )
-        return self._make(prompts, sampling, n=val.n, purpose="validation", step=step, version=step, first_row=first_row)
+        seed = self.config.trainer.seed
+        requests = build_requests(prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row)
+        nothing = RequestBatch([], [], [])
+        scored = self._make(requests, nothing, step, version=step, timers=("val_gen", "val_reward"))  # a step's own leave validation out
+        return scored.batch, scored.metrics
 
-    def _make(
-        self, prompts: Sequence[PromptRow], sampling: SamplingParams, *, n: int, purpose: str, step: int, version: int, first_row: int = 0
-    ) -> tuple[DataProto, Metrics]:
-        requests = build_requests(prompts, sampling, n=n, seed=self.config.trainer.seed, purpose=purpose, step=step, first_row=first_row)
-        timers = ("val_gen", "val_reward") if purpose == "validation" else ("gen", "reward")  # a step's own do not include validation
+    def _training_rows(self, prompts: Sequence[PromptRow], step: int, first_row: int) -> tuple[DataProto, Metrics, int]:
+        """One generation batch, scored, with rows numbered from `first_row`; and the number of the next one's first row."""
+        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
+        sampling = SamplingParams(
+            max_tokens=self.config.data.max_response_length,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            greedy=not rollout.do_sample,
+            ignore_eos=rollout.ignore_eos,
+        )
+        sampled = build_requests(prompts, sampling, n=rollout.n, seed=seed, purpose="rollout", step=step, first_row=first_row)
+        asked, told = sampled, RequestBatch([], [], [])
+        if self.with_baselines:
+            asked = sampled + one_more_each(sampled, replace(sampling, greedy=True), first_row=first_row + len(sampled))
+        if self.with_demonstrations:
+            told = one_more_each(sampled, sampling, first_row=first_row + len(asked))
+        scored = self._make(asked, told, step, version=step - 1, timers=("gen", "reward"))
+        batch, dropped, metrics = scored.batch, scored.dropped, scored.metrics
+        place = torch.arange(len(batch))
+        batch = self._shaped(batch, place < len(sampled), metrics)
+        if self.with_demonstrations:
+            batch |= DataProto.from_dict({"is_demonstration": place >= len(asked)})
+        if self.with_baselines:
+            batch, dropped = _baselines_as_column(batch, dropped, (place >= len(sampled)) & (place < len(asked)))
+            metrics.add_mean("training/reward_baseline/mean", batch.batch["reward_baselines"].sum(), len(batch))
+        if self.config.algorithm.filter_groups.enable:
+            generated = ~dropped & ~batch.batch["is_demonstration"] if self.with_demonstrations else ~dropped
+            metrics.add_mean("training/unfiltered_score/mean", batch.batch["token_level_scores"][generated].sum(), int(generated.sum()))
+        return self._without(batch, dropped), metrics, first_row + len(asked) + len(told)
+
+    def _make(self, asked: RequestBatch, told: RequestBatch, step: int, *, version: int, timers: tuple[str, str]) -> Scored:
+        """Responses to the requests `asked`, then the answers of the data for those `told`, as scored rows in this order."""
         with self.timer(timers[0]):
-            outputs = self.rollout.generate(requests.requests, policy_version=version)
-        batch = collate(requests, outputs, self.tokenizer, step=step)
+            outputs = self.rollout.generate(asked.requests, policy_version=version)
+        batch = collate(asked + told, [*outputs, *demonstration_outputs(told)], self.tokenizer, step=step)
         with self.timer(timers[1]):
             return score(batch, self.rewards)
+
+    def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
+        """With overlong shaping where `reward.reward_kwargs` asks for it."""
+        limits = self.config.reward.reward_kwargs
+        buffer, max_len = limits.overlong_buffer_cfg, limits.max_resp_len or self.config.data.max_response_length
+        if not buffer.enable:
+            return batch
+        batch = shape_overlong(batch, max_len=max_len, buffer_len=buffer.len, factor=buffer.penalty_factor)
+        penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)[sampled]
+        metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
+        return batch
+
+    def _without(self, batch: DataProto, dropped: Tensor) -> DataProto:
+        """Without the rows whose reward failed, so that no statistic sees them, and with the rows of a group side by side.
+
+        Where every row failed and no further generation batch follows, the rows stay and nothing is learned from them.
+        """
+        if bool(dropped.all()) and not self.config.algorithm.filter_groups.enable:
+            return batch.narrow_loss_mask(torch.zeros_like(batch.batch["loss_mask"]))
+        uids: list[str] = list(batch.non_tensor_batch["uid"])
+        numbers = {uid: number for number, uid in enumerate(uids_of(batch))}
+        return batch.select_idxs(sorted((~dropped).nonzero().flatten().tolist(), key=lambda row: numbers[uids[row]]))
+
+    def _filtered(self, rows: DataProto) -> DataProto:
+        """The groups that `algorithm.filter_groups` keeps."""
+        filters = self.config.algorithm.filter_groups
+        if not len(rows):
+            return rows
+        values = metric_values(rows, filters.metric)
+        return rows_of(
+            rows, groups_to_keep(list(rows.non_tensor_batch["uid"]), values, min_mean=filters.min_mean, max_mean=filters.max_mean)
+        )
+
+    def _starved(self, kept: int, generated: int, batches: int) -> str:
+        data, filters = self.config.data, self.config.algorithm.filter_groups
+        bounds = (("≥", filters.min_mean), ("≤", filters.max_mean))
+        means = "".join(f", mean {sign} {value}" for sign, value in bounds if value is not None)
+        return (
+            f"dynamic sampling wanted data.train_batch_size={data.train_batch_size} groups whose {filters.metric} varies{means}, and kept "
+            f"{kept} of the {generated} that {batches} generation batches gave: algorithm.filter_groups.max_num_gen_batches="
+            f"{filters.max_num_gen_batches} allows no more. Raise it (0: no limit), data.gen_batch_size or actor_rollout_ref.rollout.n, or "
+            "use prompts that the model gets right now and then"
+        )
+
+
+def _baselines_as_column(batch: DataProto, dropped: Tensor, greedy: Tensor) -> tuple[DataProto, Tensor]:
+    """The rows that are not `greedy` [B] bool, each with the score of its prompt's greedy row as `reward_baselines` [B] float32.
+
+    Rows whose baseline has no score are dropped, too.
+    """
+    uids = batch.non_tensor_batch["uid"]
+    row_of = {uids[row]: row for row in greedy.nonzero().flatten().tolist()}
+    baseline = torch.tensor([row_of[uid] for uid in uids])
+    batch |= DataProto.from_dict({"reward_baselines": batch.batch["token_level_scores"].sum(-1)[baseline]})
+    return batch.select_idxs(~greedy), (dropped | dropped[baseline])[~greedy]
+
+
+def _joined(first: RolloutStats, second: RolloutStats) -> RolloutStats:
+    """What two calls did together."""
+    return RolloutStats(
+        generated_tokens=first.generated_tokens + second.generated_tokens,
+        prefill_tokens=first.prefill_tokens + second.prefill_tokens,
+        decode_steps=first.decode_steps + second.decode_steps,
+        max_rows=max(first.max_rows, second.max_rows),
+        seconds=first.seconds + second.seconds,
+    )

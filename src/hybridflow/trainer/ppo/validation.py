@@ -9,6 +9,7 @@ from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.samples import sample_rows
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.joining import with_all_columns
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.trajectories import Trajectories
@@ -32,21 +33,22 @@ class Validator:
             shown += sample_rows(part, self.samples.decode, max_rows=self.samples.validation_rows)
             parts.append(_without_padding(part))
         self.samples.validation(shown, step)
-        return self._metrics(DataProto.concat(_with_all_columns(parts)))
+        return self._metrics(DataProto.concat(with_all_columns(parts)))
 
     def _metrics(self, rows: DataProto) -> dict[str, float]:
         columns = rows.non_tensor_batch
-        variables: dict[str, Any] = {"reward": rows.batch["score"].tolist()}
-        variables |= {key: values for key, values in columns.items() if key not in _OWN_COLUMNS}
-        predictions = list(columns["pred"]) if "pred" in columns else None
+        variables: dict[str, Any] = {key: values for key, values in columns.items() if key not in _OWN_COLUMNS}
+        variables = {"reward": rows.batch[_SCORE].tolist(), **variables}
+        predictions = [None if value != value else value for value in columns["pred"]] if "pred" in columns else None  # NaN: none given
         seed = derive_seed(self.config.trainer.seed, "validation_bootstrap")
         metrics = validation_metrics(list(columns["data_source"]), list(columns["uid"]), variables, predictions, seed=seed)
         truncated = [reason == "length" for reason in columns["finish_reason"]]
-        metrics["val-aux/response_length/mean"] = float(rows.batch["response_length"].float().mean())
+        metrics["val-aux/response_length/mean"] = float(rows.batch[_LENGTH].float().mean())
         metrics["val-aux/response_length/clip_ratio"] = sum(truncated) / len(truncated)
         return metrics
 
 
+_SCORE, _LENGTH = "validation/score", "validation/response_length"  # names that no key of a reward has
 _OWN_COLUMNS = {"uid", "finish_reason", "solution_str", "data_source", "ground_truth", "extra_info"}
 
 
@@ -54,10 +56,4 @@ def _without_padding(part: DataProto) -> DataProto:
     """Keep what does not depend on the padding, so that parts of different widths join."""
     scores = part.batch["token_level_scores"].sum(-1)
     lengths = part.batch["response_mask"].sum(-1)
-    return part.select(["row_id"]).union(DataProto.from_dict({"score": scores, "response_length": lengths}))
-
-
-def _with_all_columns(parts: list[DataProto]) -> list[DataProto]:
-    """Rewards of different sources have different extra keys: a part without one gets None there."""
-    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
-    return [part | DataProto.from_dict({}, {name: [None] * len(part) for name in names if name not in part}) for part in parts]
+    return part.select(["row_id"]).union(DataProto.from_dict({_SCORE: scores, _LENGTH: lengths}))

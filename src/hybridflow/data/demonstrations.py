@@ -1,0 +1,81 @@
+"""Prompts with the data's own answers: what SPIN learns from next to the responses it samples.
+
+    PromptRow + its column data.demonstration_key ──as in supervised fine-tuning──► PromptRow with demonstration_token_ids
+
+The answers are tokenised once, while the dataset is built, so that what cannot be used is counted and shown before training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybridflow.config.data import DataConfig
+from hybridflow.data.loader import MapDataset
+from hybridflow.data.prompts import PromptRow, check_messages
+from hybridflow.data.ragged import RaggedInts
+from hybridflow.data.row_report import RowReport
+from hybridflow.data.sft import encode_conversation, encode_pair
+from hybridflow.data.tokenizer import Tokenizer
+
+
+class DemonstratedPrompts:
+    """The prompts of `dataset` that come with an answer; item i is its PromptRow with `demonstration_token_ids`.
+
+    Rows without a usable answer, and answers over `data.max_response_length`, are left out, counted and shown. Raises DataError where that
+    leaves none.
+    """
+
+    def __init__(self, dataset: MapDataset[PromptRow], tokenizer: Tokenizer, config: DataConfig) -> None:
+        self.dataset = dataset
+        self._kept: list[int] = []
+        self._answers = RaggedInts()
+        key, limit = config.demonstration_key, config.max_response_length
+        self.report = RowReport(f"the training data's answers (data.demonstration_key={key})", len(dataset))
+        for index in range(len(dataset)):
+            self.report.seen(index)
+            try:
+                answer = encode_demonstration(tokenizer, dataset[index], config)
+            except Exception as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
+                self.report.failed(index, error)
+                continue
+            if len(answer) > limit:
+                self.report.failed(index, f"the answer has {len(answer)} tokens, more than data.max_response_length={limit}")
+                continue
+            self._kept.append(index)
+            self._answers.append(answer)
+        self.report.close()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, position: int) -> PromptRow:
+        return replace(self.dataset[self._kept[position]], demonstration_token_ids=self._answers[position % len(self)])
+
+
+def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataConfig) -> list[int]:
+    """Token ids of the answer in column `data.demonstration_key`, its end token included: those that SFT would learn.
+
+    The column holds the answer's text, or messages that end in it and begin with the prompt's. Raises TypeError or ValueError where it
+    holds neither, or other messages than the prompt's.
+    """
+    value = prompt.row.get(config.demonstration_key)
+    asked = prompt.row.get("raw_prompt")
+    if value is None:
+        raise ValueError(f"no answer in the column {config.demonstration_key}: set data.demonstration_key")
+    if isinstance(value, str) and not isinstance(asked, (list, tuple)):
+        ids, mask = encode_pair(tokenizer, str(asked or ""), value)
+    else:
+        if isinstance(value, str):
+            messages = [*check_messages(asked), {"role": "assistant", "content": value}]
+        else:
+            messages = check_messages(value)
+            if messages[-1]["role"] != "assistant":
+                raise ValueError(f"the last message has role {messages[-1]['role']}, wanted an answer of the assistant")
+            if isinstance(asked, (list, tuple)) and messages[:-1] != check_messages(asked):
+                raise ValueError("the messages before the answer are not the prompt of the row")
+        ids, mask = encode_conversation(tokenizer, messages, config.apply_chat_template_kwargs)
+    end = len(mask) - mask[::-1].index(1) if 1 in mask else 0
+    start = next((place + 1 for place in range(end - 1, -1, -1) if not mask[place]), 0)
+    if start == end:
+        raise ValueError("the answer is empty")
+    return ids[start:end]

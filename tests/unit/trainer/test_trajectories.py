@@ -1,0 +1,260 @@
+"""From prompts to the rows that train, on a tiny model: every column stays with its row through rounds, filters, baselines and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_trainer import TIMINGS, build, ppo_config, tiny_model
+
+from hybridflow.config import PPOConfig
+from hybridflow.errors import DataError, RewardError
+from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.protocol import DataProto
+from hybridflow.trainer.ppo.sync import SyncTrainer
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, fail_on=None):
+    if fail_on is not None and solution_str[:1] in fail_on:
+        raise ValueError("a response that cannot be scored")
+    even = float(len(solution_str) % 2 == 0)
+    return {"score": even + 0.01 * len(solution_str) + 0.001 * int(ground_truth), "acc": even, "text": solution_str}
+"""
+FILTER = ("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo")
+Made = tuple[DataProto, dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def config(model: Path, run: Path, *overrides: str) -> PPOConfig:
+    made = ppo_config(model, run, *overrides)
+    (run.parent / "reward.py").write_text(REWARD)
+    return made
+
+
+def trajectories(model: Path, run: Path, *overrides: str) -> Made:
+    """Rows and metrics of step 1."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with build(config(model, run, *overrides)) as trainer:
+        batch, metrics = trainer.trajectories.for_training(trainer.loader.endless(), 1)
+        check_rows(trainer, batch)
+        return batch, metrics.to_floats()
+
+
+def check_rows(trainer: SyncTrainer, batch: DataProto) -> None:
+    """What stands in each row agrees: prompt and ground truth, tokens, text and score."""
+    rows, columns = batch.batch, batch.non_tensor_batch
+    assert len(set(rows["row_id"].tolist())) == len(batch)
+    assert torch.equal(rows["input_ids"], torch.cat([rows["prompts"], rows["responses"]], dim=1))
+    width = rows["prompts"].shape[1]
+    assert rows["attention_mask"][:, :width].any(0).all() and rows["attention_mask"][:, width:].any(0).all(), "no column of padding only"
+    demonstrations = rows["is_demonstration"] if "is_demonstration" in batch else torch.zeros(len(batch), dtype=torch.bool)
+    for row in range(len(batch)):
+        question = trainer.tokenizer.decode(rows["prompts"][row], skip_special_tokens=True)
+        assert eval(question.partition("user\n")[2].partition(" = ?")[0]) == int(columns["ground_truth"][row])
+        mask, text = rows["response_mask"][row], columns["solution_str"][row]
+        assert text == trainer.tokenizer.decode(rows["responses"][row][mask], skip_special_tokens=True) == columns["text"][row]
+        penalty = float(columns["overlong_reward"][row]) if "overlong_reward" in batch else 0.0
+        score = float(len(text) % 2 == 0) + 0.01 * len(text) + 0.001 * int(columns["ground_truth"][row]) + penalty
+        assert float(rows["token_level_scores"][row].sum()) == pytest.approx(score, abs=1e-6)
+        log_probs = rows["rollout_log_probs"][row]
+        assert ((log_probs == 0) if demonstrations[row] else (log_probs < 0))[mask].all() and not log_probs[~mask].any()
+
+
+def tokens_of(batch: DataProto) -> dict[int, tuple[Any, ...]]:
+    """By row id: the group, the sampled tokens and the score."""
+    rows = batch.batch
+    return {
+        int(rows["row_id"][row]): (
+            batch.non_tensor_batch["uid"][row],
+            rows["responses"][row][rows["response_mask"][row]].tolist(),
+            rows["token_level_scores"][row].sum().item(),
+        )
+        for row in range(len(batch))
+    }
+
+
+def assert_same_rows(ours: DataProto, theirs: DataProto) -> None:
+    """The same rows in the same order, each with its own tokens, score and log-probs."""
+    assert list(tokens_of(ours).items()) == list(tokens_of(theirs).items())
+    for left, right in zip(ours.batch["rollout_log_probs"], theirs.batch["rollout_log_probs"], strict=True):
+        torch.testing.assert_close(left[left != 0], right[right != 0], atol=1e-5, rtol=0)
+
+
+def test_dynamic_sampling_keeps_the_first_groups_that_vary(model: Path, tmp_path: Path) -> None:
+    batch, metrics = trajectories(model, tmp_path / "a" / "run", *FILTER, "data.gen_batch_size=3", "data.train_batch_size=4")
+    rounds = int(metrics["training/num_gen_batches"])
+    assert rounds >= 2
+    everything = [f"data.train_batch_size={3 * rounds}", "actor_rollout_ref.actor.ppo_mini_batch_size=3"]
+    whole, plain = trajectories(model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", *everything)  # in one batch
+    assert plain["training/num_gen_batches"] == 1 and "training/filtered_groups_ratio" not in plain
+    uids, acc = list(whole.non_tensor_batch["uid"]), list(whole.non_tensor_batch["acc"])
+    varied = [uid for uid in dict.fromkeys(uids) if len({a for u, a in zip(uids, acc, strict=True) if u == uid}) == 2]
+    assert list(dict.fromkeys(batch.non_tensor_batch["uid"])) == varied[:4]
+    assert_same_rows(batch, whole.select_idxs([row for row, uid in enumerate(uids) if uid in varied[:4]]))
+    assert len(batch) == 8
+    assert metrics["training/filtered_groups_ratio"] == pytest.approx(1 - len(varied) / (3 * rounds))
+    tokens = int(whole.batch["response_mask"].sum())
+    assert metrics["rollout/generated_tokens"] == plain["rollout/generated_tokens"] == tokens, "those of dropped groups count"
+    assert metrics["training/unfiltered_score/mean"] == pytest.approx(float(whole.batch["token_level_scores"].sum()) / len(whole))
+
+
+def test_dynamic_sampling_says_what_it_found_when_it_gives_up(model: Path, tmp_path: Path) -> None:
+    starved = [*FILTER, "algorithm.filter_groups.min_mean=0.9", "algorithm.filter_groups.max_num_gen_batches=2", "data.gen_batch_size=3"]
+    wanted = r"train_batch_size=4 groups whose acc varies, mean ≥ 0\.9, and kept 0 of the 6 that 2 generation batches gave.*=2 allows"
+    with pytest.raises(DataError, match=wanted):
+        trajectories(model, tmp_path / "run", *starved)
+
+
+def lines(run: Path) -> dict[int, dict[str, float]]:
+    found = read_metrics(run / "metrics.jsonl")
+    return {step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)} for step, line in found.items()}
+
+
+def test_a_resumed_run_takes_the_generation_batches_that_come_next(model: Path, tmp_path: Path) -> None:
+    settings = [*FILTER, "data.gen_batch_size=3", "data.task.size=13", "trainer.total_training_steps=3", "trainer.save_freq=1"]
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+    with build(config(model, tmp_path / "a" / "run", *settings)) as trainer:
+        trainer.fit()
+        done = trainer.loader.state_dict()
+    with build(config(model, tmp_path / "b" / "run", *settings)) as trainer:
+        trainer.fit(lambda step, metrics: step == 1)
+    with build(config(model, tmp_path / "b" / "run", *settings)) as resumed:
+        assert resumed.state.step == 1
+        resumed.fit()
+        assert resumed.loader.state_dict() == done
+    whole = lines(tmp_path / "a" / "run")
+    assert lines(tmp_path / "b" / "run") == whole
+    assert sum(line["training/num_gen_batches"] for line in whole.values()) > 4, "beyond the first epoch of four"
+
+
+def estimator(folder: Path, names: str) -> str:
+    """The override for an estimator that names these columns."""
+    (folder / "own.py").write_text(
+        "from hybridflow.algorithms.advantages import Advantages\n"
+        f"def mine(token_level_rewards, response_mask, {names}):\n"
+        "    return Advantages(token_level_rewards, token_level_rewards)\n"
+    )
+    return f"algorithm.adv_estimator='{folder / 'own.py'}:mine'"
+
+
+def test_a_baseline_is_the_greedy_score_of_its_own_prompt(model: Path, tmp_path: Path) -> None:
+    remax = ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=3")
+    batch, metrics = trajectories(model, tmp_path / "a" / "run", *remax)
+    plain, without = trajectories(model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3")
+    assert_same_rows(batch, plain)  # the greedy ones are gone and have changed no draw
+    with build(config(model, tmp_path / "a" / "run", *remax)) as trainer:  # validation is greedy
+        greedy, _ = trainer.trajectories.for_validation(next(iter(trainer.loader)), 0)
+        tokens = trainer.trajectories.rollout.stats().generated_tokens
+    assert not torch.equal(greedy.batch["token_level_scores"].sum(-1), greedy.batch["token_level_scores"].sum(-1).flip(0))
+    torch.testing.assert_close(batch.batch["reward_baselines"], greedy.batch["token_level_scores"].sum(-1).repeat_interleave(3))
+    assert metrics["rollout/generated_tokens"] == without["rollout/generated_tokens"] + tokens
+    assert metrics["rollout/prefill_tokens"] == without["rollout/prefill_tokens"], "in one call: a prompt is prefilled once"
+    assert metrics["training/reward_baseline/mean"] == pytest.approx(float(batch.batch["reward_baselines"].mean()))
+
+
+def test_baselines_go_with_their_rows_through_dynamic_sampling(model: Path, tmp_path: Path) -> None:
+    own = estimator(tmp_path, "reward_baselines, is_demonstration")
+    settings = [FILTER[0], own, "data.gen_batch_size=3", "data.max_response_length=40"]
+    with build(config(model, tmp_path / "run", *settings)) as trainer:
+        drawn: list[Any] = []
+        batch, _ = trainer.trajectories.for_training(noted(trainer.loader.endless(), drawn), 1)
+        check_rows(trainer, batch)
+        greedy = {}
+        for prompts in drawn:
+            scored, _ = trainer.trajectories.for_validation(prompts, 0)
+            for prompt, score in zip(prompts, scored.batch["token_level_scores"].sum(-1), strict=True):
+                greedy[prompt.index] = score
+    columns, told = batch.non_tensor_batch, batch.batch["is_demonstration"]
+    wanted = torch.stack([greedy[info["index"]] for info in columns["extra_info"]])
+    torch.testing.assert_close(batch.batch["reward_baselines"], wanted)
+    assert len(drawn) > 1 and told.tolist() == [False, False, True] * 4
+    for group in range(4):
+        assert len(set(columns["uid"][3 * group : 3 * group + 3])) == 1 and columns["acc"][3 * group] != columns["acc"][3 * group + 1]
+
+
+def noted(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
+    for batch in batches:
+        drawn.append(batch)
+        yield batch
+
+
+def test_the_answers_of_the_data_are_rows_of_their_groups(model: Path, tmp_path: Path) -> None:
+    spin = (estimator(tmp_path, "is_demonstration"), "data.max_response_length=40")
+    batch, metrics = trajectories(model, tmp_path / "a" / "run", *spin)
+    plain, without = trajectories(model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", "data.max_response_length=40")
+    told = batch.batch["is_demonstration"]
+    assert told.tolist() == [False, False, True] * 4 and told.dtype == torch.bool
+    assert_same_rows(batch.select_idxs(~told), plain)
+    assert metrics["rollout/generated_tokens"] == without["rollout/generated_tokens"], "nothing is generated for them"
+    answers, columns = batch.select_idxs(told), batch.non_tensor_batch
+    for row in range(len(answers)):
+        text = answers.non_tensor_batch["solution_str"][row]
+        assert text.endswith(f" . #### {answers.non_tensor_batch['ground_truth'][row]}")
+    assert torch.equal(answers.batch["loss_mask"], answers.batch["response_mask"])
+    ends = answers.batch["responses"].gather(1, answers.batch["response_mask"].sum(-1, keepdim=True) - 1)
+    assert len(set(ends.flatten().tolist())) == 1, "each closed by the end token"
+    assert set(answers.non_tensor_batch["finish_reason"]) == {"stop"} and (answers.batch["policy_version"] == -1).all()
+    assert [columns["uid"][row] for row in range(0, 12, 3)] == [columns["uid"][row] for row in range(2, 12, 3)]
+
+
+def test_overlong_shaping_and_filtering(model: Path, tmp_path: Path) -> None:
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 4, penalty_factor: 2.0}"
+    batch, metrics = trajectories(model, tmp_path / "run", "algorithm.adv_estimator=grpo", buffer, "algorithm.overlong_filtering=true")
+    rows, penalties = batch.batch, torch.tensor(list(batch.non_tensor_batch["overlong_reward"]))
+    lengths = rows["response_mask"].sum(-1)
+    torch.testing.assert_close(penalties, -(lengths - 6).clamp(min=0) / 4 * 2.0)
+    assert penalties.min() == -2.0 and metrics["training/overlong_reward/mean"] == pytest.approx(float(penalties.mean()))
+    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    assert cut.any() and torch.equal(rows["loss_mask"], rows["response_mask"] & ~cut[:, None])
+    assert metrics["training/overlong_filtered_ratio"] == pytest.approx(float(cut.float().mean()))
+    with build(config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", buffer)) as trainer:
+        checked, _ = trainer.trajectories.for_validation(next(iter(trainer.loader)), 0)
+        check_rows(trainer, checked)
+        assert "overlong_reward" not in checked, "validation shows the reward itself"
+
+
+def failing(letters: Sequence[str]) -> list[str]:
+    return [f"reward.custom_reward_function.reward_kwargs={{fail_on: '{''.join(letters)}'}}", "algorithm.adv_estimator=grpo"]
+
+
+def test_rows_whose_reward_failed_leave_the_batch(model: Path, tmp_path: Path) -> None:
+    plain, _ = trajectories(model, tmp_path / "a" / "run", "algorithm.adv_estimator=grpo")
+    letters = sorted({text[:1] for text in plain.non_tensor_batch["solution_str"] if text and text[0].isalnum()})[:2]
+    batch, metrics = trajectories(model, tmp_path / "b" / "run", *failing(letters), "reward.on_error=drop")
+    failed = {row for row, text in enumerate(plain.non_tensor_batch["solution_str"]) if text[:1] in letters and text}
+    assert failed and metrics["reward/num_errors"] == len(failed)
+    assert_same_rows(batch, plain.select_idxs([row for row in range(len(plain)) if row not in failed]))
+    with pytest.raises(RewardError, match="a response that cannot be scored"):
+        trajectories(model, tmp_path / "c" / "run", *failing(letters))
+
+
+def test_where_every_reward_failed_nothing_is_learned(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("")
+    made = ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", "reward.on_error=drop", "trainer.total_training_steps=1")
+    (tmp_path / "reward.py").write_text("def compute_score(**row):\n    raise ValueError('never')\n")
+    with build(made) as trainer:
+        seen: list[dict[str, float]] = []
+        trainer.fit(lambda step, metrics: bool(seen.append(metrics)))  # type: ignore[func-returns-value]
+    assert seen[0]["reward/num_errors"] == 8.0 and seen[0]["actor/num_empty_mini_batches"] == 2.0
+
+
+def test_keys_of_a_reward_that_sound_like_ours_do_no_harm_in_validation(model: Path, tmp_path: Path) -> None:
+    made = ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", "trainer.val_only=true", "data.val_batch_size=2")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(solution_str, **row):\n"
+        "    more = {'length_only_here': 1.0} if row['extra_info']['index'] < 2 else {}\n"
+        "    return {'score': 0.25, 'reward': 7.0, 'response_length': 3.0, **more}\n"
+    )
+    with build(made) as trainer:
+        found = trainer.fit()
+    assert found["val-core/arithmetic_chain/reward/mean@1"] == 0.25 and found["val-aux/arithmetic_chain/response_length/mean@1"] == 3.0
+    assert 0 < found["val-aux/response_length/mean"] <= 10
+    assert found["val-aux/arithmetic_chain/length_only_here/mean@1"] == 0.4, "two of five; the others count as 0"

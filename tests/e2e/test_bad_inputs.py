@@ -32,6 +32,7 @@ from wrong_inputs import (
     not_finite,
     other_seed,
     other_size,
+    other_vocabulary,
     parquet,
     plugin,
     reward_with,
@@ -44,6 +45,9 @@ from hybridflow.cli.main import main as hybridflow
 from hybridflow.trainer.main_ppo import main as main_ppo
 from hybridflow.trainer.main_sft import main as main_sft
 
+TEACHER = "on_policy_distillation"
+SAMPLING = ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true")
+
 REFUSED: list[Case] = [
     ("unknown key", keys("data.train_batchsize=4"), ("data.train_batchsize", "did you mean data.train_batch_size")),
     ("not an override", keys("train_batch_size"), ("train_batch_size",)),
@@ -51,6 +55,71 @@ REFUSED: list[Case] = [
     ("null where a value is needed", keys("data.train_batch_size=null"), ("data.train_batch_size",)),
     ("out of bounds", keys(f"{ROLLOUT}.top_p=1.5"), (f"{ROLLOUT}.top_p", "1.5")),
     ("n=1 with grpo", keys("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=1"), ("grpo", f"{ROLLOUT}.n=1")),
+    ("n=1 with rloo", keys("algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"), ("rloo", f"{ROLLOUT}.n=1")),
+    ("gdpo without keys", keys("algorithm.adv_estimator=gdpo"), ("gdpo", "algorithm.gdpo_reward_keys")),
+    (
+        "gdpo of what the reward does not return",
+        keys("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score,politeness]"),
+        ("algorithm.gdpo_reward_keys", "politeness", "score"),
+    ),
+    ("no teacher", keys(f"algorithm.adv_estimator={TEACHER}"), (TEACHER, "distillation.teacher_model.path")),
+    (
+        "teacher with other tokens",
+        other_vocabulary(f"algorithm.adv_estimator={TEACHER}", "distillation.teacher_model.path={other}"),
+        ("distillation.teacher_model", "vocabulary"),
+    ),
+    (
+        "process reward model with other tokens",
+        other_vocabulary("algorithm.adv_estimator=prime", "reward.process_reward_model.model.path={other}"),
+        ("reward.process_reward_model", "vocabulary"),
+    ),
+    ("pairs for a loss of tokens", keys("algorithm.adv_estimator=online_dpo"), ("online_dpo", "loss_mode=vanilla", "loss dpo")),
+    ("loss of pairs without pairs", keys(f"{ACTOR}.policy_loss.loss_mode=dpo"), ("adv_estimator=gae", "online_dpo or spin")),
+    (
+        "spin without answers",
+        keys("algorithm.adv_estimator=spin", f"{ACTOR}.policy_loss.loss_mode=dpo"),
+        ("data.demonstration_key", "messages"),
+    ),
+    (
+        "maximum likelihood of scores below 0",
+        reward_with("return -1.0", "algorithm.adv_estimator=max_rl"),
+        ("algorithm.adv_estimator=max_rl", "-1"),
+    ),
+    (
+        "groups that never vary",
+        reward_with("return 1.0", *SAMPLING, "algorithm.filter_groups.metric=score", "algorithm.filter_groups.max_num_gen_batches=2"),
+        ("kept 0 of the 8", "max_num_gen_batches=2", "data.train_batch_size=4"),
+    ),
+    (
+        "groups by a number that is not there",
+        keys(*SAMPLING, "algorithm.filter_groups.metric=politeness"),
+        ("algorithm.filter_groups.metric=politeness", "score"),
+    ),
+    (
+        "generation batches that cannot fill a step",
+        keys(*SAMPLING, "data.gen_batch_size=1", "algorithm.filter_groups.max_num_gen_batches=3"),
+        ("max_num_gen_batches=3", "data.gen_batch_size=1", "data.train_batch_size=4"),
+    ),
+    (
+        "overlong buffer over the longest response",
+        keys("reward.reward_kwargs.overlong_buffer_cfg.enable=true"),
+        ("overlong_buffer_cfg.len=4096", "data.max_response_length=12"),
+    ),
+    (
+        "rejection without a threshold",
+        keys("algorithm.rollout_correction.rollout_rs=token_k1"),
+        ("rollout_rs=token_k1", "rollout_rs_threshold"),
+    ),
+    (
+        "two rejections with one threshold",
+        keys("algorithm.rollout_correction.rollout_rs='token_k1,token_k2'", "algorithm.rollout_correction.rollout_rs_threshold=2"),
+        ("2 options", "1 thresholds"),
+    ),
+    (
+        "no pass of the actor for a baseline that needs it",
+        keys("algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"),
+        ("bypass_mode=true", "optimal_token_baseline"),
+    ),
     ("batch not divisible", keys(f"{ACTOR}.ppo_mini_batch_size=3"), ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=3")),
     ("mini-batch over batch", keys(f"{ACTOR}.ppo_mini_batch_size=8"), (f"{ACTOR}.ppo_mini_batch_size=8", "data.train_batch_size=4")),
     ("token cap too small", keys(f"{ACTOR}.ppo_max_token_len_per_gpu=51"), (f"{ACTOR}.ppo_max_token_len_per_gpu=51", "52")),
@@ -199,6 +268,7 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["train", "--recipe", "{tmp}/none.yaml"], ("none.yaml",)),
     (["merge", "{tmp}/none", "{tmp}/out"], ("none",)),
     (["view", "{tmp}/none"], ("none",)),
+    (["train", "--recipe", "tiny/grop"], ("tiny/grop", "did you mean tiny/grpo")),
     (["config", "data.train_batchsize=4"], ("data.train_batch_size",)),
     (["reward-test", "data.train_files={tmp}/none.parquet"], ("none.parquet",)),
 ]

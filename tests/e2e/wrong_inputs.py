@@ -139,6 +139,23 @@ def other_size(inputs: Inputs, tmp: Path) -> list[str]:
     return [f"actor_rollout_ref.model.path={create_tiny_model(tmp / 'other', hidden=16, layers=2, heads=2, kv_heads=1, intermediate=64)}"]
 
 
+def other_vocabulary(*more: str) -> Make:
+    """A model whose token ids mean something else; {other} in the overrides is its folder."""
+
+    def make(inputs: Inputs, tmp: Path) -> list[str]:
+        folder = shutil.copytree(inputs.model, tmp / "other")
+        weights = load_file(folder / "model.safetensors")
+        rows = weights["model.embed_tokens.weight"].shape[0] + 8
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in weights:
+                weights[name] = weights[name].repeat(2, 1)[:rows].clone()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        edit_json("config.json", vocab_size=rows)(folder)
+        return [override.replace("{other}", str(folder)) for override in more]
+
+    return make
+
+
 TWO_ROWS = ("data.train_max_samples=2", "data.shuffle=false", "data.train_batch_size=2", f"{ROLLOUT}.n=1")
 HANGING = ("reward.num_workers=1", "reward.timeout=0.5")
 LONG = [{"role": "user", "content": "1 + 1 = ? " * 20}]

@@ -1,0 +1,247 @@
+"""Rollout correction on cases small enough for paper and pencil, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.algorithms.policy_losses import vanilla
+from hybridflow.algorithms.rollout_correction import (
+    OPTIONS,
+    Rule,
+    correction_metrics,
+    parse_is_threshold,
+    parse_rejection,
+    rejection,
+    rollout_weights,
+)
+from hybridflow.errors import ConfigError
+
+MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
+RATIOS = torch.tensor([[4.0, 0.5, math.nan], [1.0, math.inf, 7.0], [math.nan, 1.0, 0.0]])
+"""π_old/π_rollout."""
+ROLLOUT = torch.full((3, 3), math.log(0.25))
+OLD = ROLLOUT + RATIOS.log()
+
+
+def weights(level: str, threshold: float | str, *, batch_normalize: bool = False) -> list[list[float]]:
+    found = rollout_weights(OLD, ROLLOUT, MASK, level=level, threshold=threshold, batch_normalize=batch_normalize)
+    assert found.dtype == torch.float32 and not found[~MASK].any()
+    return [[round(x, 5) for x, m in zip(row, ms, strict=True) if m] for row, ms in zip(found.tolist(), MASK.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("level", "threshold", "expected"),
+    [
+        ("token", 2.0, [[2.0, 0.5], [1.0], []]),
+        ("token", 8, [[4.0, 0.5], [1.0], []]),
+        ("token", "0.8_5.0", [[4.0, 0.0], [1.0], []]),
+        ("token", "0.4_2.0", [[0.0, 0.5], [1.0], []]),
+        ("sequence", 8.0, [[2.0, 2.0], [1.0], []]),  # 4 · 0.5
+        ("sequence", 1.5, [[1.5, 1.5], [1.0], []]),
+        ("sequence", "0.5_1.5", [[0.0, 0.0], [1.0], []]),
+    ],
+)
+def test_weights_by_hand(level: str, threshold: float | str, expected: list[list[float]]) -> None:
+    assert weights(level, threshold) == expected
+
+
+def test_normalised_weights_by_hand() -> None:
+    assert weights("token", 2.0, batch_normalize=True) == [[1.71429, 0.42857], [0.85714], []]  # mean of 2, ½ and 1: 7/6
+    assert weights("sequence", 8.0, batch_normalize=True) == [[1.33333, 1.33333], [0.66667], []]  # mean over two rows: 3/2
+    assert weights("token", "90_100", batch_normalize=True) == [[0.0, 0.0], [0.0], []]
+
+
+def test_log_ratios_and_their_sums_are_clamped() -> None:
+    rollout = torch.full((1, 3), -30.0, dtype=torch.float64)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    old = torch.tensor([[0.0, -15.0, -60.0]], dtype=torch.float64)
+    token = rollout_weights(old, rollout, mask, level="token", threshold=1e12)
+    torch.testing.assert_close(token.log(), torch.tensor([[20.0, 15.0, -20.0]], dtype=torch.float64))
+    two = torch.tensor([[True, True, False]])
+    sequence = rollout_weights(old, rollout, two, level="sequence", threshold=1e12)
+    torch.testing.assert_close(sequence[two].log(), torch.full((2,), 20.0, dtype=torch.float64))
+
+
+# One row of ratios 4 and ½, one of 1. π_rollout/π_old: ¼ and 2, 1. k2: 0.961 and 0.240, 0. k3: 1.614 and 0.193, 0.
+@pytest.mark.parametrize(
+    ("option", "threshold", "expected"),
+    [
+        ("token_k1", "0.5_3.0", [[False, True], [True], []]),
+        ("token_k1", "0.2_1.5", [[True, False], [True], []]),
+        ("token_k1", 3.0, [[False, True], [True], []]),  # [1/3, 3]
+        ("token_k2", "0.5", [[False, True], [True], []]),
+        ("token_k3", 1.7, [[True, True], [True], []]),
+        ("token_k3", 0.1, [[False, False], [True], []]),
+        ("seq_sum_k1", "0.4_0.6", [[True, True], [False], []]),  # the product ½, and 1
+        ("seq_sum_k2", 1.1, [[False, False], [True], []]),  # 1.201
+        ("seq_sum_k2", 1.3, [[True, True], [True], []]),
+        ("seq_sum_k3", 1.7, [[False, False], [True], []]),  # 1.807
+        ("seq_mean_k1", "0.6_0.8", [[True, True], [False], []]),  # √½ = 0.707
+        ("seq_mean_k1", 1.5, [[True, True], [True], []]),
+        ("seq_mean_k2", 0.7, [[True, True], [True], []]),  # 0.601
+        ("seq_mean_k3", 0.8, [[False, False], [True], []]),  # 0.903
+        ("seq_max_k2", 0.9, [[False, False], [True], []]),
+        ("seq_max_k2", 1.0, [[True, True], [True], []]),
+        ("seq_max_k3", 1.5, [[False, False], [True], []]),
+        ("seq_max_k3", 1.7, [[True, True], [True], []]),
+        ("token_k2,token_k1", "0.5,0.4_1.5", [[False, False], [True], []]),  # each token fails one of the two
+        ("seq_max_k3, token_k1", "1.7, 0.2_1.5", [[True, False], [True], []]),
+    ],
+)
+def test_rejection_by_hand(option: str, threshold: float | str, expected: list[list[bool]]) -> None:
+    keep = rejection(OLD, ROLLOUT, MASK, options=option, thresholds=threshold)
+    assert [[k for k, m in zip(row, ms, strict=True) if m] for row, ms in zip(keep.tolist(), MASK.tolist(), strict=True)] == expected
+    assert not keep[~MASK].any()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_is_no_number_is_rejected(option: str) -> None:
+    """Inside the mask, that is; a row that is judged as a whole goes as a whole."""
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    old = torch.tensor([[math.nan, -1.0], [-1.0, -1.0]])
+    keep = rejection(old, torch.full((2, 2), -1.0), mask, options=option, thresholds=2.0)
+    assert keep.tolist() == [[False, option.startswith("token")], [True, True]]
+
+
+def test_equal_policies_have_nothing_to_correct() -> None:
+    args = ROLLOUT, ROLLOUT, MASK
+    for level in ("token", "sequence"):
+        torch.testing.assert_close(rollout_weights(*args, level=level, threshold=2.0, batch_normalize=True), MASK.float())
+    for option in OPTIONS:
+        assert torch.equal(rejection(*args, options=option, thresholds=1.001), MASK)
+    metrics = flat(correction_metrics(*args))
+    assert metrics.pop("training_ppl") == metrics.pop("rollout_ppl") == pytest.approx(4.0)
+    ones = ("ppl_ratio", "rollout_is_mean", "rollout_is_min", "rollout_is_max", "rollout_is_eff_sample_size")
+    assert all(metrics.pop(name) == pytest.approx(1.0) for name in ones)
+    assert metrics == dict.fromkeys(metrics, 0.0)
+
+
+def flat(metrics: dict[str, tuple[Tensor, Tensor] | float]) -> dict[str, float]:
+    assert all(name.startswith("rollout_corr/") for name in metrics)
+    named = {name.removeprefix("rollout_corr/"): value for name, value in metrics.items()}
+    return {name: float(v[0]) / float(v[1]) if isinstance(v, tuple) else v for name, v in named.items()}
+
+
+def test_metrics_by_hand_without_a_correction() -> None:
+    """Ratios 4, ½ | 1; the rollout gave each token ¼, so training gave 1, ⅛ | ¼."""
+    found = flat(correction_metrics(OLD, ROLLOUT, MASK, threshold=1.9))
+    log2 = math.log(2)
+    expected = {
+        "kl": -log2 / 3,
+        "k3_kl": (4 + 0.5 + 1 - 3 - log2) / 3,
+        "chi2_token": (16 + 0.25 + 1) / 3 - 1,
+        "chi2_seq": (4 + 1) / 2 - 1,
+        "training_ppl": (math.sqrt(8) + 4) / 2,
+        "rollout_ppl": 4.0,
+        "log_ppl_diff": -log2 / 2 / 2,
+        "ppl_ratio": (math.sqrt(0.5) + 1) / 2,
+        "rollout_is_mean": 5.5 / 3,
+        "rollout_is_std": math.sqrt(((4 - 5.5 / 3) ** 2 + (0.5 - 5.5 / 3) ** 2 + (1 - 5.5 / 3) ** 2) / 2),
+        "rollout_is_min": 0.5,
+        "rollout_is_max": 4.0,
+        "rollout_is_eff_sample_size": 5.5**2 / (3 * 17.25),
+        "rollout_is_ratio_fraction_high": 1 / 3,
+        "rollout_is_ratio_fraction_low": 1 / 3,  # ½ is below 1/1.9
+        "rollout_rs_masked_fraction": 0.0,
+        "rollout_rs_seq_masked_fraction": 0.0,
+    }
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_metrics_by_hand_of_a_correction() -> None:
+    keep = rejection(OLD, ROLLOUT, MASK, options="token_k1", thresholds="0.5_3.0")
+    by_row = rollout_weights(OLD, ROLLOUT, MASK, level="sequence", threshold="0.5_1.5")
+    found = flat(correction_metrics(OLD, ROLLOUT, MASK, weights=by_row, keep=keep, level="sequence", threshold="0.5_1.5"))
+    expected = {
+        "rollout_is_mean": 0.5,  # over the rows: 0 and 1
+        "rollout_is_std": math.sqrt(0.5),
+        "rollout_is_min": 0.0,
+        "rollout_is_max": 1.0,
+        "rollout_is_eff_sample_size": 0.5,
+        "rollout_is_ratio_fraction_high": 0.5,
+        "rollout_is_ratio_fraction_low": 0.0,
+        "rollout_rs_masked_fraction": 1 / 3,
+        "rollout_rs_seq_masked_fraction": 0.5,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    zero = flat(correction_metrics(OLD, ROLLOUT, MASK, weights=torch.zeros_like(OLD)))
+    assert zero["rollout_is_eff_sample_size"] == zero["rollout_is_max"] == 0.0
+    all_gone = flat(correction_metrics(OLD, ROLLOUT, MASK, keep=torch.zeros_like(MASK)))
+    assert all_gone["rollout_rs_masked_fraction"] == all_gone["rollout_rs_seq_masked_fraction"] == 1.0
+
+
+def test_a_rejected_token_is_in_no_denominator() -> None:
+    """Three tokens, one rejected: the loss is the mean over two, and a row that lost all its tokens is no row."""
+    advantages, scale_before = torch.tensor([[3.0, 1.0, 9.0], [5.0, 9.0, 9.0], [9.0, 9.0, 9.0]]), LossScale.count(MASK)
+    assert (scale_before.num_tokens, scale_before.num_sequences) == (3, 2)
+    narrowed = MASK & rejection(OLD, ROLLOUT, MASK, options="token_k1", thresholds="0.5_3.0")
+    scale = LossScale.count(narrowed)
+    assert (scale.num_tokens, scale.num_sequences) == (2, 2)
+    assert float(vanilla(ROLLOUT, ROLLOUT, advantages, narrowed, scale).loss) == pytest.approx(-(1.0 + 5.0) / 2)
+    by_row = MASK & rejection(OLD, ROLLOUT, MASK, options="seq_max_k2", thresholds=0.9)
+    assert LossScale.count(by_row) == LossScale(1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [(2.0, (None, 2.0)), (3, (None, 3.0)), ("1e3", (None, 1000.0)), ("0.5_5", (0.5, 5.0)), ("0_inf", (0.0, math.inf))],
+)
+def test_threshold_of_weights(threshold: float | str, expected: tuple[float | None, float]) -> None:
+    assert parse_is_threshold(threshold) == expected
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, math.nan, "", "two", "2_1", "1_1", "-1_2", "0.5_2.0_3.0", "0.5_", "0.5,2.0"])
+def test_threshold_of_weights_is_refused(threshold: float | str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout_is_threshold got .*: set a number above 0 .* or 'lo_hi' with 0 ≤ lo < hi"):
+        rollout_weights(OLD, ROLLOUT, MASK, level="token", threshold=threshold)
+
+
+def test_level_is_refused() -> None:
+    for call in (
+        lambda: rollout_weights(OLD, ROLLOUT, MASK, level="turn", threshold=2.0),
+        lambda: correction_metrics(OLD, ROLLOUT, MASK, level="turn"),
+    ):
+        with pytest.raises(ConfigError, match="rollout_is got 'turn': set token or sequence, or null"):
+            call()
+
+
+def test_rules_of_rejection() -> None:
+    low, high = pytest.approx(-math.log(2)), pytest.approx(math.log(2))
+    assert parse_rejection("token_k1 ,seq_max_k3,seq_mean_k1", "0.5_4 , 0.01,2") == [
+        Rule("token", "k1", low, pytest.approx(math.log(4))),
+        Rule("seq_max", "k3", -math.inf, 0.01),
+        Rule("seq_mean", "k1", low, high),
+    ]
+    assert parse_rejection("token_k2", 0.5) == [Rule("token", "k2", -math.inf, 0.5)]
+    assert len(OPTIONS) == len(set(OPTIONS)) == 11
+
+
+@pytest.mark.parametrize(
+    ("options", "thresholds", "message"),
+    [
+        ("", 2.0, "no option '': set a comma list of token_k1, "),
+        ("seq_max_k1", 2.0, "no option 'seq_max_k1'"),
+        ("token_k1,", "2.0,2.0", "no option ''"),
+        ("geometric", 2.0, "no option 'geometric'"),
+        ("token_k1", None, "has 1 options, but rollout_rs_threshold=None has 0 thresholds: set one for each"),
+        ("token_k1,token_k2", 2.0, "has 2 options, but rollout_rs_threshold=2.0 has 1 thresholds"),
+        ("token_k1", "2.0,0.1", "has 1 options, but rollout_rs_threshold=2.0,0.1 has 2"),
+        ("token_k1", 0.5, "got '0.5' for token_k1: set 'lo_hi' with 0 < lo < hi, .* u above 1"),
+        ("token_k1", "1", "got '1' for token_k1"),
+        ("seq_sum_k1", "0_2", "got '0_2' for seq_sum_k1"),
+        ("seq_sum_k1", "2_0.5", "got '2_0.5' for seq_sum_k1"),
+        ("seq_mean_k1", "high", "got 'high' for seq_mean_k1"),
+        ("token_k1,token_k2", "2.0,0.1_0.2", "got '0.1_0.2' for token_k2: set one number above 0, the upper bound"),
+        ("seq_max_k3", "0", "got '0' for seq_max_k3"),
+        ("seq_max_k3", "-1", "got '-1' for seq_max_k3"),
+        ("token_k3", "nan", "got 'nan' for token_k3"),
+    ],
+)
+def test_rejection_is_refused(options: str, thresholds: float | str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rejection(OLD, ROLLOUT, MASK, options=options, thresholds=thresholds)

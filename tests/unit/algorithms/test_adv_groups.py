@@ -88,6 +88,11 @@ def test_max_rl_divides_by_the_rate_of_success() -> None:
     assert first_tokens(max_rl(rewards, mask, ids(0, 0, 0, 0, 1, 1))) == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]
 
 
+def test_max_rl_does_not_divide_by_a_mean_that_rounds_to_zero() -> None:
+    rewards, mask = rows(5e-324, 0.0)
+    assert first_tokens(max_rl(rewards, mask, ids(0, 0))) == [0.0, 0.0]
+
+
 def test_max_rl_refuses_scores_below_zero_but_not_in_rows_that_do_not_count() -> None:
     rewards, mask = rows(1.0, -0.5, -0.25)
     with pytest.raises(ConfigError, match=r"max_rl needs scores of 0 or more, got -0\.5 \(rows below 0: 2\)"):

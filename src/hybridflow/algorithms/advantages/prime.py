@@ -35,11 +35,12 @@ def prime(
     """
     mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
     q = zero_outside(process_rewards, mask)
-    others = (group.size - 1).clamp(min=1).unsqueeze(-1)
+    n = group.size.to(q.dtype).unsqueeze(-1)
+    others = (n - 1).clamp(min=1)
     of_group = group_sum(masked_mean(q, mask, dim=-1), group_ids).unsqueeze(-1)
-    process = group.size.unsqueeze(-1) / others * q - of_group / others
+    process = n / others * q - of_group / others
     outcome = zero_outside(leave_one_out(scores, group).unsqueeze(-1), still_to_come(mask) == 1)
-    compared = (group.size > 1).unsqueeze(-1)
+    compared = n > 1
     returns = discounted_sum(process_coef * process + outcome_coef * outcome, mask, 1.0).where(compared, 0.0)
     learn = mask if loss_mask is None else mask & loss_mask.bool()
     return Advantages(advantages=masked_whiten(returns, learn).where(compared, 0.0), returns=returns)

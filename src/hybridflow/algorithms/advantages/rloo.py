@@ -24,5 +24,5 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) 
 
 def leave_one_out(scores: Tensor, group: GroupStatistics) -> Tensor:
     """s minus the mean of the group's other rows, [B] float; exactly 0 in a group that does not vary."""
-    others = (group.size - 1).clamp(min=1)
-    return (group.size / others * (scores - group.mean)).where(group.varies, 0.0)
+    n = group.size.to(scores.dtype)
+    return (n / (n - 1).clamp(min=1) * (scores - group.mean)).where(group.varies, 0.0)

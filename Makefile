@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds test test-slow check format clean
+.PHONY: setup demo demo-seeds learn test test-slow check format clean
 
 setup: $(READY)
 
@@ -15,11 +15,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
-demo: setup  ## watch a small language model learn arithmetic by GRPO (ALGO=ppo for PPO, SEED=n for another seed)
+demo: setup  ## watch a small language model learn arithmetic by GRPO (ALGO=rloo for another recipe, SEED=n for another seed)
 	$(BIN)/hybridflow demo $(if $(ALGO),--algo $(ALGO)) $(if $(SEED),--seed $(SEED))
 
 demo-seeds: setup  ## the demo on three seeds, by PPO and with random rewards; writes benchmarks/results/demo_seeds.json
 	$(BIN)/python benchmarks/demo_seeds.py
+
+learn: setup  ## every recipe on three seeds, resumable, about 90 minutes on 2 cores (ALGO=grpo for one); writes benchmarks/results/learn.md
+	$(BIN)/python benchmarks/learn.py $(if $(ALGO),--algo $(ALGO))
 
 test: setup  ## the tests of a working day
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2

@@ -22,10 +22,20 @@ CACHE = "~/.cache/hybridflow"
 def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
     """The configuration with derived values filled in, and one line for each that may surprise. `given`: paths that the user set."""
     if isinstance(config, PPOConfig):
+        loss, said = _bypass_loss(config)
+        config = with_values(config, loss)
         values, notes = _ppo(config, given)
-    else:
-        values, notes = _sft(config), list[str]()
-    return with_values(config, values), notes
+        return with_values(config, values), [*said, *notes]
+    return with_values(config, _sft(config)), []
+
+
+def _bypass_loss(config: PPOConfig) -> tuple[dict[str, Any], list[str]]:
+    """In bypass mode `loss_type=reinforce` is the policy loss."""
+    correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if not correction.bypass_mode or correction.loss_type != "reinforce" or loss == "reinforce":
+        return {}, []
+    path = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    return {path: "reinforce"}, [f"{path}=reinforce: what algorithm.rollout_correction.loss_type asks for in bypass mode (it was {loss})"]
 
 
 def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:

@@ -47,6 +47,6 @@ def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step
 
 def _log_probs_of_now(actor: ActorGroup, mini: DataProto, number: int, *, bypass: bool) -> Tensor:
     """log-probs [B, R] under the weights as they are; before the first update of a step the old ones are theirs."""
-    if number == 0 and not bypass:
-        return mini.batch["old_log_probs"]
-    return actor.log_probs(mini, with_entropy=False).batch["old_log_probs"]
+    rows = mini if number == 0 and not bypass else actor.log_probs(mini, with_entropy=False)
+    now: Tensor = rows.batch["old_log_probs"]
+    return now

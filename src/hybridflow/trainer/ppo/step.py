@@ -5,7 +5,7 @@ Read it as the algorithm. The right margin names the columns that each line adds
 
 from __future__ import annotations
 
-from hybridflow.algorithms.aggregation import LossScale, aggregate
+from hybridflow.algorithms.masked import masked_mean
 from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
@@ -69,7 +69,8 @@ class PPOStep:
                 metrics.update(roles.critic.update(batch, self._critic_plan(step)))
         if step > self.config.trainer.critic_warmup:
             with timer("update_actor"):
-                metrics.update(self._update_actor(batch, step))
+                hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
+                metrics.update(roles.actor.update(batch, self._actor_plan(step), also=self._loss_columns(batch), prepare=hook))
         if roles.reference and algorithm.ref_update_freq and step % algorithm.ref_update_freq == 0:
             roles.reference.copy_from(roles.actor)
         return batch, metrics
@@ -104,26 +105,26 @@ class PPOStep:
         return batch if found.weights is None else batch | DataProto.from_dict({"rollout_is_weights": found.weights})
 
     def _measure(self, batch: DataProto) -> Metrics:
-        actor, mask = self.config.actor_rollout_ref.actor, batch.batch["loss_mask"]
+        mask = batch.batch["loss_mask"]
         metrics = batch_metrics(batch, has_critic=self.roles.critic is not None)
         if not self.config.algorithm.rollout_correction.bypass_mode:
             metrics.update(rollout_difference(batch))
-        if "entropys" in batch:
-            mode = actor.loss_agg_mode or self.loss.agg_mode
-            entropy = aggregate(batch.batch["entropys"], mask, mode, LossScale.count(mask), actor.loss_scale_factor)
-            metrics.add_mean("actor/entropy", entropy)
+        if "entropys" in batch and bool(mask.any()):
+            metrics.add_mean("actor/entropy", masked_mean(batch.batch["entropys"], mask))
         return metrics
 
-    def _update_actor(self, batch: DataProto, step: int) -> Metrics:
-        actor = self.config.actor_rollout_ref.actor
-        plan = MiniBatchPlan(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, step)
+    def _loss_columns(self, batch: DataProto) -> list[str]:
+        """The columns that this run's loss reads beside those that every loss has."""
+        actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
         wanted = {*self.loss.keywords, "rollout_is_weights"}
         wanted |= {"ref_log_prob"} if actor.use_kl_loss else set()
         wanted |= {"positive"} if actor.positive_lm_loss_coef else set()
-        hook = mini_batch_hook(self.roles.actor, self.config, self.loss, step)
-        wanted |= {"rollout_log_probs", "is_demonstration"} if hook else set()
-        also = sorted(wanted & set(batch.batch.keys()))
-        return self.roles.actor.update(batch, plan, also=also, prepare=hook)
+        wanted |= {"rollout_log_probs", "is_demonstration"} if correction.bypass_mode else set()
+        return sorted(wanted & set(batch.batch.keys()))
+
+    def _actor_plan(self, step: int) -> MiniBatchPlan:
+        actor = self.config.actor_rollout_ref.actor
+        return MiniBatchPlan(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, step)
 
     def _critic_plan(self, step: int) -> MiniBatchPlan:
         critic = self.config.critic

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 
 from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from hybridflow.algorithms.aggregation import LossAggMode
 from hybridflow.algorithms.kl import KL_KINDS
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.config import PPOConfig, SFTConfig, algorithm_names
 from hybridflow.config import check as checks
+from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
 from hybridflow.config.aliases import VALUE_ALIASES
 from hybridflow.config.check_paths import TASKS
@@ -19,6 +23,14 @@ from hybridflow.config.trainer import Tracker
 from hybridflow.config.verl_rules import REFUSED_VALUES
 from hybridflow.data.tasks import build_task
 from hybridflow.observability.trackers.build import TRACKERS
+from hybridflow.workers.bridge import loss_parameters
+
+PPO = ActorConfig()
+FROM_THE_PAPER: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("gspo", "geo_mean", "gmpo", "cispo"), frozenset({"clip_low", "clip_high"})),
+    **dict.fromkeys(("dppo_tv", "dppo_kl"), frozenset({"clip_c"})),
+}
+"""Parameters whose defaults in the loss are those of its paper and not of PPO."""
 
 
 def test_estimators_and_what_they_need() -> None:
@@ -30,10 +42,39 @@ def test_estimators_and_what_they_need() -> None:
         assert facts.process_rewards == ("process_rewards" in entry.needs), name
 
 
-def test_losses_kl_and_trackers() -> None:
-    assert set(algorithm_names.POLICY_LOSSES) == set(POLICY_LOSSES)
+def test_losses_and_the_defaults_of_their_papers() -> None:
+    assert list(algorithm_names.POLICY_LOSSES) == list(POLICY_LOSSES)
+    for name, record in POLICY_LOSSES.items():
+        facts, defaults = algorithm_names.POLICY_LOSSES[name], inspect.signature(record.function).parameters
+        assert record.agg_mode == facts.agg_mode and record.agg_mode in get_args(LossAggMode), name
+        assert facts.reference == ("ref_log_prob" in record.keywords), name
+        if "clip_low" in defaults:
+            assert (facts.clip or (PPO.clip_low, PPO.clip_high)) == (defaults["clip_low"].default, defaults["clip_high"].default), name
+        else:
+            assert facts.clip is None, name
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_loss_gets_all_that_it_asks_for(name: str) -> None:
+    """Its parameters come from the configuration under the same names, the rest are columns; and only what no key sets has no default."""
+    record, parameters = POLICY_LOSSES[name], loss_parameters(PPO)
+    assert {"loss_agg_mode", "loss_scale_factor"} <= set(record.keywords)
+    columns = set(record.keywords) - set(parameters)
+    assert columns == {"dpo": {"ref_log_prob", "group_ids"}}.get(name, {f"{name}_selected"} if record.select else set())
+    for keyword, argument in inspect.signature(record.function).parameters.items():
+        if keyword in set(record.keywords) - columns - {"loss_agg_mode", "loss_scale_factor"} - FROM_THE_PAPER.get(name, frozenset()):
+            assert argument.default == parameters[keyword], keyword
+    if record.select is not None:
+        assert set(record.select_arguments(parameters)) == keyword_only(record.select)
+
+
+def test_kl_and_trackers() -> None:
     assert set(algorithm_names.KL_ESTIMATORS) == set(KL_KINDS)
     assert set(checks.TRACKERS) == set(TRACKERS) == set(get_args(Tracker))
+
+
+def keyword_only(function: Callable[..., Any]) -> set[str]:
+    return {name for name, argument in inspect.signature(function).parameters.items() if argument.kind is argument.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+import math
+from typing import Any
 
 import pytest
+import reference_losses
 import reference_maths as reference
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from loss_cases import (
+    CASES,
+    EXACT,
+    FACTOR,
+    MODES,
+    NAMES,
+    SELECTION,
+    columns,
+    far,
+    floats,
+    reference_of,
+    same_value_and_gradient,
+    with_gradient,
+)
 from ragged_batches import SEEDS, Ragged, ragged
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossScale, aggregate
-from hybridflow.algorithms.policy_losses import vanilla
+from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, select_clip_cov, select_kl_cov
+from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
-
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
-MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-FACTOR = 11.0
-
-
-def with_gradient(x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    leaf = x.clone().requires_grad_()
-    value = loss(leaf)
-    (gradient,) = torch.autograd.grad(value, leaf)
-    return value.detach(), gradient
-
-
-def same_value_and_gradient(x: Tensor, found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor]) -> None:
-    for a, b in zip(with_gradient(x, found), with_gradient(x, expected), strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -46,23 +44,99 @@ def test_aggregation(seed: int, mode: str) -> None:
     )
 
 
+def run(name: str, x: Tensor, b: Ragged, of_batch: dict[str, Tensor], mode: str | None, weights: Tensor | None, **keys: Any) -> LossOutput:
+    scale = LossScale.count(b.mask)
+    keys |= {**of_batch, "loss_agg_mode": mode, "loss_scale_factor": FACTOR}
+    return POLICY_LOSSES[name].function(x, b.old_log_prob, b.advantages, b.mask, scale, weights, **keys)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("low", "high", "c"), [(0.2, 0.2, 3.0), (0.2, 0.28, 3.0), (0.1, 0.5, None)])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_vanilla(seed: int, mode: str, low: float, high: float, c: float | None, weighted: bool) -> None:
+@pytest.mark.parametrize(("name", "parameters"), CASES, ids=NAMES)
+def test_policy_losses(name: str, parameters: dict[str, Any], mode: str, seed: int) -> None:
+    """Near and far log-ratios, with importance weights and without."""
+    b, weights = (ragged, far)[seed % 2](seed), (None, ragged(seed).weights)[seed // 2]
+    of_batch = columns(POLICY_LOSSES[name], b, seed)
+    plain = floats(b, of_batch)
+
+    def expected(x: Tensor) -> Tensor:
+        token = reference_of(name)(x, plain, **parameters)
+        weigh = [[1.0] * len(row) for row in plain.mask] if weights is None else weights.tolist()
+        return reference.aggregate(lambda i, t: token(i, t) * weigh[i][t], plain.mask, mode, FACTOR)
+
+    same_value_and_gradient(b.log_prob, lambda x: run(name, x, b, of_batch, mode, weights, **parameters).loss, expected)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_each_loss_honours_each_aggregation_and_has_its_papers_for_none(name: str) -> None:
+    """The five modes give five numbers (each proven above), and no mode gives that of the table."""
+    b = ragged(1)
+    of_batch = columns(POLICY_LOSSES[name], b)
+    found = {mode: float(run(name, b.log_prob, b, of_batch, mode, b.weights).loss) for mode in (None, *MODES)}
+    assert found[None] == found[POLICY_LOSSES[name].agg_mode]
+    assert len({round(found[mode], 9) for mode in MODES}) == len(MODES), found
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_to_learn_from(name: str, mode: str) -> None:
+    """An empty mask over junk: loss 0, gradient 0, metrics 0 of 0."""
+    b = ragged(2)
+    junk = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -3.0, 7.0], dtype=torch.float64).expand_as(b.mask)
+    nothing = Ragged(**{k: torch.zeros_like(v) if k == "mask" else junk if v.dim() == 2 else v for k, v in vars(b).items()})
+    of_batch = columns(POLICY_LOSSES[name], nothing)
+    out = run(name, nothing.log_prob, nothing, of_batch, mode, nothing.weights)
+    value, gradient = with_gradient(nothing.log_prob, lambda x: run(name, x, nothing, of_batch, mode, nothing.weights).loss)
+    assert float(value) == 0.0 and torch.equal(gradient, torch.zeros_like(gradient))
+    assert all(float(n) == float(d) == 0.0 for n, d in out.metrics.values()), out.metrics
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_ppo_kl_is_the_mean_of_the_clamped_log_ratios(name: str) -> None:
+    b = far(3)
+    numerator, denominator = run(name, b.log_prob, b, columns(POLICY_LOSSES[name], b), None, b.weights).metrics["actor/ppo_kl"]
+    kept = [float(reference_losses.log_ratio(b.log_prob[i, t], float(b.old_log_prob[i, t]))) for i, t in b.mask.nonzero().tolist()]
+    torch.testing.assert_close(numerator, torch.tensor(-math.fsum(kept), dtype=torch.float64), **EXACT)
+    assert int(denominator) == len(kept)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
+def test_what_clip_cov_selects(seed: int, ratio: float) -> None:
     b = ragged(seed)
-    weights = b.weights if weighted else None
+    keys = {key: value for key, value in SELECTION.items() if key != "kl_cov_ratio"} | {"clip_cov_ratio": ratio}
 
-    def token(x: Tensor, i: int, t: int) -> Tensor:
-        weight = float(b.weights[i, t]) if weighted else 1.0
-        return reference.ppo_token(x[i, t], float(b.old_log_prob[i, t]), float(b.advantages[i, t]), low, high, c, weight)
+    def select(number: int) -> Tensor:
+        rng = torch.Generator().manual_seed(number)
+        return select_clip_cov(b.log_prob, b.old_log_prob, b.advantages, b.mask, rng, **keys)["clip_cov_selected"]
 
-    keys = {"clip_low": low, "clip_high": high, "clip_c": c, "loss_agg_mode": mode, "loss_scale_factor": FACTOR}
+    candidates = reference_losses.clip_cov_candidates(b.log_prob, floats(b, {}), 0.2, 0.28, 0.05, 5.0)
+    draws = [{(i, t) for i, t in select(number).nonzero().tolist()} for number in range(20)]
+    assert candidates and all(draw <= candidates for draw in draws)
+    assert {len(draw) for draw in draws} == {min(len(candidates), max(1, int(ratio * int(b.mask.sum()))))}
+    assert torch.equal(select(5), select(5)) and set().union(*draws) == candidates  # seeded, and each of them may be drawn
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
+def test_what_kl_cov_selects(seed: int, ratio: float) -> None:
+    b = ragged(seed)
+    found = select_kl_cov(b.log_prob, b.old_log_prob, b.advantages, b.mask, torch.Generator(), kl_cov_ratio=ratio)["kl_cov_selected"]
+    covs = reference_losses.covariances(b.log_prob, floats(b, {}))
+    expected = sorted(covs, key=lambda place: -covs[place])[: max(1, int(ratio * len(covs)))]
+    assert {(i, t) for i, t in found.nonzero().tolist()} == set(expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_positive_examples(seed: int) -> None:
+    b, positive = ragged(seed), [True, False, True, True, False, True, False]
+    scale = LossScale.count(b.mask, torch.tensor(positive))
+    places = [(i, t) for i, t in b.mask.nonzero().tolist() if positive[i]]
+    assert scale.num_positive_tokens == len(places)
     same_value_and_gradient(
         b.log_prob,
-        lambda x: vanilla(x, b.old_log_prob, b.advantages, b.mask, LossScale.count(b.mask), weights, **keys).loss,  # type: ignore[arg-type]
-        lambda x: reference.aggregate(lambda i, t: token(x, i, t), b.mask.tolist(), mode, FACTOR),
+        lambda x: positive_example_loss(x, b.mask, torch.tensor(positive), scale),
+        lambda x: -reference_losses.total([x[i, t] for i, t in places]) / len(places),
     )
 
 
@@ -81,55 +155,3 @@ def test_value_loss(seed: int, clip: float | None, mode: str) -> None:
         lambda x: value_loss(x, b.old_values, b.returns, b.mask, scale, clip_range=clip, loss_agg_mode=mode, loss_scale_factor=FACTOR).loss,
         lambda x: reference.aggregate(lambda i, t: token(x, i, t), b.mask.tolist(), mode, FACTOR),
     )
-
-
-def every_loss(b: Ragged, x: Tensor, rows: list[int], scale: LossScale, mode: str) -> tuple[Tensor, dict[str, tuple[float, float]]]:
-    mask = b.mask[rows]
-    keys = {"loss_agg_mode": mode, "loss_scale_factor": FACTOR}
-    outputs = [
-        vanilla(x[rows], b.old_log_prob[rows], b.advantages[rows], mask, scale, b.weights[rows], **keys),  # type: ignore[arg-type]
-        value_loss(x[rows], b.old_values[rows], b.returns[rows], mask, scale, clip_range=0.3, **keys),  # type: ignore[arg-type]
-    ]
-    metrics = {name: (float(n), float(d)) for out in outputs for name, (n, d) in out.metrics.items()}
-    return sum((out.loss for out in outputs), torch.zeros((), dtype=torch.float64)), metrics
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(0, 10_000), st.permutations(range(7)), st.sets(st.integers(1, 6)), st.sampled_from(MODES))
-def test_cutting_into_micro_batches_changes_no_loss_gradient_or_metric(seed: int, order: list[int], cuts: set[int], mode: str) -> None:
-    b = ragged(seed)
-    scale = LossScale.count(b.mask)
-    edges = [0, *sorted(cuts), 7]
-    pieces = [order[start:end] for start, end in pairwise(edges)]
-    metrics: dict[str, tuple[float, float]] = {}
-
-    def in_pieces(x: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for rows in pieces:
-            share, found = every_loss(b, x, rows, scale, mode)
-            total = total + share
-            metrics.update({k: (metrics.get(k, (0.0, 0.0))[0] + n, metrics.get(k, (0.0, 0.0))[1] + d) for k, (n, d) in found.items()})
-        return total
-
-    same_value_and_gradient(b.log_prob, in_pieces, lambda x: every_loss(b, x, list(range(7)), scale, mode)[0])
-    whole = every_loss(b, b.log_prob, list(range(7)), scale, mode)[1]
-    for name, (numerator, denominator) in whole.items():
-        assert metrics[name][1] == denominator == float(b.mask.sum())
-        assert abs(metrics[name][0] - numerator) < 1e-9 * max(1.0, abs(numerator)), name
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.integers(0, 10_000), st.integers(1, 4), st.sampled_from(MODES))
-def test_padding_changes_nothing(seed: int, more: int, mode: str) -> None:
-    b = ragged(seed)
-
-    def pad(x: Tensor, fill: float) -> Tensor:
-        return torch.nn.functional.pad(x, (0, more), value=fill)
-
-    wide = Ragged(**{k: pad(v, False if k == "mask" else float("nan")) if v.dim() == 2 else v for k, v in vars(b).items()})
-    rows, scale = list(range(7)), LossScale.count(b.mask)
-    assert LossScale.count(wide.mask) == scale
-    value, gradient = with_gradient(b.log_prob, lambda x: every_loss(b, x, rows, scale, mode)[0])
-    wide_value, wide_gradient = with_gradient(wide.log_prob, lambda x: every_loss(wide, x, rows, scale, mode)[0])
-    torch.testing.assert_close(wide_value, value, **EXACT)
-    torch.testing.assert_close(wide_gradient, pad(gradient, 0.0), **EXACT)

@@ -257,9 +257,4 @@ def test_only_log_prob_is_taught_and_half_precision_computes_in_float32(name: st
     x, out = some(name, torch.bfloat16)
     assert x.grad is not None and out.loss.dtype == torch.float32
     assert all(pair[0].dim() == pair[1].dim() == 0 and not pair[0].requires_grad for pair in out.metrics.values())
-    x, out = some(name, torch.float64)
-    assert out.loss.dtype == torch.float64 and {pair[0].dtype for pair in out.metrics.values()} <= {
-        torch.float64,
-        torch.float32,
-        torch.int64,
-    }
+    assert some(name, torch.float64)[1].loss.dtype == torch.float64

@@ -81,6 +81,17 @@ def config(options: argparse.Namespace) -> int:
     return 0
 
 
+def explain(options: argparse.Namespace) -> int:
+    """The formulas that a run is made of, with its numbers."""
+    from hybridflow.cli.algorithm_view import show_algorithm
+    from hybridflow.trainer.explain_algorithm import look
+
+    prepared = look(options.overrides, recipe=options.recipe)
+    _show_notes(prepared.notes)
+    show_algorithm(prepared.config)
+    return 0
+
+
 def doctor(options: argparse.Namespace) -> int:
     """What this machine has, and what each backend misses."""
     from hybridflow.cli.doctor import show_machine

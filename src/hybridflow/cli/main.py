@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hybridflow import __version__
 from hybridflow.cli import commands
@@ -20,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     words = root.add_subparsers(dest="command", metavar="command", required=True)
 
     demo = words.add_parser("demo", help="watch a tiny language model learn arithmetic, in minutes, on this machine")
-    demo.add_argument("--algo", choices=["grpo", "ppo"], default="grpo")
+    demo.add_argument("--algo", choices=_demo_names(), metavar="NAME", default="grpo", help="a tiny recipe: %(choices)s")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", default="demo", help="folder of the run (default: demo)")
     demo.add_argument(
@@ -47,6 +48,11 @@ def parser() -> argparse.ArgumentParser:
     config.add_argument("overrides", nargs="*", help=OVERRIDES)
     config.set_defaults(body=commands.config)
 
+    explained = words.add_parser("explain", help="print the formulas of a run with its numbers put in; needs no model and no data")
+    explained.add_argument("--recipe", help="name of a recipe, or a YAML file")
+    explained.add_argument("overrides", nargs="*", help=OVERRIDES)
+    explained.set_defaults(body=commands.explain)
+
     words.add_parser("doctor", help="what this machine has, and what each backend misses").set_defaults(body=commands.doctor)
 
     merge = words.add_parser("merge", help="turn a checkpoint into a Hugging Face folder")
@@ -67,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
     view.add_argument("-o", "--out", help="file to write (default: report.html in the run's folder)")
     view.set_defaults(body=commands.view)
     return root
+
+
+def _demo_names() -> list[str]:
+    """The tiny recipes that need nothing but the demo's own model; read off the folder, so that nothing heavy is imported."""
+    names = {path.stem for path in (Path(__file__).parents[1] / "recipes" / "tiny").glob("*.yaml")}
+    return sorted(names - {"base", "sft", "on_policy_distillation"})
 
 
 @ends_in_status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hybridflow.cli.main import main
 from hybridflow.data.files import count_rows
 from hybridflow.models.tiny import create_tiny_model
 
-WORDS = ("demo", "train", "sft", "config", "doctor", "merge", "reward-test", "view")
+WORDS = ("demo", "train", "sft", "config", "explain", "doctor", "merge", "reward-test", "view")
 NUM_PARAMETERS = 56 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32) + 32
 
 
@@ -160,7 +161,28 @@ def test_rows_are_counted_without_reading_parquet_and_not_for_remote_files(tmp_p
     assert count_rows(["rows.parquet", "s3://bucket/rows.parquet"]) is None
 
 
-@pytest.mark.parametrize("word", ["config", "train", "sft", "reward-test"])
+def test_explain_prints_the_formulas_without_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = run("explain", "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.rollout.n=8")
+    assert main(words) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "4. the advantage: algorithm.adv_estimator=grpo" in lines
+    assert any(line.startswith("max(−A·ρ, −A·clip(ρ, 1 − 0.2, 1 + 0.28))") for line in lines)
+    assert any("vanilla.py:" in line and "https://arxiv.org/abs/1707.06347" in line for line in lines)
+    assert main(run("explain", "--recipe", "grpo", "actor_rollout_ref.rollout.n=1")) == 1
+    assert "set actor_rollout_ref.rollout.n to 2 or more" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_explain_folds_its_lines_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(run("explain")) == 0
+    shown = capsys.readouterr().out
+    plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown.splitlines()]
+    assert "\x1b[1m" in shown and max(map(len, plain)) <= 60
+
+
+@pytest.mark.parametrize("word", ["config", "train", "sft", "reward-test", "explain"])
 def test_a_wrong_configuration_is_one_message_and_status_1(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word, "data.train_batch_sise=8"]) == 1
     shown = capsys.readouterr().err

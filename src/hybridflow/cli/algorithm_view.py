@@ -1,0 +1,47 @@
+"""How `hybridflow explain` shows the formulas of a run: sections in the order of the step, plain text where nobody watches."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from hybridflow.config import PPOConfig
+from hybridflow.trainer.explain_algorithm import explain_algorithm
+from hybridflow.trainer.formula import Formula
+
+INDENT, DEEPER = 3, 5
+
+
+def show_algorithm(config: PPOConfig) -> None:
+    """Print each part of a step: the equation, the same with this run's numbers, where they are set, the paper, the code."""
+    console = Console()
+    for number, section in enumerate(explain_algorithm(config), start=1):
+        console.print(Text(f"{number}. {section.title}", style="bold"))
+        for line in section.lines:
+            _line(console, line, INDENT)
+        for formula in section.formulas:
+            _show(console, formula)
+        console.print()
+
+
+def _show(console: Console, formula: Formula) -> None:
+    _line(console, formula.signature or formula.name, INDENT, "bold cyan")
+    _line(console, formula.equation, DEEPER)
+    if formula.with_numbers:
+        _line(console, "with this run's numbers:", DEEPER, "dim")
+        _line(console, formula.with_numbers, DEEPER, "green")
+    for number in formula.numbers:
+        meaning = f": {number.meaning}" if number.meaning else ""
+        _line(console, f"{formula.label(number)} = {number.shown}   ({number.key}{meaning})", DEEPER)
+    for note in formula.notes:
+        _line(console, note, DEEPER)
+    _line(console, "   ".join(("code " + formula.place, *(f"source {address}" for address in formula.sources))), DEEPER, "dim")
+
+
+def _line(console: Console, text: str, indent: int, style: str = "") -> None:
+    """One line; folded to the window under its indent, or whole where the output is no terminal."""
+    if console.is_terminal:
+        console.print(Padding(Text(text, style=style), (0, 0, 0, indent)))
+    else:
+        console.print(Text(" " * indent + text), soft_wrap=True)

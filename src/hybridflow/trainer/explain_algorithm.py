@@ -1,0 +1,360 @@
+"""What a run computes, in the order of its step: each formula in force, from its docstring, with the numbers of the configuration.
+
+    key=value … ──look──► PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of the step
+
+Neither a model nor data is needed. A formula has one home, the docstring of the function that computes it (`formula.py`); the table
+`PARAMETERS` says which key sets each argument of those functions, and how equations write it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from hybridflow.algorithms.aggregation import aggregate
+from hybridflow.algorithms.kl import AdaptiveKLController, kl_estimate
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES
+from hybridflow.algorithms.positive_examples import positive_example_loss
+from hybridflow.algorithms.preference import dpo, ipo
+from hybridflow.algorithms.process_reward import implicit_rewards, process_reward_loss
+from hybridflow.algorithms.resampling import resample_rows
+from hybridflow.algorithms.rollout_correction import parse_rejection, rejection, rollout_weights
+from hybridflow.algorithms.value_loss import value_loss
+from hybridflow.config import PPOConfig
+from hybridflow.config.check import check
+from hybridflow.config.explain import explain
+from hybridflow.config.load import Loaded, load_config
+from hybridflow.config.needs import needs_reference, needs_teacher
+from hybridflow.config.resolve import resolve
+from hybridflow.config.tree import keys_of, with_values
+from hybridflow.trainer.formula import Formula, Number, alternative, formula_of, paragraphs, shown
+from hybridflow.trainer.ppo.group_filter import groups_to_keep
+from hybridflow.trainer.ppo.overlong import filter_overlong, overlong_penalty
+from hybridflow.workers.bridge import apply_kl_penalty, find_estimator, find_policy_loss
+
+ACTOR, ROLLOUT, PRM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward.process_reward_model"
+
+
+class Parameter(NamedTuple):
+    """How equations write an argument, and its keys: the first that is not null is in force."""
+
+    symbols: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+PARAMETERS: dict[str, Parameter] = {
+    "gamma": Parameter(("γ",), ("algorithm.gamma",)),
+    "lam": Parameter(("λ",), ("algorithm.lam",)),
+    "lam_critic": Parameter(("λ_critic",), ("algorithm.lam_critic", "algorithm.lam")),
+    "lam_length_alpha": Parameter(("α",), ("algorithm.lam_length_alpha",)),
+    "norm_by_std": Parameter((), ("algorithm.norm_adv_by_std_in_grpo",)),
+    "gdpo_reward_weights": Parameter(("w",), ("algorithm.gdpo_reward_weights",)),
+    "process_coef": Parameter(("c_p",), (f"{PRM}.process_coef",)),
+    "outcome_coef": Parameter(("c_o",), (f"{PRM}.outcome_coef",)),
+    "sppo_eta": Parameter(("η",), ("algorithm.sppo.eta",)),
+    "sppo_beta": Parameter(("β",), ("algorithm.sppo.beta",)),
+    "clip_low": Parameter(("ε_low", "δ_low"), (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio")),
+    "clip_high": Parameter(("ε_high", "δ_high"), (f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio")),
+    "clip_c": Parameter(("c",), (f"{ACTOR}.clip_ratio_c",)),
+    "tau_pos": Parameter(("τ_pos",), (f"{ACTOR}.policy_loss.tau_pos",)),
+    "tau_neg": Parameter(("τ_neg",), (f"{ACTOR}.policy_loss.tau_neg",)),
+    "clip_cov_ratio": Parameter(("ratio",), (f"{ACTOR}.policy_loss.clip_cov_ratio",)),
+    "clip_cov_lb": Parameter(("lb",), (f"{ACTOR}.policy_loss.clip_cov_lb",)),
+    "clip_cov_ub": Parameter(("ub",), (f"{ACTOR}.policy_loss.clip_cov_ub",)),
+    "kl_cov_ratio": Parameter(("ratio",), (f"{ACTOR}.policy_loss.kl_cov_ratio",)),
+    "ppo_kl_coef": Parameter(("coef",), (f"{ACTOR}.policy_loss.ppo_kl_coef",)),
+    "dro_beta": Parameter(("β",), (f"{ACTOR}.policy_loss.dro_beta",)),
+    "dpo_loss": Parameter((), (f"{ACTOR}.policy_loss.dpo_loss",)),
+    "dpo_beta": Parameter(("β",), (f"{ACTOR}.policy_loss.dpo_beta",)),
+    "dpo_label_smoothing": Parameter((), (f"{ACTOR}.policy_loss.dpo_label_smoothing",)),
+}
+"""Arguments of estimators and losses by name; `workers/bridge.py` hands them over under the same names."""
+
+
+PAIR_LOSSES: dict[str, Callable[..., Any]] = {"sigmoid": dpo, "ipo": ipo}
+"""What `dpo_loss` names."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the step: words, then formulas."""
+
+    title: str
+    lines: tuple[str, ...] = ()
+    formulas: tuple[Formula, ...] = ()
+
+
+def look(overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[PPOConfig]:
+    """The configuration with derived values, checked in all but what a look does not need: models, data, folders.
+
+    Raises ConfigError as `prepare_config` does.
+    """
+    loaded = load_config(PPOConfig, overrides, recipe)
+    config, notes = resolve(loaded.config, loaded.given)
+    set_aside: dict[str, Any] = {
+        "data.train_files": [],
+        "data.val_files": [],
+        "data.task.name": "arithmetic_chain",
+        "data.custom_cls.path": None,
+        "data.sampler.class_path": None,
+        "reward.custom_reward_function.path": None,
+        "trainer.default_local_dir": tempfile.gettempdir(),
+        "trainer.rollout_data_dir": None,
+        "trainer.validation_data_dir": None,
+        "trainer.resume_mode": "disable",
+        "trainer.resume_from_path": None,
+    }
+    for model in ("actor_rollout_ref.model", "critic.model", f"{PRM}.model", "distillation.teacher_model"):
+        set_aside |= {f"{model}.path": "owner/model", f"{model}.tokenizer_path": None}
+    surprises = check(with_values(config, set_aside), loaded.given, make_folders=False)
+    return Loaded(config, [*loaded.notes, *notes, *surprises], loaded.given)
+
+
+def explain_algorithm(config: PPOConfig) -> list[Section]:
+    """The parts of a step of this run, in its order; `config` as `look` or `prepare_config` gives it.
+
+    Raises ConfigError where a user's own estimator or loss cannot be loaded.
+    """
+    run = Run(config)
+    parts = (_rewards, _groups, _correction, _advantage, _resampling, _policy, _aggregation, _further, _value, _steps)
+    return [section for part in parts if (section := part(run)) is not None]
+
+
+class Run:
+    """A configuration read by dotted keys, so that every number can say where it is set."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config, self.keys = config, keys_of(PPOConfig)
+
+    def __getitem__(self, key: str) -> Any:
+        return functools.reduce(getattr, key.split("."), self.config)
+
+    def number(self, symbols: tuple[str, ...], *keys: str) -> Number:
+        """The first of `keys` that is not null, else the first."""
+        key = next((key for key in keys if self[key] is not None), keys[0])
+        return Number(symbols, self[key], key, self.keys[key].meaning)
+
+    def says(self, key: str) -> str:
+        """`key=value` with the key's meaning."""
+        return f"{key}={shown(self[key])}: {self.keys[key].meaning}"
+
+    def arguments(self, function: Callable[..., Any], options_key: str) -> list[Number]:
+        """Numbers that an estimator or a loss takes: by the table, defaults of its own, then the user's options."""
+        named, options, found = inspect.signature(inspect.unwrap(function)).parameters, self[options_key], list[Number]()
+        for name, argument in named.items():
+            if name in options:
+                continue
+            if name in PARAMETERS:
+                symbols, keys = PARAMETERS[name]
+                by_length = name == "lam" and "lam_length_alpha" in named and self["algorithm.lam_length_alpha"] is not None
+                found.append(self.number((name,) if by_length else (*symbols, name), *keys))
+            elif isinstance(argument.default, (bool, int, float)):
+                found.append(Number((name,), argument.default, "its own default"))
+        for name, value in options.items():
+            symbols = PARAMETERS[name].symbols if name in PARAMETERS else ()
+            found.append(Number((*symbols, name), value, f"{options_key}.{name}"))
+        return found
+
+    def formula(self, function: Callable[..., Any], options_key: str, *, more: tuple[Number, ...] = (), own: bool = False) -> Formula:
+        """The formula of an estimator or a loss; paragraphs on optional arguments that this run sets are its notes."""
+        numbers = self.arguments(function, options_key)
+        set_here = [name for name, argument in inspect.signature(inspect.unwrap(function)).parameters.items() if argument.default is None]
+        set_here = [name for name in set_here if name in PARAMETERS and self[PARAMETERS[name].keys[0]]]
+        texts = paragraphs(function)[1:]
+        notes = tuple(text for text in texts if own or any(f"`{name}`" in text for name in set_here))
+        return formula_of(function, [*numbers, *more], notes=notes, own=own)
+
+
+def _rewards(run: Run) -> Section:
+    own, terms = run["reward.custom_reward_function.path"], run["reward.terms"]
+    lines = [
+        f"scores s by {own}:{run['reward.custom_reward_function.name']}" if own else f"scores s by reward.function={run['reward.function']}"
+    ]
+    if terms and not own:
+        lines = ["scores s by reward.terms: " + " + ".join(f"{term.get('weight', 1)}·{term.get('name')}" for term in terms)]
+    lines.append("token rewards r_t: the score on the last sampled token, 0 before it")
+    formulas, buffer = [], "reward.reward_kwargs.overlong_buffer_cfg"
+    if run[f"{buffer}.enable"]:
+        numbers = (
+            run.number(("max_len",), "reward.reward_kwargs.max_resp_len", "data.max_response_length"),
+            run.number(("buffer_len",), f"{buffer}.len"),
+            run.number(("factor",), f"{buffer}.penalty_factor"),
+        )
+        formulas.append(formula_of(overlong_penalty, numbers, name="overlong shaping", equation=_equation(overlong_penalty, 1)))
+    if run["algorithm.use_kl_in_reward"]:
+        formulas += _kl_in_reward(run)
+    else:
+        lines.append("no KL in the reward (algorithm.use_kl_in_reward=false)")
+    if run[f"{PRM}.enable"]:
+        beta, granularity = run.number(("β", "beta"), f"{PRM}.beta"), run.number(("granularity",), f"{PRM}.granularity")
+        formulas.append(formula_of(implicit_rewards, [beta, granularity], name="process rewards"))
+        formulas.append(formula_of(process_reward_loss, [beta], name="loss of the process reward model"))
+        lines.append(f"the process reward model: {run.says(f'{PRM}.update')}")
+    return Section("rewards", tuple(lines), tuple(formulas))
+
+
+def _kl_in_reward(run: Run) -> list[Formula]:
+    beta = run.number(("beta", "β"), "algorithm.kl_ctrl.kl_coef")
+    formulas = [
+        formula_of(apply_kl_penalty, [beta], name="KL in the reward", equation=paragraphs(apply_kl_penalty)[0].partition(", ")[0]),
+        _kl_estimator(run, "algorithm.kl_penalty"),
+    ]
+    if run["algorithm.kl_ctrl.type"] == "adaptive":
+        rows = Number(("rows",), run["data.train_batch_size"] * run[f"{ROLLOUT}.n"], f"data.train_batch_size × {ROLLOUT}.n")
+        numbers = (
+            run.number(("target",), "algorithm.kl_ctrl.target_kl"),
+            run.number(("horizon",), "algorithm.kl_ctrl.horizon"),
+            rows,
+        )
+        formulas.append(formula_of(AdaptiveKLController, numbers, name="its coefficient", equation=_equation(AdaptiveKLController, 1)))
+    return formulas
+
+
+def _kl_estimator(run: Run, key: str) -> Formula:
+    kind = run[key]
+    notes = ("its gradient is that of k2: ½(x − y)²",) if kind.endswith("+") else ()
+    text = f"kl = {alternative(kl_estimate, kind.removesuffix('+'))}, x = logπ, y = logπ_ref"
+    return formula_of(kl_estimate, [run.number((), key)], name=f"KL estimator {kind}", equation=text, notes=notes)
+
+
+def _groups(run: Run) -> Section:
+    lines, formulas, path = [], [], "algorithm.filter_groups"
+    if run[f"{path}.enable"]:
+        numbers = (
+            run.number(("metric",), f"{path}.metric"),
+            run.number(("min_mean",), f"{path}.min_mean"),
+            run.number(("max_mean",), f"{path}.max_mean"),
+            run.number((), f"{path}.max_num_gen_batches"),
+            run.number((), "data.gen_batch_size"),
+            run.number((), "data.train_batch_size"),
+        )
+        formulas.append(formula_of(groups_to_keep, numbers, name="dynamic sampling"))
+    else:
+        lines.append(f"every group: {run['data.train_batch_size']} prompts × {run[f'{ROLLOUT}.n']} responses (no dynamic sampling)")
+    if run["algorithm.overlong_filtering"]:
+        formulas.append(formula_of(filter_overlong, [run.number((), "data.max_response_length")], name="overlong filtering"))
+    return Section("which rows are learned from", tuple(lines), tuple(formulas))
+
+
+def _correction(run: Run) -> Section:
+    path, lines, formulas = "algorithm.rollout_correction", [], []
+    if run[f"{path}.bypass_mode"]:
+        lines.append(f"logπ_old is what the rollout engine reported: {run.says(f'{path}.bypass_mode')}")
+        lines.append(run.says(f"{path}.loss_type"))
+    if run[f"{path}.rollout_is"]:
+        numbers = (
+            run.number(("level",), f"{path}.rollout_is"),
+            run.number(("threshold",), f"{path}.rollout_is_threshold"),
+            run.number(("batch_normalize",), f"{path}.rollout_is_batch_normalize"),
+        )
+        bounds = tuple(
+            text for text in paragraphs(rollout_weights)[1].split(". ") if "`lo_hi`" in text and isinstance(numbers[1].value, str)
+        )
+        formulas.append(formula_of(rollout_weights, numbers, name="importance weights", notes=bounds[:1]))
+    if run[f"{path}.rollout_rs"]:
+        options, thresholds = run.number(("options",), f"{path}.rollout_rs"), run.number(("thresholds",), f"{path}.rollout_rs_threshold")
+        rules = parse_rejection(options.value, thresholds.value)
+        kept = tuple(f"kept: {each.low:.4g} ≤ {each.over} {each.statistic} ≤ {each.high:.4g}".replace("-inf ≤ ", "") for each in rules)
+        formulas.append(formula_of(rejection, [options, thresholds], name="rejection", notes=kept))
+    if not formulas:
+        lines.append("nothing is weighted or rejected; the difference of rollout and training is measured (rollout_corr/*)")
+    return Section("rollout correction", tuple(lines), tuple(formulas))
+
+
+def _advantage(run: Run) -> Section:
+    name = run["algorithm.adv_estimator"]
+    function = find_estimator(name).function
+    more = [run.number(("n",), f"{ROLLOUT}.n")] if "group_ids" in inspect.signature(inspect.unwrap(function)).parameters else []
+    if name == "gdpo":
+        more.append(run.number((), "algorithm.gdpo_reward_keys"))
+    formula = run.formula(function, "algorithm.options", more=tuple(more), own=name not in ADVANTAGE_ESTIMATORS)
+    teacher = run["distillation.teacher_model.path"] or "not set yet"
+    lines = (f"the teacher: distillation.teacher_model.path={teacher}",) if needs_teacher(run.config) else ()
+    return Section(f"the advantage: algorithm.adv_estimator={name}", lines, (formula,))
+
+
+def _resampling(run: Run) -> Section | None:
+    if not run["algorithm.use_pf_ppo"]:
+        return None
+    method = run.number(("method",), "algorithm.pf_ppo.reweight_method")
+    numbers = (method, run.number(("p", "weight_pow"), "algorithm.pf_ppo.weight_pow"))
+    equation = paragraphs(resample_rows)[0].partition("`")[0] + alternative(resample_rows, method.value)
+    return Section("resampling of rows", (), (formula_of(resample_rows, numbers, name="PF-PPO", equation=equation),))
+
+
+def _policy(run: Run) -> Section:
+    name = run[f"{ACTOR}.policy_loss.loss_mode"]
+    loss, options = find_policy_loss(run.config.actor_rollout_ref.actor), f"{ACTOR}.policy_loss.options"
+    formulas = [run.formula(loss.function, options, own=name not in POLICY_LOSSES)]
+    if loss.select is not None:
+        formulas.append(run.formula(loss.select, options))
+    if name == "dpo":
+        beta = run.number(("β", "beta"), f"{ACTOR}.policy_loss.dpo_beta")
+        smoothing = run.number(("ε", "label_smoothing"), f"{ACTOR}.policy_loss.dpo_label_smoothing")
+        kind = run[f"{ACTOR}.policy_loss.dpo_loss"]
+        numbers = [beta, smoothing] if kind == "sigmoid" else [beta]
+        formulas.append(formula_of(PAIR_LOSSES[kind], numbers, name=f"of a pair, in force by dpo_loss={kind}"))
+    lines = ("the rows of a prompt stay together in a micro-batch",) if loss.keeps_groups else ()
+    return Section(f"the policy loss: {ACTOR}.policy_loss.loss_mode={name}", lines, tuple(formulas))
+
+
+def _aggregation(run: Run) -> Section:
+    mode = run[f"{ACTOR}.loss_agg_mode"] or find_policy_loss(run.config.actor_rollout_ref.actor).agg_mode
+    return Section(f"from token losses to one number: {mode}", (), (_aggregate(run, mode, f"{ACTOR}.ppo_mini_batch_size"),))
+
+
+def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
+    mini, n, longest = run[mini_key], run[f"{ROLLOUT}.n"], run["data.max_response_length"]
+    equation, numbers = alternative(aggregate, mode), []
+    if "num_tokens" in equation:
+        most = f"at most {mini * n * longest:,} = {mini} prompts × {n} responses × {longest} tokens"
+        numbers.append(Number(("num_tokens",), most, mini_key, "tokens of loss_mask in the whole mini-batch, counted anew for each"))
+    if "num_sequences" in equation:
+        numbers.append(
+            Number(("num_sequences",), mini * n, mini_key, f"{mini} prompts × {n} responses; less rows with nothing to learn from")
+        )
+    if "scale_factor" in equation:
+        numbers.append(run.number(("scale_factor",), f"{ACTOR}.loss_scale_factor"))
+    return formula_of(aggregate, numbers, name=mode, equation=f"loss = {equation}")
+
+
+def _further(run: Run) -> Section:
+    lines, formulas = [], []
+    if run[f"{ACTOR}.entropy_coeff"]:
+        lines.append(f"− {shown(run[f'{ACTOR}.entropy_coeff'])} · entropy of the policy, aggregated alike ({ACTOR}.entropy_coeff)")
+    if run[f"{ACTOR}.use_kl_loss"]:
+        lines.append(f"+ {shown(run[f'{ACTOR}.kl_loss_coef'])} · kl, aggregated alike ({ACTOR}.kl_loss_coef)")
+        formulas.append(_kl_estimator(run, f"{ACTOR}.kl_loss_type"))
+    if run[f"{ACTOR}.positive_lm_loss_coef"]:
+        lines.append(f"+ {shown(run[f'{ACTOR}.positive_lm_loss_coef'])} · loss of right responses ({ACTOR}.positive_lm_loss_coef)")
+        formulas.append(formula_of(positive_example_loss, name="likelihood of right responses"))
+    if needs_reference(run.config):
+        lines.append(run.says("algorithm.ref_update_freq"))
+    return Section("further terms of the loss", tuple(lines or ["none"]), tuple(formulas))
+
+
+def _value(run: Run) -> Section | None:
+    if not run["critic.enable"]:
+        return None
+    clip = run.number(("clip_range",), "critic.cliprange_value")
+    aggregation = _aggregate(run, run["critic.loss_agg_mode"], "critic.ppo_mini_batch_size")
+    warm_up = run["trainer.critic_warmup"]
+    lines = (run.says("trainer.critic_warmup"),) if warm_up else ()
+    return Section("the value loss", lines, (formula_of(value_loss, [clip]), aggregation))
+
+
+def _steps(run: Run) -> Section:
+    wanted = ("sequences per step", "mini-batches per step", "optimizer steps per step")
+    lines = [f"{line.label}: {line.value} ({line.how})" for line in explain(run.config) if line.label in wanted]
+    return Section("steps of a batch", (*lines, run.says(f"{ACTOR}.grad_clip"), run.says(f"{ACTOR}.optim.lr")))
+
+
+def _equation(documented: object, paragraph: int) -> str:
+    """One paragraph of a docstring up to where it turns to the arguments."""
+    return paragraphs(documented)[paragraph].partition("; `")[0]

@@ -190,7 +190,8 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     if config.rollout_rs:
         keep = rejection(log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold)
     metrics = Metrics()
-    measured = correction_metrics(log_probs, rollout, sampled, weights=weights, keep=keep, threshold=config.rollout_is_threshold)
+    level, threshold = config.rollout_is or "token", config.rollout_is_threshold
+    measured = correction_metrics(log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold)
     for name, value in measured.items():
         metrics.add_mean(name, *value) if isinstance(value, tuple) else metrics.add_mean(name, value)
     outside = mask & ~sampled

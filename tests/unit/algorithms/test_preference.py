@@ -75,6 +75,15 @@ def test_orpo_bears_certainty() -> None:
         assert all(bool(x.isfinite().all()) for x in (found, *slopes))
 
 
+def test_orpo_keeps_its_digits_near_certainty_in_float32() -> None:
+    """1 − e^L by subtraction would lose three digits of a response that is almost sure."""
+    pair, lengths = ([-2e-4], [-3e-4]), torch.tensor([1])
+    single, double = (
+        orpo(*(torch.tensor(x, dtype=d) for x in pair), lengths, lengths, odds_weight=1.0) for d in (torch.float32, torch.float64)
+    )
+    assert single.item() == pytest.approx(double.item(), rel=3e-7)
+
+
 def test_bradley_terry_by_hand() -> None:
     assert bradley_terry(numbers(LOG3, 0.0), numbers(0.0, LOG3)).tolist() == pytest.approx([math.log(4 / 3), math.log(4)])
     assert bradley_terry(numbers(2 * LOG3), numbers(0.0), LOG3).tolist() == pytest.approx([math.log(4 / 3)])

@@ -17,7 +17,7 @@ def show_algorithm(config: PPOConfig) -> None:
     """Print each part of a step: the equation, the same with this run's numbers, where they are set, the paper, the code."""
     console = Console()
     for number, section in enumerate(explain_algorithm(config), start=1):
-        console.print(Text(f"{number}. {section.title}", style="bold"))
+        _line(console, f"{number}. {section.title}", 0, "bold")
         for line in section.lines:
             _line(console, line, INDENT)
         for formula in section.formulas:

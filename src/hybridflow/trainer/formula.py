@@ -58,7 +58,7 @@ class Formula:
     notes: tuple[str, ...] = ()
     """Further paragraphs that bear on this run."""
     signature: str = ""
-    """Of a user's own function."""
+    """Of a user's own function, without types."""
 
     def label(self, number: Number) -> str:
         """Its symbols that stand in the equation, then its name: `ε_low = clip_low`; the end of its key for one without."""
@@ -89,8 +89,13 @@ def formula_of(
         sources=sources(function),
         place=place(function),
         notes=notes,
-        signature=f"{getattr(function, '__name__', '')}{inspect.signature(function)}" if own else "",
+        signature=_signature(function) if own else "",
     )
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    named = [argument.replace(annotation=argument.empty) for argument in inspect.signature(function).parameters.values()]
+    return f"{getattr(function, '__name__', '')}{inspect.Signature(named)}"
 
 
 def paragraphs(documented: object) -> tuple[str, ...]:

@@ -161,11 +161,15 @@ def test_rows_are_counted_without_reading_parquet_and_not_for_remote_files(tmp_p
     assert count_rows(["rows.parquet", "s3://bucket/rows.parquet"]) is None
 
 
-def test_explain_prints_the_formulas_without_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_formulas_without_model_and_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     words = run("explain", "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.rollout.n=8")
     assert main(words) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "4. the advantage: algorithm.adv_estimator=grpo" in lines
+    assert "5. the policy loss: actor_rollout_ref.actor.policy_loss.loss_mode=vanilla" in lines, "no line is folded on a pipe"
     assert any(line.startswith("max(−A·ρ, −A·clip(ρ, 1 − 0.2, 1 + 0.28))") for line in lines)
     assert any("vanilla.py:" in line and "https://arxiv.org/abs/1707.06347" in line for line in lines)
     assert main(run("explain", "--recipe", "grpo", "actor_rollout_ref.rollout.n=1")) == 1

@@ -52,6 +52,7 @@ def make_warm_start(seed: int, work: Path, settings: Settings) -> None:
     shutil.copytree(warm.model, folder / "warm", dirs_exist_ok=True)
     with build(_config(Cell("grpo", seed), settings, folder / "warm", folder / "look")) as trainer:
         known = _measure(trainer, seed, passes=True)
+    shutil.rmtree(folder / "look")
     write_json(folder / "warm.json", known | {"sft_steps": warm.steps, "seconds": warm.seconds})
 
 

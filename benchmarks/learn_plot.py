@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 COLUMNS = 6
-LINE, BAND, GREY = "#2563a8", "#2563a833", "#777777"
+LINE, BAND = "#2563a8", "#2563a833"
 matplotlib.rcParams.update(
     {"svg.hashsalt": "hybridflow", "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
 )
@@ -22,7 +22,9 @@ matplotlib.rcParams.update(
 def plot_all(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Small multiples, one a recipe, on the same axes; `curves`: by name, the `curves` of each seed's cell."""
     lines = -(-len(curves) // COLUMNS)
-    figure, axes = plt.subplots(lines, COLUMNS, figsize=(2.1 * COLUMNS, 1.6 * lines), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        lines, COLUMNS, figsize=(2.1 * COLUMNS, 1.6 * lines), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, (name, found) in zip(axes.flat, sorted(curves.items()), strict=False):
         _draw(axis, found)
         axis.set_title(name, fontsize=8)
@@ -35,7 +37,7 @@ def plot_all(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> N
 
 def plot_one(path: Path, found: Sequence[Mapping[str, Any]]) -> None:
     """One recipe, larger."""
-    figure, axis = plt.subplots(figsize=(5.0, 2.6))
+    figure, axis = plt.subplots(figsize=(5.0, 2.6), layout="constrained")
     _draw(axis, found)
     axis.set_xlabel("tokens generated, thousands")
     axis.set_ylabel("training score")
@@ -55,6 +57,5 @@ def _draw(axis: Axes, found: Sequence[Mapping[str, Any]]) -> None:
 
 def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

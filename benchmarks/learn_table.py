@@ -92,6 +92,8 @@ def page(rows: list[dict[str, Any]], facts: dict[str, str], settings: Settings, 
         f"`{JUDGED_BY_PASS}` is judged by pass@{PASS_K}, which is so high at the warm start that {BAR:.2f} more is more than there is: "
         f"of the questions without a right answer among {PASS_K}, half must be left at most.",
         "\n".join([table_head(), *(table_line(row) for row in rows)]),
+        "Training score by tokens generated, mean of the seeds and the range between them. The questions are those of training, of which "
+        "the warm-up has seen a part, so curves start above the held-out accuracy; the score is what the recipe is paid for.",
         "![training score by tokens generated](learn.svg)",
         "All bars are met." if not problems else "Not as wanted:\n\n" + "\n".join(f"- {problem}" for problem in problems),
     ]

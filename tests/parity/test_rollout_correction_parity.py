@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import reference_corrections as reference
@@ -87,6 +88,23 @@ def test_the_cases_of_one_option_keep_some_and_reject_some() -> None:
             kept += int(rejection(b.log_prob, b.old_log_prob, b.mask, options=option, thresholds=threshold).sum())
             total += int(b.mask.sum())
         assert 0 < kept < total, option
+
+
+def test_what_stands_on_a_bound_is_inside() -> None:
+    """Rows of one token with logr = 1, log 2, −log 2 and 0."""
+    log2 = math.log(2.0)
+    old = torch.tensor([[1.0], [log2], [-log2], [0.0]], dtype=torch.float64)
+    args = old, torch.zeros_like(old), torch.ones_like(old, dtype=torch.bool)
+    k3 = str(float(torch.expm1(old[1]) - log2))
+    for over in ("token", "seq_sum", "seq_mean", "seq_max"):
+        expected = [("k2", "0.5", [True] * 4), ("k3", k3, [False, True, True, True]), ("k1", "0.5_2.0", [False, True, True, True])]
+        for kind, threshold, kept in expected[: 2 if over == "seq_max" else 3]:
+            assert rejection(*args, options=f"{over}_{kind}", thresholds=threshold)[:, 0].tolist() == kept
+    for level in ("token", "sequence"):
+        for threshold, weights in (("0.9_1", [0.0, 0.0, 0.0, 1.0]), ("1_1.9", [0.0, 0.0, 0.0, 1.0])):
+            assert rollout_weights(*args, level=level, threshold=threshold)[:, 0].tolist() == weights
+        found = as_floats(correction_metrics(*args, level=level, threshold=1.0))
+        assert (found["rollout_is_ratio_fraction_high"], found["rollout_is_ratio_fraction_low"]) == (0.5, 0.25)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -13,6 +13,8 @@ def positive_example_loss(log_prob: Tensor, mask: Tensor, positive: Tensor, scal
 
     log_prob [B, R] float, nats; mask [B, R] bool, the tokens to learn from; positive [B] bool, true where the response was right. 0 (with
     a zero gradient) where the mini-batch has no such token. Its weight, 0.1 in the paper, is `actor.positive_lm_loss_coef`.
+
+    Left out: nothing.
     """
     total = masked_sum(-log_prob, mask.bool() & positive.bool().unsqueeze(-1))
     return total / scale.num_positive_tokens if scale.num_positive_tokens else total * 0.0

@@ -119,7 +119,7 @@ def correction_metrics(
     log_ratio, rows = _log_ratio(old, rollout, mask), mask.bool().any(-1)
     sums = log_ratio.sum(-1).clamp(-20.0, 20.0)
     old_mean, rollout_mean = masked_mean(old, mask, dim=-1), masked_mean(rollout, mask, dim=-1)
-    kept = mask.bool() if keep is None else keep.bool() & mask.bool()
+    kept = mask.bool() if keep is None else keep.bool()
     found: dict[str, Ratio | float] = {
         "kl": _mean(-log_ratio, mask),
         "k3_kl": _mean(_statistic(log_ratio, "k3"), mask),

@@ -24,6 +24,8 @@ def value_loss(
 
     values v, old_values V, returns R: [B, R] float, in units of the score; mask [B, R] bool is the loss mask. `clip_range` None: no
     clipping. Metrics `critic/vf_clipfrac` (share of tokens where the clipped term is the larger) and `critic/vpred_mean`.
+
+    Left out: nothing; VAPO's training of the values before the policy is `trainer.critic_warmup`.
     """
     v, anchor, target = zero_outside(values, mask), zero_outside(old_values, mask).detach(), zero_outside(returns, mask).detach()
     error = (v - target).square()

@@ -263,7 +263,8 @@ def _correction(run: Run) -> Section:
         kept = tuple(f"kept: {each.low:.4g} ≤ {each.over} {each.statistic} ≤ {each.high:.4g}".replace("-inf ≤ ", "") for each in rules)
         formulas.append(formula_of(rejection, [options, thresholds], name="rejection", notes=kept))
     if not formulas:
-        lines.append("nothing is weighted or rejected; the difference of rollout and training is measured (rollout_corr/*)")
+        measured = "the difference of rollout and training is measured (rollout_corr/*)"
+        lines.append("nothing is weighted or rejected; " + ("no rollout_corr/* is measured" if run[f"{path}.bypass_mode"] else measured))
     return Section("rollout correction", tuple(lines), tuple(formulas))
 
 

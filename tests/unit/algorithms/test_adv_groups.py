@@ -73,6 +73,11 @@ def test_opo_weighs_rows_by_their_length() -> None:
     assert out.advantages.tolist() == [[0.25, 0.25, 0.25], [-0.75, 0.0, 0.0]]
 
 
+def test_opo_keeps_small_differences_of_large_scores_in_float32() -> None:
+    rewards, mask = rows(1e6 + 1, 1e6, lengths=(7, 3))  # baseline 1e6 + 0.7, which float32 cannot hold
+    assert first_tokens(opo(rewards.float(), mask, ids(0, 0))) == pytest.approx([0.3, -0.7], abs=1e-6)
+
+
 def test_gpg_makes_up_for_groups_that_say_nothing() -> None:
     rewards, mask = rows(0.0, 2.0, 1.0, 1.0, 9.0)  # 5 rows, 2 of them in a group that varies: α = 2.5
     assert first_tokens(gpg(rewards, mask, ids(0, 0, 1, 1, 2))) == [-2.5, 2.5, 0.0, 0.0, 0.0]

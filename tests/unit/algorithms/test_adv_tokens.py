@@ -97,6 +97,13 @@ def test_certain_tokens_are_compared_with_the_plain_mean() -> None:
     assert out.advantages.tolist() == [[2.0], [-2.0]]
 
 
+def test_weights_that_round_below_zero_count_as_zero() -> None:
+    # 2e-7 and −1e-7: as they are, the baseline would be 4 + 4 = 8, outside of the returns 4 and 0
+    mask, certain = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.float64)
+    out = optimal_token_baseline(table([4.0], [0.0]), mask, ids(0, 0), certain, table([1 + 2e-7], [1 - 1e-7]))
+    assert out.advantages[:, 0].tolist() == pytest.approx([0.0, -4.0], abs=1e-6)
+
+
 def test_a_group_that_does_not_vary_gets_zero_in_its_tail_too() -> None:
     log_probs, squares = probabilities([0.3, 0.6], [0.2, 0.9], [0.2, 0.9])
     mask = torch.tensor([[True, True], [True, False], [True, True]])

@@ -113,7 +113,11 @@ def test_clip_cov_selects_between_the_bounds_and_spares_what_it_selected() -> No
     grown = log_prob - f64([[1.0] + [0.0] * 9])  # the first token's ratio is e: clipped already
     assert selected(grown, clip_cov_ratio=1.0) == [1]
 
-    x, out = apply(clip_cov, [[1.0, 1.5, 1.1]], [[2.0, 2.0, 2.0]], clip_cov_selected=torch.tensor([[True, False, False]]))
+    all_but_one = mask & (torch.arange(10) < 9)  # what stands outside has covariance 0 and is no candidate
+    found = select_clip_cov(log_prob, log_prob, a, all_but_one, torch.Generator(), clip_cov_lb=-1.0, clip_cov_ratio=1.0)
+    assert found["clip_cov_selected"].nonzero()[:, 1].tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
+
+    x, out = apply(clip_cov, [[1.5, 1.5, 1.1]], [[2.0, 2.0, 2.0]], clip_cov_selected=torch.tensor([[True, False, False]]))
     assert float(out.loss.detach()) == pytest.approx(-(0 + 2.4 + 2.2) / 3) and slopes(x, out) == [pytest.approx([0.0, 0.0, -2.2 / 3])]
     assert fraction(out, "pg_clipfrac") == pytest.approx(1 / 3) == fraction(out, "cov_clipfrac")
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 
 import pytest
 import torch
 
+from hybridflow.algorithms import preference
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss, vanilla
+from hybridflow.algorithms.positive_examples import positive_example_loss
+from hybridflow.algorithms.process_reward import process_reward_loss
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.errors import ConfigError
 
@@ -100,6 +105,15 @@ def test_value_loss_by_hand(value: float, clip: float | None, loss: float, slope
     out = value_loss(v, one, 2 * one, one.bool(), LossScale(1, 1), clip_range=clip)
     assert float(out.loss.detach()) == pytest.approx(loss) and float(torch.autograd.grad(out.loss, v)[0]) == pytest.approx(slope)
     assert [float(out.metrics["critic/vf_clipfrac"][0]), float(out.metrics["critic/vpred_mean"][0])] == [clipped, value]
+
+
+def test_every_docstring_opens_with_its_equation_and_says_what_was_left_out() -> None:
+    of_pairs = {name: getattr(preference, name) for name in preference.__all__ if name != "kto_reference_point"}
+    others = {f.__name__: f for f in (value_loss, positive_example_loss, process_reward_loss)}
+    for name, function in {key: record.function for key, record in POLICY_LOSSES.items()}.items() | of_pairs.items() | others.items():
+        text = inspect.getdoc(function) or ""
+        assert re.search(r"[−·²Σσ]", text.split("\n\n")[0]) and "Left out: " in text, name
+        assert re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(function).__doc__ or "")), name
 
 
 def test_a_loss_of_ones_own_is_a_record_and_a_taken_name_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.recursion import discounted_sum, next_step
+from hybridflow.algorithms.advantages.rows import learned_from
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import masked_whiten, zero_outside
 
@@ -39,7 +40,6 @@ def gae(
     if lam_length_alpha is not None:
         policy_lam = (1 - 1 / (lam_length_alpha * mask.sum(-1).clamp(min=1).to(delta.dtype))).clamp(0.0, 1.0)
     running = discounted_sum(delta, mask, gamma * policy_lam)
-    learn = mask if loss_mask is None else loss_mask
     own_lam = lam if lam_critic is None else lam_critic
     to_teach = running if lam_length_alpha is None and own_lam == lam else discounted_sum(delta, mask, gamma * own_lam)
-    return Advantages(advantages=masked_whiten(running, learn), returns=zero_outside(to_teach + state_values, mask))
+    return Advantages(advantages=masked_whiten(running, learned_from(mask, loss_mask)), returns=zero_outside(to_teach + state_values, mask))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.advantages.groups import group_statistics
 from hybridflow.algorithms.advantages.grpo import against_the_group
-from hybridflow.algorithms.advantages.rows import on_every_token
+from hybridflow.algorithms.advantages.rows import learned_from, on_every_token
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import at_least_float32, masked_whiten
 from hybridflow.errors import ConfigError
@@ -45,7 +45,7 @@ def gdpo(
     total, varies = components.new_zeros(len(components)), torch.zeros_like(counts)
     for weight, scores in zip(weights, components.unbind(-1), strict=True):
         group = group_statistics(scores, counts, group_ids)
-        total = total + weight * against_the_group(scores, group, norm_by_std=True).where(counts, 0.0)
+        total = total + weight * against_the_group(scores, group, norm_by_std=True)
         varies = varies | group.varies
-    learn = mask if loss_mask is None else mask & loss_mask.bool()
+    learn = learned_from(mask, loss_mask)
     return on_every_token(masked_whiten(total, learn.any(dim=-1)).where(varies, 0.0), learn)

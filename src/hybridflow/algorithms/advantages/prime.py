@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridflow.algorithms.advantages.groups import group_sum
 from hybridflow.algorithms.advantages.recursion import discounted_sum, still_to_come
 from hybridflow.algorithms.advantages.rloo import leave_one_out
-from hybridflow.algorithms.advantages.rows import scored
+from hybridflow.algorithms.advantages.rows import learned_from, scored
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import masked_mean, masked_whiten, zero_outside
 
@@ -42,5 +42,4 @@ def prime(
     outcome = zero_outside(leave_one_out(scores, group).unsqueeze(-1), still_to_come(mask) == 1)
     compared = n > 1
     returns = discounted_sum(process_coef * process + outcome_coef * outcome, mask, 1.0).where(compared, 0.0)
-    learn = mask if loss_mask is None else mask & loss_mask.bool()
-    return Advantages(advantages=masked_whiten(returns, learn).where(compared, 0.0), returns=returns)
+    return Advantages(advantages=masked_whiten(returns, learned_from(mask, loss_mask)).where(compared, 0.0), returns=returns)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.advantages.grpo import against_the_group
 from hybridflow.algorithms.advantages.recursion import discounted_sum
-from hybridflow.algorithms.advantages.rows import on_every_token, scored
+from hybridflow.algorithms.advantages.rows import learned_from, on_every_token, scored
 from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import masked_whiten
 
@@ -22,7 +22,7 @@ def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, g
     """
     mask = response_mask.bool()
     returns = discounted_sum(token_level_rewards, mask, gamma)
-    return Advantages(advantages=masked_whiten(returns, mask if loss_mask is None else loss_mask), returns=returns)
+    return Advantages(advantages=masked_whiten(returns, learned_from(mask, loss_mask)), returns=returns)
 
 
 def reinforce_plus_plus_baseline(
@@ -38,7 +38,6 @@ def reinforce_plus_plus_baseline(
     Left out: the paper's KL loss is a key of its own (`actor.use_kl_loss`, `kl_loss_type: k2`).
     """
     mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
-    learn = mask if loss_mask is None else mask & loss_mask.bool()
     centred = on_every_token(against_the_group(scores, group, norm_by_std=False), mask).advantages
-    advantages = masked_whiten(centred, learn).where(group.varies.unsqueeze(-1), 0.0)
+    advantages = masked_whiten(centred, learned_from(mask, loss_mask)).where(group.varies.unsqueeze(-1), 0.0)
     return Advantages(advantages=advantages, returns=advantages.clone())

@@ -19,6 +19,11 @@ def scored(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
     return mask, scores, group_statistics(scores, mask.any(dim=-1), group_ids)
 
 
+def learned_from(mask: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """[B, R] bool: the tokens of the mask that `loss_mask` leaves in, over which advantages are whitened; without one, all of them."""
+    return mask if loss_mask is None else mask & loss_mask.bool()
+
+
 def on_every_token(per_row: Tensor, mask: Tensor) -> Advantages:
     """The advantage [B] of a row on each of its tokens of the mask [B, R] bool. Returns are the same: there is no critic to teach."""
     per_token = zero_outside(per_row.unsqueeze(-1).expand(mask.shape), mask)

@@ -51,7 +51,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 def register_policy_loss(name: str, *, agg_mode: str = "token-mean", keeps_groups: bool = False) -> Callable[[_Loss], _Loss]:
     """Make a function of yours a policy loss by name; its keyword-only arguments are parameters or columns of the batch.
 
-    `agg_mode`: what it gets as `loss_agg_mode` where the run sets none; `keeps_groups`: it needs the rows of a prompt in one micro-batch.
+    `agg_mode`: what it gets as `loss_agg_mode` where the run sets none; `keeps_groups`: it needs the rows of a prompt in one micro-batch,
+    without the tokens whose advantage is 0. A run takes it as `path/to/file.py:function`, with what is said here.
     Raises ConfigError for a name that is taken and for an unknown mode.
     """
     if agg_mode not in get_args(LossAggMode):

@@ -27,7 +27,8 @@ def dppo_kl(
     """−A·sg[min(ρ, c)]·logπ; 0 where D > δ_high for A > 0 and π > π_old, where D > δ_low for A ≤ 0 and π < π_old.
 
     D = π_old·log(π_old/π) + (1 − π_old)·log((1 − π_old)/(1 − π)), the KL of the two-way distributions, nats. δ_low, δ_high: `clip_low`,
-    `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All else as in `dppo_tv`.
+    `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All else as in `dppo_tv`. Left out: as there,
+    the top-k form.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     now, old = tokens.log_prob.detach().clamp(max=0.0), tokens.old_log_prob.clamp(max=0.0)

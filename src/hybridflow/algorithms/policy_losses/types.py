@@ -23,7 +23,7 @@ class PolicyLoss:
     """For a loss that must see the whole mini-batch first: (log_prob, old_log_prob, advantages, response_mask, generator, **parameters)
     -> columns [B, R] that the loss then takes by name."""
     keeps_groups: bool = False
-    """True: the rows of one prompt must be in one micro-batch."""
+    """True: the rows of one prompt must be in one micro-batch; tokens whose advantage is 0 are left out of `loss_mask` before that."""
 
     @property
     def keywords(self) -> tuple[str, ...]:

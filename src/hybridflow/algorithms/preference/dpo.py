@@ -15,6 +15,8 @@ def dpo(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, *, beta: float, la
     chosen_log_ratio, rejected_log_ratio [K] float, nats: Δ = Σ_t (logπ − logπ_ref) over a response's tokens. β: `beta`; ε:
     `label_smoothing`, the chance that a label is swapped (cDPO; 0 is DPO: 2305.18290, equation 7). The rewards it implies are β·Δ.
     Raises ConfigError for a beta that is not above 0 and a label_smoothing outside [0, 0.5).
+
+    Left out: a term of likelihood on the chosen response, which some add.
     """
     if not beta > 0:
         raise ConfigError(f"DPO got beta {beta}: set it above 0, 0.1 for example")

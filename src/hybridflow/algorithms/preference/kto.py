@@ -24,6 +24,8 @@ def kto(
     `kto_reference_point`, handed in so that it is the same in every micro-batch. λ_D, λ_U: `desirable_weight`, `undesirable_weight`; the
     paper keeps λ_D·(number desirable) between 1 and 4/3 of λ_U·(number undesirable). β: `beta`.
     2402.01306, section 4 (λ_y − v, what is minimised). Raises ConfigError for a beta that is not above 0.
+
+    Left out: nothing.
     """
     if not beta > 0:
         raise ConfigError(f"KTO got beta {beta}: set it above 0, 0.1 for example")

@@ -25,6 +25,8 @@ def orpo(
     chosen_log_prob, rejected_log_prob [K] float, nats: sums of logπ over a response's tokens; the lengths [K] int count those tokens (0
     counts as 1); L is the mean, so that e^L is the geometric mean of the token probabilities. λ: `odds_weight`, the paper's λ.
     2403.07691. e^L = 1 has infinite odds: L is held below −1e-6. Raises ConfigError for an odds_weight below 0.
+
+    Left out: nothing.
     """
     if not odds_weight >= 0:
         raise ConfigError(f"ORPO got odds_weight {odds_weight}: set it to 0 or above, 0.1 for example")

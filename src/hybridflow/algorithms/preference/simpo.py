@@ -23,6 +23,8 @@ def simpo(
     chosen_log_prob, rejected_log_prob [K] float, nats: S = Σ_t logπ over a response's tokens; the lengths [K] int count those tokens
     (0 counts as 1). β: `beta`; γ: `margin`. 2405.14734, equation 6, whose runs take β in 2 to 2.5 and γ in 0.3 to 1.6.
     Raises ConfigError for a beta that is not above 0.
+
+    Left out: nothing; the margin is the paper's γ itself, not its ratio to β.
     """
     if not beta > 0:
         raise ConfigError(f"SimPO got beta {beta}: set it above 0, 2.0 for example")

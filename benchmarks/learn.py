@@ -7,8 +7,8 @@ warm start of each seed ─► teacher, where one is asked for ─► recipe × 
 A finished cell is not run again unless its recipe or the settings changed, or --again is given; a cell that fails keeps its log, is named
 in the table, and does not stop the rest. Writes OUT/learn/NAME_SEED.json, OUT/learn.json, learn.md and learn.svg, and, where OUT is
 benchmarks/results, refreshes the pages of docs/algorithms. With --check no table is written. Ends with status 1 where a cell that was
-asked for failed or a bar is missed: sampled held-out accuracy up by 0.10 on average over the seeds (grpo_passk: half the misses of
-pass@8), the control with random rewards by 0.02 at most.
+asked for failed or a bar is missed: sampled held-out accuracy (grpo_passk: pass@8) up by 0.10 on average over the seeds, the control with
+random rewards by 0.02 at most.
 """
 
 from __future__ import annotations

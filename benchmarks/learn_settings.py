@@ -23,8 +23,6 @@ PASS_MEASURED = ("grpo", JUDGED_BY_PASS)
 NUM_PASS_QUESTIONS, PASS_K = 1024, 8
 BAR, CONTROL_BAR = 0.10, 0.02
 """How much held-out accuracy must rise, on average over the seeds, and how much the control's may."""
-PASS_BAR = 0.5
-"""What share of the questions that all PASS_K responses get wrong may be left: at the warm start pass@8 is over 0.9."""
 TEACHER_ACCURACY, TEACHER_MAX_STEPS = 0.9, 1500
 NOTES = {
     "spin": "the task's worked answer to each prompt",

@@ -12,7 +12,6 @@ from learn_settings import (
     JUDGED_BY_PASS,
     NOTES,
     NUM_PASS_QUESTIONS,
-    PASS_BAR,
     PASS_K,
     Settings,
 )
@@ -33,10 +32,7 @@ def make_row(name: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
     row["outside"] = _outside(name, cells)
     row["judged_by"] = "pass" if name == JUDGED_BY_PASS else "sampled"
     gain = row[row["judged_by"]]["gain"]
-    if row["judged_by"] == "pass":
-        row["met"] = 1 - row["pass"]["after"] <= PASS_BAR * (1 - row["pass"]["before"])
-    else:
-        row["met"] = gain <= CONTROL_BAR if name == CONTROL else gain >= BAR
+    row["met"] = gain <= CONTROL_BAR if name == CONTROL else gain >= BAR
     return row
 
 
@@ -44,12 +40,9 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     """The bars that were not met, as sentences."""
     found = []
     for row in [row for row in rows if not row["met"]]:
-        if row["judged_by"] == "pass":
-            before, after = 1 - row["pass"]["before"], 1 - row["pass"]["after"]
-            found.append(f"{row['name']}: {before:.3f} → {after:.3f} of the questions have no right answer among {PASS_K}, wanted half")
-        else:
-            wanted = f"at most {CONTROL_BAR:+.2f}" if row["name"] == CONTROL else f"{BAR:+.2f}"
-            found.append(f"{row['name']}: sampled accuracy changed by {row['sampled']['gain']:+.3f}, wanted {wanted}")
+        what = f"pass@{PASS_K}" if row["judged_by"] == "pass" else "sampled accuracy"
+        wanted = f"at most {CONTROL_BAR:+.2f}" if row["name"] == CONTROL else f"{BAR:+.2f}"
+        found.append(f"{row['name']}: {what} changed by {row[row['judged_by']]['gain']:+.3f}, wanted {wanted}")
     return found
 
 
@@ -89,8 +82,7 @@ def page(rows: list[dict[str, Any]], facts: dict[str, str], settings: Settings, 
         f"sampled at temperature 1, and greedy; pass@{PASS_K} on {NUM_PASS_QUESTIONS} of them. Figures are means over seeds, gains with "
         "their standard error; seconds are of training alone, on one thread.",
         f"Wanted: sampled accuracy up by {BAR:.2f}; the control, `{CONTROL}`, GRPO with random rewards, by {CONTROL_BAR:.2f} at most. "
-        f"`{JUDGED_BY_PASS}` is judged by pass@{PASS_K}, which is so high at the warm start that {BAR:.2f} more is more than there is: "
-        f"of the questions without a right answer among {PASS_K}, half must be left at most.",
+        f"`{JUDGED_BY_PASS}` is judged by pass@{PASS_K}, which is what it trains.",
         "\n".join([table_head(), *(table_line(row) for row in rows)]),
         "Training score by tokens generated, mean of the seeds and the range between them. The questions are those of training, of which "
         "the warm-up has seen a part, so curves start above the held-out accuracy; the score is what the recipe is paid for.",

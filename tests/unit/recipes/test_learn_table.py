@@ -21,12 +21,12 @@ SETTINGS = Settings()
 
 
 def result(name: str, seed: int, before: float, after: float, **more: Any) -> dict[str, Any]:
-    measured = {"sampled": after, "greedy": after, "pass": 0.97}
+    measured = {"sampled": after, "greedy": after, "pass": 0.95}
     return {
         "name": name,
         "seed": seed,
         "digest": Cell(name, seed).digest(SETTINGS),
-        "before": {"sampled": before, "greedy": before, "pass": 0.92},
+        "before": {"sampled": before, "greedy": before, "pass": 0.84},
         "after": measured,
         "tokens": 600_000,
         "steps": 40,
@@ -52,7 +52,7 @@ def test_gain_and_its_standard_error() -> None:
         (CONTROL, 0.33, "sampled accuracy changed by +0.030, wanted at most +0.02"),
         ("rloo", 0.41, ""),
         (CONTROL, 0.0, ""),
-        ("grpo_passk", 0.3, ""),  # misses of pass@8 halved: 0.08 to 0.03
+        ("grpo_passk", 0.3, ""),  # by pass@8
     ],
 )
 def test_bars(name: str, after: float, says: str) -> None:
@@ -60,12 +60,10 @@ def test_bars(name: str, after: float, says: str) -> None:
     assert problems == ([f"{name}: {says}"] if says else [])
 
 
-def test_pass_at_k_must_halve_its_misses() -> None:
+def test_pass_at_k_training_is_judged_by_pass_at_k() -> None:
     cell = result("grpo_passk", 0, 0.3, 0.9)
-    cell["after"]["pass"] = 0.95
-    assert missed([make_row("grpo_passk", [cell])]) == [
-        "grpo_passk: 0.080 → 0.050 of the questions have no right answer among 8, wanted half"
-    ]
+    cell["after"]["pass"] = 0.93
+    assert missed([make_row("grpo_passk", [cell])]) == ["grpo_passk: pass@8 changed by +0.090, wanted +0.10"]
 
 
 def test_a_finished_cell_is_known_again_until_its_settings_change(tmp_path: Path) -> None:

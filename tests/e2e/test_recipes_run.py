@@ -1,0 +1,72 @@
+"""Every recipe of the tiny task runs as it stands: one small step of each, with finite numbers and an update."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.config.recipes import FOLDER
+from hybridflow.models.tiny import create_tiny_model
+from hybridflow.trainer.main_ppo import run
+
+NAMES = sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in ("base", "sft"))
+SMALL = (
+    "data.task.size=64",
+    "data.task.val_size=4",
+    "data.train_batch_size=4",
+    "data.gen_batch_size=null",
+    "data.max_response_length=6",
+    "reward.function=random",  # scores that differ inside a group, so that each algorithm has something to learn
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=4",
+    "trainer.total_training_steps=2",
+    "trainer.critic_warmup=0",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.logger=[]",
+    "trainer.val_before_train=false",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return create_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, intermediate=48, heads=2, kv_heads=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_steps(name: str, model: Path, tmp_path: Path) -> None:
+    own = {
+        "on_policy_distillation": [f"distillation.teacher_model.path='{model}'"],
+        "gdpo": ["reward.function=auto", f"reward.custom_reward_function.path='{_two_rewards(tmp_path)}'"],
+        "dapo": [
+            "algorithm.filter_groups.metric=score",
+            "algorithm.overlong_filtering=false",  # six tokens are all cut off
+            "reward.reward_kwargs.overlong_buffer_cfg.len=2",
+        ],
+        "prime": ["algorithm.filter_groups.metric=score"],
+        "spin": ["data.max_response_length=48"],  # the data's own answers must fit
+    }.get(name, [])
+    settings = [f"actor_rollout_ref.model.path='{model}'", f"trainer.default_local_dir='{tmp_path / 'run'}'", *SMALL, *own]
+    run(prepare_config(PPOConfig, settings, recipe=f"tiny/{name}").config)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "actor/num_updates" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["actor/num_updates"] >= 1 and step["actor/num_skipped_steps"] == 0
+        assert all(math.isfinite(value) for value in step.values() if isinstance(value, float))
+    if name != "on_policy_distillation":  # the teacher here is the student: nothing to learn at the first step
+        assert steps[0]["actor/grad_norm"] > 0
+
+
+def _two_rewards(folder: Path) -> Path:
+    path = folder / "two_rewards.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': float(len(solution_str)), 'acc': float(len(solution_str) % 2), 'format': float('=' in solution_str)}\n"
+    )
+    return path

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds learn test test-slow check format clean
+.PHONY: setup demo demo-seeds learn test test-slow coverage check format clean
 
 setup: $(READY)
 
@@ -30,6 +30,9 @@ test: setup  ## the tests of a working day
 test-slow: setup  ## the end-to-end runs that are too long for a working day; CI runs them too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2 || [ $$? -eq 5 ]  # 5: none is marked slow
 
+coverage: setup  ## every line and branch of the maths is tested
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity tests/unit/algorithms -n 2 --cov=hybridflow.algorithms --cov-branch --cov-report=term:skip-covered --cov-fail-under=100
+
 check: setup  ## style, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +43,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .coverage

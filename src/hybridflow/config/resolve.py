@@ -17,6 +17,7 @@ from hybridflow.config.tree import with_values
 
 C = TypeVar("C", bound=PPOConfig | SFTConfig)
 CACHE = "~/.cache/hybridflow"
+ACTOR = "actor_rollout_ref.actor"
 
 
 def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
@@ -86,18 +87,16 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
 
 
 def _clip_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
-    """The bounds of the loss's paper where the user set none; spelt out where there are such bounds, so that what is shown is in force."""
+    """The loss's own bounds on each side that the user left out; spelt out where there are such, so that what is shown is in force."""
     actor, loss = config.actor_rollout_ref.actor, loss_facts(config)
     if loss is None or loss.clip is None:
         return {}
-    low, high = actor.clip_low, actor.clip_high
-    if not any(f"actor_rollout_ref.actor.{name}" in given for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")):
-        low, high = loss.clip
-        notes.append(
-            f"actor_rollout_ref.actor.clip_ratio_low={low}, clip_ratio_high={high}: those of the paper of {actor.policy_loss.loss_mode}, "
-            "since none is given"
-        )
-    return {"actor_rollout_ref.actor.clip_ratio_low": low, "actor_rollout_ref.actor.clip_ratio_high": high}
+    own = {side: bool({f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_{side}"} & given) for side in ("low", "high")}
+    low, high = actor.clip_low if own["low"] else loss.clip[0], actor.clip_high if own["high"] else loss.clip[1]
+    filled = [f"clip_ratio_{side}={bound}" for side, bound in (("low", low), ("high", high)) if not own[side]]
+    if filled:
+        notes.append(f"{ACTOR}.{', '.join(filled)}: what {actor.policy_loss.loss_mode} has where none is given")
+    return {f"{ACTOR}.clip_ratio_low": low, f"{ACTOR}.clip_ratio_high": high}
 
 
 def _critic(config: PPOConfig, mini: int, given: Set[str]) -> dict[str, Any]:

@@ -140,15 +140,15 @@ def other_size(inputs: Inputs, tmp: Path) -> list[str]:
 
 
 def other_vocabulary(*more: str) -> Make:
-    """A model whose token ids mean something else; {other} in the overrides is its folder."""
+    """A model that does not know all of the tokens; {other} in the overrides is its folder."""
 
     def make(inputs: Inputs, tmp: Path) -> list[str]:
         folder = shutil.copytree(inputs.model, tmp / "other")
         weights = load_file(folder / "model.safetensors")
-        rows = weights["model.embed_tokens.weight"].shape[0] + 8
+        rows = weights["model.embed_tokens.weight"].shape[0] - 8
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             if name in weights:
-                weights[name] = weights[name].repeat(2, 1)[:rows].clone()
+                weights[name] = weights[name][:rows].clone()
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         edit_json("config.json", vocab_size=rows)(folder)
         return [override.replace("{other}", str(folder)) for override in more]

@@ -20,6 +20,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS, policy_forward
 from hybridflow.workers.bridge import ratios
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
+from hybridflow.workers.reference import check_token_ids
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 REWARD_COLUMNS = (*POLICY_COLUMNS, "response_mask", "ref_log_prob")
@@ -51,6 +52,7 @@ class ProcessRewardWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rewards(self, batch: DataProto) -> DataProto:
         """process_rewards [B, R] float32, 0 outside `response_mask`, under the weights as they are."""
+        check_token_ids(batch, self.engine)
         log_prob = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
         rows, config = batch.batch, self.config
         rewards = implicit_rewards(log_prob, rows["ref_log_prob"], rows["response_mask"], beta=config.beta, granularity=config.granularity)
@@ -59,6 +61,7 @@ class ProcessRewardWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
+        check_token_ids(batch, self.engine)
         return self.engine.train_mini_batch(batch, self.ask, outcome_loss(self.config.beta, scale), self.limits)
 
 

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, TrainEngine
+from hybridflow.errors import ModelError
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS, ActorGroup, policy_forward
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
+
+
+def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
+    """Raise ModelError for a token that the engine's model has no row for: heads of one family are padded to different sizes."""
+    rows, highest = int(engine.module.get_parameter("head.weight").shape[0]), int(batch.batch["input_ids"].max())
+    if highest >= rows:
+        raise ModelError(
+            f"the actor sampled the token id {highest}, which is padding of its own head, and this model has {rows} rows: take one with as "
+            "large a head, or train the actor until it no longer samples padding"
+        )
 
 
 class ReferenceWorker(StatefulWorker):
@@ -19,6 +30,7 @@ class ReferenceWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def log_probs(self, batch: DataProto) -> DataProto:
         """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
+        check_token_ids(batch, self.engine)
         outputs = self.engine.forward(batch, policy_forward(self.temperature, with_entropy=False), self.limits)
         return DataProto.from_dict({self.column: outputs["log_probs"]})
 

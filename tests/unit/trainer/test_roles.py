@@ -10,6 +10,7 @@ from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.trainer.ppo.roles import needed_roles
+from hybridflow.trainer.ppo.sync import SyncTrainer
 
 OWN = """
 from hybridflow.algorithms.aggregation import LossOutput
@@ -85,7 +86,7 @@ def test_a_teacher_must_be_given_and_read_the_same_tokens(model: Path, own: Path
     ):
         pass
     other = tiny_model(tmp_path / "other")
-    _widen_vocabulary(other, by=8)
+    _change_vocabulary(other, by=-8)
     given = f"distillation.teacher_model.path='{other}'"
     with (
         pytest.raises(ModelError, match=r"teacher_model has a vocabulary of (\d+) tokens and the actor one of (\d+)"),
@@ -94,7 +95,34 @@ def test_a_teacher_must_be_given_and_read_the_same_tokens(model: Path, own: Path
         pass
 
 
-def _widen_vocabulary(folder: Path, by: int) -> None:
+def test_heads_may_be_padded_to_different_sizes(own: Path, tmp_path: Path) -> None:
+    """Models of one family have one tokenizer and rows of padding beyond it, each its own number of them."""
+    actor, teacher = tiny_model(tmp_path / "actor"), tiny_model(tmp_path / "teacher", seed=3)
+    settings = (f"algorithm.adv_estimator='{own}:distils'", f"distillation.teacher_model.path='{teacher}'")
+    _change_vocabulary(teacher, by=8)
+    with build(ppo_config(actor, tmp_path / "run", *settings)) as trainer:
+        assert _heads(trainer)[1] == _heads(trainer)[0] + 8
+        batch, _ = trainer.trajectories.for_training(trainer.loader.endless(), 1)
+        _, metrics = trainer.step(batch, 1)
+        assert metrics.to_floats()["actor/num_updates"] == 2.0
+    _change_vocabulary(actor, by=16)
+    with build(ppo_config(actor, tmp_path / "run", *settings)) as trainer:
+        ours, theirs = _heads(trainer)
+        assert ours == theirs + 8
+        padding = batch.select()
+        padding.batch["input_ids"] = padding.batch["input_ids"].clone()
+        padding.batch["input_ids"][0, -1] = theirs
+        assert trainer.state.roles.teacher is not None
+        with pytest.raises(ModelError, match=f"token id {theirs}, which is padding of its own head, and this model has {theirs} rows"):
+            trainer.state.roles.teacher.log_probs(padding)
+
+
+def _heads(trainer: SyncTrainer) -> list[int]:
+    backend = trainer.state.roles.actor.backend
+    return [backend.worker(name).engine.module.head.weight.shape[0] for name in ("actor", "teacher")]  # type: ignore[attr-defined]
+
+
+def _change_vocabulary(folder: Path, by: int) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -168,9 +168,10 @@ class Host:
         return self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
     def _check_vocabulary(self, module: PolicyModel, key: str) -> None:
-        """Raise ModelError for a model that gives log-probs over other tokens than the actor does."""
-        theirs, ours = module.head.weight.shape[0], self.policy.head.weight.shape[0]
-        if theirs != ours:
+        """Raise ModelError for a model that has no log-prob for some token of the actor's; rows of padding may be more or fewer."""
+        theirs = module.head.weight.shape[0]
+        ours = min(len(self.tokenizer), self.policy.head.weight.shape[0])
+        if theirs < ours:
             raise ModelError(
                 f"{key} has a vocabulary of {theirs} tokens and the actor one of {ours}: their token ids must mean the same, "
                 "so choose a model of the actor's family"

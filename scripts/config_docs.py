@@ -80,7 +80,7 @@ def _key(info: KeyInfo) -> tuple[str, ...]:
 
 
 def _type(info: KeyInfo) -> str:
-    signs = (("≥", info.minimum), (">", info.above), ("≤", info.maximum))
+    signs = (("≥", info.minimum), (">", info.above), ("≤", info.maximum), ("<", info.below))
     bounds = " and ".join(f"{sign} {bound}" for sign, bound in signs if bound is not None)
     return type_name(info.type) + (f", {bounds}" if bounds else "")
 

@@ -25,7 +25,7 @@ class PolicyLossConfig:
     dro_beta: float = key(0.1, "dro: weight of the squared log-ratio", above=0)
     dpo_loss: Literal["sigmoid", "ipo"] = key("sigmoid", "dpo: which loss of the pairs")
     dpo_beta: float = key(0.1, "dpo: how strongly the policy is held to the reference", above=0)
-    dpo_label_smoothing: float = key(0.0, "dpo: probability that a pair is the wrong way round (cDPO)", minimum=0, maximum=0.5)
+    dpo_label_smoothing: float = key(0.0, "dpo: probability that a pair is the wrong way round (cDPO)", minimum=0, below=0.5)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def algorithm_problems(config: PPOConfig) -> Iterator[str]:
             yield f"{path}={name}: there are {', '.join(names)}; your own goes as path/to/file.py:name"
     yield from _needs(config)
     yield from _partners(config)
+    yield from _pairs(config)
     yield from _gdpo(config)
     yield from _max_rl(config)
     yield from _clip_bounds(config)
@@ -81,6 +82,24 @@ def _partners(config: PPOConfig) -> Iterator[str]:
                 f"algorithm.adv_estimator={estimator} with {LOSS}={loss}: loss {special} goes with "
                 f"algorithm.adv_estimator={' or '.join(partners)}, and they only with it: set both, or neither"
             )
+
+
+def _pairs(config: PPOConfig) -> Iterator[str]:
+    """What the loss of pairs cannot be joined with."""
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode != "dpo":
+        return
+    path = f"{ACTOR}.policy_loss"
+    if loss.dpo_loss == "ipo" and loss.dpo_label_smoothing:
+        yield (
+            f"{path}.dpo_label_smoothing={loss.dpo_label_smoothing} has no meaning with {path}.dpo_loss=ipo: set it to 0, or "
+            f"{path}.dpo_loss=sigmoid"
+        )
+    if config.algorithm.use_pf_ppo:
+        yield (
+            f"algorithm.use_pf_ppo=true draws single rows, and {LOSS}=dpo needs the two rows of a pair: set algorithm.use_pf_ppo=false, or "
+            "another loss"
+        )
 
 
 def _gdpo(config: PPOConfig) -> Iterator[str]:

@@ -17,6 +17,7 @@ PATH = "algorithm.rollout_correction"
 OPTIONS = re.compile(r"token_k[123]|seq_(?:sum|mean)_k[123]|seq_max_k[23]")
 OPTION_NAMES = "token_k1, k2, k3, seq_sum_k1, k2, k3, seq_mean_k1, k2, k3, seq_max_k2, k3"
 NEEDS_THE_ACTORS_PASS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+WITHOUT_RATIO = ("reinforce", "gpg", "dro", "sppo", "dpo")  # losses whose tokens are not weighted by the policy's ratio to the old one
 
 _BOUNDS = r"\d[\d.]*_\d[\d.]*"
 _ON_COMMAND_LINE = re.compile(r"(.*\brollout_[ir]s_threshold=)(.+)", re.DOTALL)
@@ -41,6 +42,13 @@ def correction_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             f"{PATH}.bypass_mode=true leaves out the actor's pass over the batch, and algorithm.adv_estimator="
             f"{config.algorithm.adv_estimator} needs Σπ² from it: set {PATH}.bypass_mode=false, or another estimator, for example rloo"
+        )
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if correction.bypass_mode and correction.rollout_is and correction.loss_type == "ppo_clip" and loss in WITHOUT_RATIO:
+        yield (
+            f"{PATH}.rollout_is={correction.rollout_is} with bypass_mode=true and loss_type=ppo_clip leaves the weights to the ratio of "
+            f"the loss, and actor_rollout_ref.actor.policy_loss.loss_mode={loss} has none: set {PATH}.loss_type=reinforce, or "
+            "bypass_mode=false"
         )
 
 

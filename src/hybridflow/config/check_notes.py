@@ -106,12 +106,19 @@ def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             f"algorithm.use_kl_in_reward=true changes no advantage: algorithm.adv_estimator={algorithm.adv_estimator} does not read the "
             f"token rewards; {ACTOR}.use_kl_loss=true puts the KL into the loss"
         )
-    if not algorithm.use_kl_in_reward and is_given("algorithm.kl_ctrl", given):
-        yield "algorithm.kl_ctrl is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in this run's rewards"
-    if not actor.use_kl_loss and f"{ACTOR}.kl_loss_coef" in given:
-        yield f"{ACTOR}.kl_loss_coef is read only with {ACTOR}.use_kl_loss=true: there is no KL term in this run's loss"
+    for path in ("algorithm.kl_ctrl", "algorithm.kl_penalty"):
+        if not algorithm.use_kl_in_reward and is_given(path, given):
+            yield f"{path} is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in this run's rewards"
+    for name in ("kl_loss_coef", "kl_loss_type"):
+        if not actor.use_kl_loss and f"{ACTOR}.{name}" in given:
+            yield f"{ACTOR}.{name} is read only with {ACTOR}.use_kl_loss=true: there is no KL term in this run's loss"
     if algorithm.ref_update_freq and _all_known(config) and not needs_reference(config):
         yield f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run reads a reference"
+    if algorithm.ref_update_freq and config.reward.process_reward_model.enable:
+        yield (
+            f"algorithm.ref_update_freq={algorithm.ref_update_freq} moves the reference that {PROCESS} is compared with: its rewards jump "
+            "at each copy"
+        )
 
 
 def _all_known(config: PPOConfig) -> bool:
@@ -147,7 +154,9 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 
 def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Roles that are built for nothing, or set up and not built."""
-    name, facts = config.algorithm.adv_estimator, estimator_facts(config)
+    name, facts, warmup = config.algorithm.adv_estimator, estimator_facts(config), config.trainer.critic_warmup
+    if not config.critic.enable and warmup:
+        yield f"trainer.critic_warmup={warmup} without a critic: the actor stands still for {warmup} steps, and nothing learns in them"
     if not config.critic.enable and is_given("critic", given - {"critic.enable"}):
         yield f"critic.* is not read: algorithm.adv_estimator={name} runs without a critic"
     if config.critic.enable and "critic.model.tokenizer_path" in given and config.critic.model.tokenizer_path != config.data.tokenizer:

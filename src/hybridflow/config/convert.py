@@ -157,13 +157,15 @@ def _convert_scalar(hint: Any, value: Any) -> Any:
 def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
-    minimum, maximum, above = (metadata.get(name) for name in ("minimum", "maximum", "above"))
-    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum) or (above is not None and value <= above):
+    minimum, maximum, above, below = (metadata.get(name) for name in ("minimum", "maximum", "above", "below"))
+    if (minimum is not None and value < minimum) or (above is not None and value <= above):
+        raise _Mismatch
+    if (maximum is not None and value > maximum) or (below is not None and value >= below):
         raise _Mismatch
 
 
 def _bounds_text(metadata: Mapping[str, Any]) -> str:
-    signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"))
+    signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"), ("below", "<"))
     texts = [f"{sign} {metadata[name]}" for name, sign in signs if metadata.get(name) is not None]
     return " " + " and ".join(texts) if texts else ""
 

@@ -49,8 +49,8 @@ def explain(config: PPOConfig | SFTConfig, num_train_rows: int | None = None, mo
 def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> int | None:
     """Steps of the run: trainer.total_training_steps, or epochs × steps an epoch; None when the number of rows is not known.
 
-    An epoch ends where fewer than data.train_batch_size rows are left. With dynamic sampling this is the most: a step in which groups
-    are dropped draws further generation batches.
+    An epoch ends where fewer than data.train_batch_size rows are left. A step of dynamic sampling in which groups are dropped draws
+    further generation batches: the steps stay as many, and the data is gone through more often.
     """
     rows, trainer, limit = num_train_rows, config.trainer, config.data.train_max_samples
     if trainer.total_training_steps is not None:
@@ -84,9 +84,8 @@ def _steps_line(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> Li
         return Line("training steps", f"{steps:,}", "trainer.total_training_steps")
     if steps is None:
         return Line("training steps", "not known yet", "the number of training rows is needed")
-    sampled = isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable
     how = f"trainer.total_epochs={config.trainer.total_epochs} × (training rows // {batch})"
-    return Line("training steps, at most" if sampled else "training steps", f"{steps:,}", how)
+    return Line("training steps", f"{steps:,}", how)
 
 
 def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:

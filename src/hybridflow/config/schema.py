@@ -6,13 +6,21 @@ from dataclasses import MISSING, Field, field
 from typing import Any
 
 
-def key(default: Any, meaning: str, *, minimum: float | None = None, maximum: float | None = None, above: float | None = None) -> Any:
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
     """Declare a configuration key.
 
-    `minimum`/`maximum` are inclusive bounds and `above` an exclusive lower bound, checked by the converter on numbers.
+    `minimum`/`maximum` are inclusive bounds, `above` and `below` exclusive ones, checked by the converter on numbers.
     A mutable default (list, dict) is copied for each instance. `default=MISSING` makes the key mandatory.
     """
-    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "above": above}
+    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "above": above, "below": below}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

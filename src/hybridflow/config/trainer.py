@@ -18,7 +18,7 @@ class TrainerConfig:
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "the run folder: config, metrics, samples, report, checkpoints"
     )
     logger: str | list[Tracker] = key(["console", "tensorboard"], "where metrics go; jsonl is always written into the run folder")
-    total_epochs: int = key(30, "passes over the training data", minimum=1)
+    total_epochs: int = key(30, "passes over the training data; with dynamic sampling the steps that they suffice for", minimum=1)
     total_training_steps: int | None = key(None, "stop after this many steps; null: from total_epochs", minimum=1)
     nnodes: int = key(1, "machines", minimum=1)
     n_gpus_per_node: int = key(1, "devices a machine (processes where there is no GPU)", minimum=1)

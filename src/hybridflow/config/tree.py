@@ -28,6 +28,7 @@ class KeyInfo:
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
+    below: float | None = None
 
     @property
     def is_free(self) -> bool:
@@ -53,7 +54,7 @@ def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _walk(type(value), value, path + ".")
         else:
-            bounds = {name: f.metadata.get(name) for name in ("minimum", "maximum", "above")}
+            bounds = {name: f.metadata.get(name) for name in ("minimum", "maximum", "above", "below")}
             yield KeyInfo(path, hints[f.name], value, str(f.metadata.get("meaning", "")), **bounds)
 
 

@@ -75,7 +75,7 @@ def test_rows_of_dynamic_sampling_remax_and_spin() -> None:
     assert shown["sequences per step"] == "256"
     assert shown["responses generated per step, at least"] == "288"  # 3 generation batches × 24 prompts × 4
     assert shown["responses generated per step, at most"] == "480"
-    assert shown["training steps, at most"] == "6"  # 3 epochs × (200 // 72)
+    assert shown["training steps"] == "6"  # 3 epochs × (200 // 72)
     shown = values(ppo("algorithm.adv_estimator=remax", "data.gen_batch_size=24"), rows=200)
     assert (shown["sequences per step"], shown["responses generated per step"], shown["training steps"]) == ("256", "320", "9")
     shown = values(ppo("algorithm.adv_estimator=spin"))

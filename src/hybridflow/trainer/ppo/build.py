@@ -5,6 +5,7 @@ config ─► tokenizer, data ─► Host: models ─► engines ─► workers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -13,6 +14,8 @@ from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
 from hybridflow.config.show import to_yaml
 from hybridflow.data.build import build_prompt_data
+from hybridflow.data.loader import StatefulLoader
+from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.distributed.device import set_threads
 from hybridflow.errors import ConfigError
@@ -52,7 +55,7 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
     loader = data.train_loader
-    total_steps = config.trainer.total_training_steps or len(loader) * config.trainer.total_epochs
+    total_steps = config.trainer.total_training_steps or _steps_an_epoch(config, loader) * config.trainer.total_epochs
     if total_steps <= config.trainer.critic_warmup:
         raise ConfigError(
             f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} steps for the actor: "
@@ -97,3 +100,8 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
                 tokenizer=tokenizer,
                 rollout_engine=host.rollout_engine,
             )
+
+
+def _steps_an_epoch(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:
+    """As many as the rows suffice for; a step of dynamic sampling takes one or more generation batches, here as few as it can."""
+    return max(1, len(loader) // math.ceil(config.data.train_batch_size / loader.batch_size))

@@ -9,7 +9,7 @@ micro-batch + outputs ──policy_loss / critic_loss / sft_loss──► the lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,11 @@ def find_estimator(name: str) -> AdvantageEstimator:
     """An estimator by its name in the table, or a user's own by `path.py:name`."""
     if name in ADVANTAGE_ESTIMATORS:
         return ADVANTAGE_ESTIMATORS[name]
-    return AdvantageEstimator.of(load_function(name, key="algorithm.adv_estimator"))
+    function = load_function(name, key="algorithm.adv_estimator")
+    for known in ADVANTAGE_ESTIMATORS.values():
+        if known.function is getattr(function, "__wrapped__", function):  # its file has registered it: what it said there counts here, too
+            return replace(known, function=function)
+    return AdvantageEstimator.of(function)
 
 
 def find_policy_loss(config: ActorConfig) -> PolicyLoss:
@@ -70,7 +74,11 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
     """
     name, options = config.policy_loss.loss_mode, config.policy_loss.options
     key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    loss = POLICY_LOSSES[name] if name in POLICY_LOSSES else PolicyLoss(load_function(name, key=key))
+    loss = POLICY_LOSSES.get(name)
+    if loss is None:
+        function = load_function(name, key=key)
+        registered = [known for known in POLICY_LOSSES.values() if known.function is getattr(function, "__wrapped__", function)]
+        loss = replace(registered[0], function=function) if registered else PolicyLoss(function)
     unknown = sorted(options.keys() - set(loss.keywords))
     if unknown:
         raise ConfigError(
@@ -139,6 +147,8 @@ def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: Advantag
 def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
     """[B, K] float32: what the reward returned under each of `algorithm.gdpo_reward_keys`; `score` is the score itself."""
     columns: dict[str, Any] = dict(batch.non_tensor_batch)
+    if not bool(batch.batch["loss_mask"].any()):  # every reward may have failed, and nothing is learned from these rows anyway
+        return torch.zeros(len(batch), len(keys))
     columns["score"] = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1).tolist()
     missing = [key for key in keys if key not in columns]
     if missing:
@@ -149,7 +159,8 @@ def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
     for key in keys:
         odd = [value for value in columns[key] if not isinstance(value, (bool, int, float)) or value != value]
         if odd:
-            raise RewardError(f"algorithm.gdpo_reward_keys: {key} is {odd[0]!r} for {len(odd)} rows, wanted a number for every row")
+            failed = "; rows whose reward failed have none: reward.on_error=drop leaves them out"
+            raise RewardError(f"algorithm.gdpo_reward_keys: {key} is {odd[0]!r} for {len(odd)} rows, wanted a number for every row{failed}")
     return torch.tensor([[float(value) for value in columns[key]] for key in keys], dtype=torch.float32).T.contiguous()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
@@ -159,3 +160,52 @@ def test_a_run_in_which_the_actor_would_never_train_is_refused(model: Path, tmp_
         build(ppo_config(model, tmp_path / "run", *overrides)),
     ):
         pass
+
+
+def test_a_step_of_several_generation_batches_takes_as_many_from_an_epoch(model: Path, tmp_path: Path) -> None:
+    sampling = ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
+    sizes = ("data.task.size=64", "data.gen_batch_size=3", "trainer.total_training_steps=null", "trainer.total_epochs=2")
+    with build(ppo_config(model, tmp_path / "run", *sampling, *sizes)) as trainer:
+        assert trainer.total_steps == 2 * (64 // 6), "4 groups take two generation batches of 3 prompts"
+
+
+def test_answers_of_the_data_are_the_actors_in_bypass_mode_and_not_measured_as_its_own(model: Path, tmp_path: Path) -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    spin = ("algorithm.adv_estimator=spin", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo", "data.max_response_length=40")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with build(ppo_config(model, tmp_path / "a" / "run", *spin)) as trainer:
+        plain, metrics = run_one_step(trainer)
+    with build(ppo_config(model, tmp_path / "b" / "run", *spin, bypass)) as trainer:
+        bypassed, _ = run_one_step(trainer)
+    told, rows = plain.batch["is_demonstration"], plain.batch
+    assert torch.equal(told, bypassed.batch["is_demonstration"]) and told.any()
+    torch.testing.assert_close(bypassed.batch["old_log_probs"], rows["old_log_probs"], atol=1e-4, rtol=0)
+    assert torch.equal(bypassed.batch["old_log_probs"][~told], bypassed.batch["rollout_log_probs"][~told])
+    sampled = rows["response_mask"] & ~told[:, None]
+    assert metrics["response_length/mean"] == pytest.approx(float(sampled.sum() / (~told).sum()))
+    assert metrics["response_length/max"] == int(sampled.sum(-1).max())
+    assert metrics["actor/entropy"] == pytest.approx(float(rows["entropys"][sampled].mean()), rel=1e-5)
+
+
+COMPARES = """
+from hybridflow.algorithms.aggregation import LossOutput
+from hybridflow.algorithms.policy_losses import register_policy_loss
+
+@register_policy_loss("compares_rows", agg_mode="token-sum", keeps_groups=True)
+def compares(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None):
+    assert len(log_prob) in (2, 4), "whole groups of two rows"
+    return LossOutput(-(log_prob * advantages * response_mask).sum() / scale.num_tokens, {})
+"""
+
+
+def test_a_users_loss_that_compares_rows_gets_whole_groups(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(COMPARES)
+    loss = f"actor_rollout_ref.actor.policy_loss.loss_mode='{tmp_path}/mine.py:compares'"
+    limit = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3"
+    try:
+        with build(ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=rloo", loss, limit)) as trainer:
+            _, metrics = run_one_step(trainer)
+    finally:
+        POLICY_LOSSES.pop("compares_rows", None)
+    assert metrics["actor/num_updates"] == 2.0

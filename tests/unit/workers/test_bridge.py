@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from hybridflow.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
@@ -304,8 +306,11 @@ def test_reward_components_by_their_keys() -> None:
     with pytest.raises(ConfigError, match="names nothing_such, which the reward does not return"):
         advantages_of(batch, replace(config, gdpo_reward_keys=["nothing_such"]))
     batch.non_tensor_batch["fmt"][2] = None
-    with pytest.raises(RewardError, match="fmt is None for 1 rows"):
+    with pytest.raises(RewardError, match="fmt is None for 1 rows, wanted a number for every row; rows whose reward failed have none"):
         advantages_of(batch, config)
+    del batch.non_tensor_batch["fmt"]
+    batch.narrow_loss_mask(torch.zeros_like(batch.batch["loss_mask"]))
+    assert not advantages_of(batch, config).batch["advantages"].any(), "every reward failed: nothing is learned, nothing is missing"
 
 
 def test_correction_weights_and_rejects_what_the_policy_sampled_only() -> None:
@@ -358,3 +363,29 @@ def test_the_positive_example_term() -> None:
 def test_options_that_a_loss_does_not_take_are_refused() -> None:
     with pytest.raises(ConfigError, match="sharpness, which the loss vanilla does not take"):
         find_policy_loss(ActorConfig(policy_loss=PolicyLossConfig(options={"sharpness": 1.0})))
+
+
+REGISTERED = """
+from hybridflow.algorithms.advantages import register_adv_est
+from hybridflow.algorithms.aggregation import LossOutput
+from hybridflow.algorithms.policy_losses import register_policy_loss
+
+@register_adv_est("registered_here", needs_group=True)
+def plain(token_level_rewards, response_mask):
+    return token_level_rewards, token_level_rewards
+
+@register_policy_loss("registered_here", agg_mode="token-sum", keeps_groups=True)
+def compares(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None):
+    return LossOutput(log_prob.sum(), {})
+"""
+
+
+def test_what_a_users_file_registers_is_known_of_its_functions_by_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REGISTERED)
+    try:
+        assert find_estimator(f"{tmp_path}/mine.py:plain").needs_group
+        loss = find_policy_loss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{tmp_path}/mine.py:compares")))
+        assert loss.keeps_groups and loss.agg_mode == "token-sum"
+    finally:
+        ADVANTAGE_ESTIMATORS.pop("registered_here", None)
+        POLICY_LOSSES.pop("registered_here", None)

@@ -14,7 +14,7 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     """critic/{score,rewards,advantages,returns}, response_length, prompt_length; with a critic also values and explained variance."""
     rows, metrics = batch.batch, Metrics()
     mask, loss_mask = rows["response_mask"], rows["loss_mask"]
-    sampled = ~rows.get("is_demonstration", torch.zeros(len(batch), dtype=torch.bool))  # scores are of the policy's own responses
+    sampled = own_rows(batch)
     spread(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1)[sampled])
     spread(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1)[sampled])
     spread(metrics, "critic/advantages", rows["advantages"][loss_mask])
@@ -23,10 +23,10 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
         spread(metrics, "critic/values", rows["values"][loss_mask])
         metrics.add_mean("critic/vf_explained_var", explained_variance(rows["values"], rows["returns"], loss_mask))
     width = rows["responses"].shape[1]
-    spread(metrics, "response_length", rows["attention_mask"][:, -width:].sum(-1))
+    spread(metrics, "response_length", rows["attention_mask"][:, -width:].sum(-1)[sampled])
     spread(metrics, "prompt_length", rows["attention_mask"][:, :-width].sum(-1))
-    truncated = sum(reason == "length" for reason in batch.non_tensor_batch["finish_reason"])
-    metrics.add_mean("response_length/clip_ratio", float(truncated), float(len(batch)))
+    truncated = sum(reason == "length" for reason in batch.non_tensor_batch["finish_reason"])  # never an answer of the data
+    metrics.add_mean("response_length/clip_ratio", float(truncated), float(sampled.sum()))
     metrics.add_sum("perf/total_num_tokens", float(rows["attention_mask"].sum()))
     metrics.add_mean("training/loss_tokens_ratio", float(loss_mask.sum()), float(mask.sum()))
     return metrics
@@ -35,9 +35,7 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
 def rollout_difference(batch: DataProto) -> Metrics:
     """How far the log-probs of generation are from the ones that training computes, on sampled tokens. Always measured."""
     rows, metrics = batch.batch, Metrics()
-    mask = rows["response_mask"]
-    if "is_demonstration" in batch:
-        mask = mask & ~rows["is_demonstration"][:, None]
+    mask = rows["response_mask"] & own_rows(batch)[:, None]
     rollout, trained = rows["rollout_log_probs"][mask], rows["old_log_probs"][mask]
     if rollout.numel() == 0:
         return metrics
@@ -46,6 +44,12 @@ def rollout_difference(batch: DataProto) -> Metrics:
     metrics.add_max("training/rollout_probs_diff_max", difference.max())
     metrics.add_mean("training/rollout_probs_diff_mean", difference.sum(), float(difference.numel()))
     return metrics
+
+
+def own_rows(batch: DataProto) -> Tensor:
+    """[B] bool: the rows that the policy sampled, which leaves out SPIN's answers of the data: scores, lengths and entropy are of these."""
+    told = batch.batch.get("is_demonstration", None)
+    return torch.ones(len(batch), dtype=torch.bool) if told is None else ~told
 
 
 def spread(metrics: Metrics, name: str, values: Tensor) -> None:

@@ -11,7 +11,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
-from hybridflow.trainer.ppo.data_metrics import batch_metrics, rollout_difference
+from hybridflow.trainer.ppo.data_metrics import batch_metrics, own_rows, rollout_difference
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.bridge import (
@@ -78,7 +78,11 @@ class PPOStep:
     def _old_log_probs(self, batch: DataProto) -> DataProto:
         """By the actor, or in bypass mode those of the rollout."""
         if self.config.algorithm.rollout_correction.bypass_mode:
-            return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]})
+            old = batch.batch["rollout_log_probs"].clone()
+            told = batch.batch.get("is_demonstration", None)
+            if told is not None and bool(told.any()):  # no rollout has log-probs of the data's own answers
+                old[told] = self.roles.actor.log_probs(batch.select_idxs(told), with_entropy=False).batch["old_log_probs"]
+            return DataProto.from_dict({"old_log_probs": old})
         return self.roles.actor.log_probs(batch, with_sum_pi_squared="sum_pi_squared" in self.estimator.needs)
 
     def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
@@ -109,8 +113,9 @@ class PPOStep:
         metrics = batch_metrics(batch, has_critic=self.roles.critic is not None)
         if not self.config.algorithm.rollout_correction.bypass_mode:
             metrics.update(rollout_difference(batch))
-        if "entropys" in batch and bool(mask.any()):
-            metrics.add_mean("actor/entropy", masked_mean(batch.batch["entropys"], mask))
+        sampled = mask & own_rows(batch)[:, None]
+        if "entropys" in batch and bool(sampled.any()):
+            metrics.add_mean("actor/entropy", masked_mean(batch.batch["entropys"], sampled))
         return metrics
 
     def _loss_columns(self, batch: DataProto) -> list[str]:
@@ -118,6 +123,7 @@ class PPOStep:
         actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
         wanted = {*self.loss.keywords, "rollout_is_weights"}
         wanted |= {"ref_log_prob"} if actor.use_kl_loss else set()
+        wanted |= {"group_ids"} if self.loss.keeps_groups else set()  # micro-batches are cut by them
         wanted |= {"positive"} if actor.positive_lm_loss_coef else set()
         wanted |= {"rollout_log_probs", "is_demonstration"} if correction.bypass_mode else set()
         return sorted(wanted & set(batch.batch.keys()))

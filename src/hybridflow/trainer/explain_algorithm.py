@@ -263,14 +263,13 @@ def _correction(run: Run) -> Section:
         kept = tuple(f"kept: {each.low:.4g} ≤ {each.over} {each.statistic} ≤ {each.high:.4g}".replace("-inf ≤ ", "") for each in rules)
         formulas.append(formula_of(rejection, [options, thresholds], name="rejection", notes=kept))
     if not formulas:
-        measured = "the difference of rollout and training is measured (rollout_corr/*)"
-        lines.append("nothing is weighted or rejected; " + ("no rollout_corr/* is measured" if run[f"{path}.bypass_mode"] else measured))
+        lines.append("nothing is weighted or rejected; the difference of rollout and training is measured (rollout_corr/*)")
     return Section("rollout correction", tuple(lines), tuple(formulas))
 
 
 def _advantage(run: Run) -> Section:
     name = run["algorithm.adv_estimator"]
-    function = find_estimator(name).function
+    function = find_estimator(run.config.algorithm).function
     more = [run.number(("n",), f"{ROLLOUT}.n")] if "group_ids" in inspect.signature(inspect.unwrap(function)).parameters else []
     if name == "gdpo":
         more.append(run.number((), "algorithm.gdpo_reward_keys"))

@@ -56,15 +56,26 @@ def kl_controller(config: AlgorithmConfig) -> KLController:
     return FixedKLController(control.kl_coef)
 
 
-def find_estimator(name: str) -> AdvantageEstimator:
-    """An estimator by its name in the table, or a user's own by `path.py:name`."""
-    if name in ADVANTAGE_ESTIMATORS:
-        return ADVANTAGE_ESTIMATORS[name]
-    function = load_function(name, key="algorithm.adv_estimator")
-    for known in ADVANTAGE_ESTIMATORS.values():
-        if known.function is getattr(function, "__wrapped__", function):  # its file has registered it: what it said there counts here, too
-            return replace(known, function=function)
-    return AdvantageEstimator.of(function)
+def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
+    """The estimator by its name in the table, or a user's own by `path.py:name`.
+
+    Raises ConfigError for entries of `algorithm.options` that it does not take.
+    """
+    name, options = algorithm.adv_estimator, algorithm.options
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    if estimator is None:
+        function = load_function(name, key="algorithm.adv_estimator")
+        own = getattr(function, "__wrapped__", function)
+        # where its file has registered it, what it said there counts here, too
+        registered = [known for known in ADVANTAGE_ESTIMATORS.values() if known.function is own]
+        estimator = replace(registered[0], function=function) if registered else AdvantageEstimator.of(function)
+    unknown = [] if estimator.takes_all else sorted(options.keys() - {*estimator.needs, *estimator.takes})
+    if unknown:
+        raise ConfigError(
+            f"algorithm.options has {', '.join(unknown)}, which the estimator {name} does not take: its arguments are "
+            f"{', '.join((*estimator.needs, *estimator.takes))}"
+        )
+    return estimator
 
 
 def find_policy_loss(config: ActorConfig) -> PolicyLoss:
@@ -185,9 +196,7 @@ class Correction:
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs: Tensor) -> Correction:
     """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`; the demonstrations of SPIN, which no
     policy sampled, are neither weighted nor rejected nor measured."""
-    mask = batch.batch["loss_mask"]
-    demonstrations = batch.batch.get("is_demonstration", None)
-    sampled = mask if demonstrations is None else mask & ~demonstrations[:, None]
+    mask, sampled = batch.batch["loss_mask"], _sampled(batch)
     rollout, weights, keep = batch.batch["rollout_log_probs"], None, None
     if config.rollout_is:
         weights = rollout_weights(
@@ -204,11 +213,23 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     level, threshold = config.rollout_is or "token", config.rollout_is_threshold
     measured = correction_metrics(log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold)
     for name, value in measured.items():
-        metrics.add_mean(name, *value) if isinstance(value, tuple) else metrics.add_mean(name, value)
+        if isinstance(value, tuple):
+            metrics.add_mean(name, *value)
+        elif name.endswith(("_min", "_max")):  # in bypass mode over several mini-batches
+            (metrics.add_min if name.endswith("_min") else metrics.add_max)(name, value)
+        else:
+            metrics.add_mean(name, value)
     outside = mask & ~sampled
     if weights is not None:
         weights = torch.where(outside, 1.0, weights)
     return Correction(weights, None if keep is None else keep | outside, metrics)
+
+
+def _sampled(batch: DataProto) -> Tensor:
+    """[B, R] bool: the tokens of `loss_mask` that the policy sampled, which the demonstrations of SPIN are not."""
+    mask: Tensor = batch.batch["loss_mask"]
+    demonstrations = batch.batch.get("is_demonstration", None)
+    return mask if demonstrations is None else mask & ~demonstrations[:, None]
 
 
 def loss_parameters(config: ActorConfig) -> dict[str, Any]:
@@ -263,6 +284,9 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
             log_prob, rows["old_log_probs"], rows["advantages"], mask, scale, rows.get("rollout_is_weights", None), **chosen
         )
         metrics = ratios(out.metrics)
+        if "rollout_log_probs" in rows:  # bypass mode: the one place where current log-probs are to be had for nothing
+            apart = correction_metrics(log_prob, rows["rollout_log_probs"], _sampled(micro))
+            metrics.update(ratios({name: value for name, value in apart.items() if isinstance(value, tuple)}))
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss
         if "entropy" in outputs:

@@ -174,7 +174,7 @@ def test_rollout_log_probs_as_old_ones_and_terms_of_the_reward_are_told() -> Non
         "reward.terms=[{name: gsm8k, weight: 1}, {name: length, weight: -0.1}]",
     )
     lines = parts["rollout correction"].lines
-    assert any("bypass_mode=true" in line for line in lines) and lines[-1].endswith("no rollout_corr/* is measured")
+    assert any("bypass_mode=true" in line for line in lines) and lines[-1].endswith("is measured (rollout_corr/*)")
     assert sections(*GROUP)["rollout correction"].lines[-1].endswith("is measured (rollout_corr/*)")
     assert parts["rewards"].lines[0] == "scores s by reward.terms: 1·gsm8k + -0.1·length"
 

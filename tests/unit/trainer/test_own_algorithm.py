@@ -38,8 +38,11 @@ def test_a_run_with_an_estimator_and_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert found["actor/num_updates"] == 2 and "actor/ratio_far" in found and "actor/pg_clipfrac" not in found
 
 
-def test_an_option_that_the_loss_does_not_take_is_refused(tmp_path: Path) -> None:
+def test_an_option_that_is_not_taken_is_refused(tmp_path: Path) -> None:
     wrong = settings("actor_rollout_ref.actor.policy_loss.options={widht: 0.5}")
     config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *wrong)
     with pytest.raises(ConfigError, match=r"widht.*does not take.*width"), build(config):
+        pass
+    config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *settings("algorithm.options={flor: 0.1}"))
+    with pytest.raises(ConfigError, match=r"algorithm.options has flor.*does not take.*floor"), build(config):
         pass

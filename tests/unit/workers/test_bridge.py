@@ -49,7 +49,7 @@ def rows(uids: str = "aabb", **columns: Any) -> DataProto:
 
 
 def advantages_of(batch: DataProto, config: AlgorithmConfig) -> DataProto:
-    return estimate_advantages(batch, PPOConfig(algorithm=config), find_estimator(config.adv_estimator))
+    return estimate_advantages(batch, PPOConfig(algorithm=config), find_estimator(config))
 
 
 def field(*values: tuple[float, float, float]) -> Tensor:
@@ -383,9 +383,25 @@ def compares(log_prob, old_log_prob, advantages, response_mask, scale, rollout_i
 def test_what_a_users_file_registers_is_known_of_its_functions_by_path(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REGISTERED)
     try:
-        assert find_estimator(f"{tmp_path}/mine.py:plain").needs_group
+        assert find_estimator(AlgorithmConfig(adv_estimator=f"{tmp_path}/mine.py:plain")).needs_group
         loss = find_policy_loss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{tmp_path}/mine.py:compares")))
         assert loss.keeps_groups and loss.agg_mode == "token-sum"
     finally:
         ADVANTAGE_ESTIMATORS.pop("registered_here", None)
         POLICY_LOSSES.pop("registered_here", None)
+
+
+def test_bypass_mode_is_measured_in_the_updates() -> None:
+    batch = loss_rows() | DataProto.from_dict({"rollout_log_probs": torch.zeros(4, 3)})
+    scale = LossScale.count(MASK)
+    whole, parts = Metrics(), Metrics()
+    log_prob = torch.arange(12.0).reshape(4, 3) * 0.1
+    for joined, cuts in ((whole, [[0, 1, 2, 3]]), (parts, [[0], [2, 3], [1]])):
+        for rows_of_it in cuts:
+            micro = batch.select_idxs(rows_of_it)
+            joined.update(policy_loss(ActorConfig(), scale, find_policy_loss(ActorConfig()))({"log_probs": log_prob[rows_of_it]}, micro)[1])
+        joined.average_sums(LOSS_SHARES)
+    found = whole.to_floats()
+    assert found["rollout_corr/kl"] == pytest.approx(-float(log_prob[MASK].mean()))
+    assert "rollout_corr/k3_kl" in found and "rollout_corr/rollout_is_max" not in found
+    assert parts.to_floats() == pytest.approx(found, rel=1e-5)

@@ -52,7 +52,7 @@ def batch_of(seed: int) -> DataProto:
 
 def advantages(batch: DataProto, name: str) -> DataProto:
     algorithm = AlgorithmConfig(adv_estimator=name, gamma=0.97, lam=0.9, gdpo_reward_keys=["acc", "format"])
-    return estimate_advantages(batch, PPOConfig(algorithm=algorithm), find_estimator(name))
+    return estimate_advantages(batch, PPOConfig(algorithm=algorithm), find_estimator(algorithm))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

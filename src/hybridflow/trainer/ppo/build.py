@@ -50,7 +50,7 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
         tokenizer,
         config.trainer.seed,
         dynamic_sampling=config.algorithm.filter_groups.enable,
-        demonstrations="is_demonstration" in find_estimator(config.algorithm.adv_estimator).needs,
+        demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
     )
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")

@@ -32,6 +32,8 @@ def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step
         if corrects:
             found = correct_rollout(mini, correction, now)
             metrics.update(found.metrics)
+            if "rollout_log_probs" not in loss.keywords:
+                mini.pop(["rollout_log_probs"])  # measured here, so the loss need not
             # ppo_clip: the ratio to the rollout policy holds the weights already
             if found.weights is not None and correction.loss_type == "reinforce":
                 mini |= DataProto.from_dict({"rollout_is_weights": found.weights})

@@ -28,7 +28,7 @@ def needed_roles(config: PPOConfig) -> list[str]:
     So a user's own function gets a reference, a teacher or a process reward model by having `ref_log_prob`, `teacher_log_probs` or
     `process_rewards` among its arguments.
     """
-    estimator, loss = find_estimator(config.algorithm.adv_estimator), find_policy_loss(config.actor_rollout_ref.actor)
+    estimator, loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
     named = {*estimator.needs, *estimator.takes, *loss.keywords}
     # `enable` cannot be told from its null by now, so only a column that the estimator must have overrules it
     process_reward = bool(config.reward.process_reward_model.enable) or "process_rewards" in estimator.needs

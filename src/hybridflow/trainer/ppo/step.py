@@ -33,7 +33,7 @@ class PPOStep:
     def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer) -> None:
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
         # once: a user's file may be edited while the run goes on
-        self.estimator, self.loss = find_estimator(config.algorithm.adv_estimator), find_policy_loss(config.actor_rollout_ref.actor)
+        self.estimator, self.loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
         """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the metrics."""

@@ -43,7 +43,7 @@ class Trajectories:
 
     def __init__(self, rollout: RolloutGroup, rewards: RewardManager, tokenizer: Tokenizer, config: PPOConfig, timer: Timer) -> None:
         self.rollout, self.rewards, self.tokenizer, self.config, self.timer = rollout, rewards, tokenizer, config, timer
-        needs = find_estimator(config.algorithm.adv_estimator).needs
+        needs = find_estimator(config.algorithm).needs
         self.with_baselines, self.with_demonstrations = "reward_baselines" in needs, "is_demonstration" in needs
 
     def for_training(self, prompts: Iterator[Sequence[PromptRow]], step: int) -> tuple[DataProto, Metrics]:

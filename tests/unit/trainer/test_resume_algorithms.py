@@ -1,0 +1,58 @@
+"""Each algorithm with draws or states of its own goes on after a resume to the same bits as without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_trainer import TIMINGS, ppo_config, tiny_model
+
+from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.trainer.ppo.build import build
+
+ALGORITHMS = {
+    "remax": ["algorithm.adv_estimator=remax"],
+    "pf_ppo": ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.reweight_method=max_random"],
+    "clip_cov": [
+        "algorithm.adv_estimator=rloo",
+        "actor_rollout_ref.actor.policy_loss={loss_mode: clip_cov, clip_cov_ratio: 0.2, clip_cov_lb: -9, clip_cov_ub: 9}",
+    ],
+    "spin": [
+        "algorithm.adv_estimator=spin",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=dpo",
+        "algorithm.ref_update_freq=1",
+        "data.max_response_length=48",
+    ],
+    "vapo": ["algorithm.lam_critic=1.0", "algorithm.lam_length_alpha=0.5", "actor_rollout_ref.actor.positive_lm_loss_coef=0.1"],
+    "bypass": [
+        "algorithm.adv_estimator=grpo",
+        "algorithm.rollout_correction={bypass_mode: true, loss_type: reinforce, rollout_is: token, rollout_rs: token_k3, "
+        "rollout_rs_threshold: 0.01}",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def steps_of(run: Path) -> dict[int, dict[str, float]]:
+    lines = read_metrics(run / "metrics.jsonl").items()
+    return {step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)} for step, line in lines}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_resumed_runs_are_equal_to_the_bit(name: str, model: Path, tmp_path: Path) -> None:
+    settings = [*ALGORITHMS[name], "trainer.total_training_steps=3", "trainer.save_freq=1"]
+    runs = {kind: ppo_config(model, tmp_path / kind, *settings) for kind in ("straight", "resumed")}
+    with build(runs["straight"]) as trainer:
+        trainer.fit()
+    with build(runs["resumed"]) as trainer:
+        trainer.fit(after_step=lambda step, _: step == 2)
+    with build(runs["resumed"]) as trainer:
+        assert trainer.state.step == 2
+        trainer.fit()
+    straight, resumed = steps_of(tmp_path / "straight"), steps_of(tmp_path / "resumed")
+    assert {1, 2, 3} <= set(straight) and straight[3]["actor/num_updates"] >= 1
+    assert resumed == straight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,8 +48,7 @@ def test_failing_reward_is_counted(
     assert f"reward.on_error={on_error}" in warning and "failed on 4 of 8 rows" in warning
     for line in metrics_of(tmp_path / "run").values():  # two of the four prompts have an odd index, each with two responses
         assert line["reward/num_errors"] == line[f"reward/num_errors/{kind}"] == 4
-        assert line["critic/score/mean"] == pytest.approx(0.25)
-        assert (line["training/loss_tokens_ratio"] < 0.9) == (on_error == "drop")
+        assert line["critic/score/mean"] == pytest.approx(0.25 if on_error == "zero" else 0.5)  # dropped rows leave the batch
 
 
 def test_hanging_reward_is_counted(inputs: Inputs, tmp_path: Path) -> None:
@@ -105,6 +105,10 @@ def test_resume_with_a_larger_batch_than_the_epoch_has_left(inputs: Inputs, tmp_
 
 def test_interrupted_by_the_user(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make = reward_with("import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)")
-    assert main_ppo(small_run(inputs, tmp_path / "run", *make(inputs, tmp_path))) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+    try:
+        assert main_ppo(small_run(inputs, tmp_path / "run", *make(inputs, tmp_path))) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     written = capfd.readouterr().err
     assert written.endswith("interrupted\n") and "Traceback" not in written

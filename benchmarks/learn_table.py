@@ -80,7 +80,7 @@ def page(rows: list[dict[str, Any]], facts: dict[str, str], settings: Settings, 
         f"{settings.warm_accuracy:.0%}), and may generate {settings.budget:,} tokens each; a run ends after the step in which they are "
         f"spent, after {settings.max_steps} steps at the latest. Accuracy is measured on 1,024 held-out questions before and after: "
         f"sampled at temperature 1, and greedy; pass@{PASS_K} on {NUM_PASS_QUESTIONS} of them. Figures are means over seeds, gains with "
-        "their standard error; seconds are of training alone, on one thread.",
+        "their standard error; seconds are of training alone, on one thread, and grow where other work shares the machine.",
         f"Wanted: sampled accuracy up by {BAR:.2f}; the control, `{CONTROL}`, GRPO with random rewards, by {CONTROL_BAR:.2f} at most. "
         f"`{JUDGED_BY_PASS}` is judged by pass@{PASS_K}, which is what it trains.",
         "\n".join([table_head(), *(table_line(row) for row in rows)]),

@@ -311,6 +311,7 @@ def _aggregation(run: Run) -> Section:
 
 def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
     mini, n, longest = run[mini_key], run[f"{ROLLOUT}.n"], run["data.max_response_length"]
+    n += run["algorithm.adv_estimator"] == "spin"  # the data's own answer is learned from, too
     equation, numbers = alternative(aggregate, mode), []
     if "num_tokens" in equation:
         most = f"at most {mini * n * longest:,} = {mini} prompts × {n} responses × {longest} tokens"

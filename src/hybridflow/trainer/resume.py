@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +67,11 @@ def say_where(done: int, total: int, path: Path) -> None:
             done,
             total,
         )
+
+
+def say_changes(done: int, changed: Sequence[str]) -> None:
+    """Warn of a resumed run whose keys are not those that it began with; how long it runs and what it shows may change freely."""
+    telling = [change for change in changed if not change.startswith("trainer.")]
+    if done and telling:
+        more = f", and {len(telling) - 8} more" if len(telling) > 8 else ""
+        logger.warning("it goes on with other settings than it began with: %s%s", "; ".join(telling[:8]), more)

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hybridflow.checkpoint.durable import locked
+from hybridflow.config.tree import flatten
 from hybridflow.errors import ConfigError
 
 LOCK = ".run_lock"
@@ -42,9 +45,13 @@ class RunFolder:
         """Rows of optimizer steps that were skipped."""
         return self.path / "nonfinite"
 
-    def write_config(self, text: str) -> None:
-        """Keep the resolved configuration."""
-        (self.path / "config.yaml").write_text(text)
+    def write_config(self, text: str) -> list[str]:
+        """Keep the resolved configuration; gives the keys that the one kept before had other values of, as `key: old → new`."""
+        path = self.path / "config.yaml"
+        before = dict(flatten(yaml.safe_load(path.read_text()) or {})) if path.is_file() else {}
+        path.write_text(text)
+        now = dict(flatten(yaml.safe_load(text)))
+        return [f"{key}: {before[key]} → {value}" for key, value in now.items() if key in before and before[key] != value]
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Keep the run's closing numbers."""

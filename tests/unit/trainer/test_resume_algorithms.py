@@ -56,3 +56,14 @@ def test_resumed_runs_are_equal_to_the_bit(name: str, model: Path, tmp_path: Pat
     straight, resumed = steps_of(tmp_path / "straight"), steps_of(tmp_path / "resumed")
     assert {1, 2, 3} <= set(straight) and straight[3]["actor/num_updates"] >= 1
     assert resumed == straight
+
+
+def test_a_resume_under_another_algorithm_says_so(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = ["algorithm.adv_estimator=grpo", "trainer.total_training_steps=1", "trainer.save_freq=1"]
+    for settings in (first, [*first, "trainer.total_training_steps=2"], [*first, "algorithm.adv_estimator=rloo"]):
+        caplog.clear()
+        with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
+            trainer.fit()
+        changed = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
+        assert bool(changed) == ("algorithm.adv_estimator=rloo" in settings)
+    assert changed == ["it goes on with other settings than it began with: algorithm.adv_estimator: grpo → rloo"]

@@ -28,6 +28,7 @@ from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncTrainer
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
+from hybridflow.trainer.resume import say_changes
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.run_trackers import run_trackers
 from hybridflow.workers.bridge import find_estimator, kl_controller
@@ -43,7 +44,7 @@ def build(config: PPOConfig) -> Iterator[SyncTrainer]:
 
 
 def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
-    folder.write_config(to_yaml(config))
+    changed = folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
     data = build_prompt_data(
         config.data,
@@ -80,6 +81,7 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
         )
         store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
         done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
+        say_changes(done, changed)
         with run_trackers(config, folder, total_steps, done) as trackers:
             timer = Timer()
             samples = SampleLog(folder.path, config, tokenizer, total_steps, trackers, done)

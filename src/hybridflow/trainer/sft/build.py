@@ -21,6 +21,7 @@ from hybridflow.models.export import save_config, save_hf
 from hybridflow.observability.timing import Timer
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.trainer.models import end_tokens, model_arguments
+from hybridflow.trainer.resume import say_changes
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.run_trackers import run_trackers
 from hybridflow.trainer.sft.state import SFTState
@@ -39,7 +40,7 @@ def build(config: SFTConfig) -> Iterator[SFTTrainer]:
 
 def _build(config: SFTConfig, folder: RunFolder) -> Iterator[SFTTrainer]:
     trainer = config.trainer
-    folder.write_config(to_yaml(config))
+    changed = folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
     data = build_sft_data(config.data, tokenizer, trainer.seed)
     total_steps = trainer.total_training_steps or len(data.train_loader) * trainer.total_epochs
@@ -64,6 +65,7 @@ def _build(config: SFTConfig, folder: RunFolder) -> Iterator[SFTTrainer]:
     state = SFTState(group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed)
     store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
     done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
+    say_changes(done, changed)
     assert tokenizer.pad_token_id is not None, "the tokenizer loader sets a pad token"
     with run_trackers(config, folder, total_steps, done) as trackers:
         yield SFTTrainer(

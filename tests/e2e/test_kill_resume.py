@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "kill_resume.py"
 def kill_and_resume(*arguments: str) -> list[str]:
     """Lines of the script, which forks its runs from a process of its own."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=110, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=550, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
@@ -27,6 +27,7 @@ def test_killed_in_rollout_update_and_save() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_killed_at_every_moment_and_at_random(algorithm: str) -> None:
     lines = kill_and_resume("--algorithm", algorithm, "--random", "10")

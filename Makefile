@@ -21,7 +21,7 @@ demo: setup  ## watch a small language model learn arithmetic by GRPO (ALGO=rloo
 demo-seeds: setup  ## the demo on three seeds, by PPO and with random rewards; writes benchmarks/results/demo_seeds.json
 	$(BIN)/python benchmarks/demo_seeds.py
 
-learn: setup  ## every recipe on three seeds, resumable, about 90 minutes on 2 cores (ALGO=grpo for one); writes benchmarks/results/learn.md
+learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 cores (ALGO=grpo for one); writes benchmarks/results/learn.md
 	$(BIN)/python benchmarks/learn.py $(if $(ALGO),--algo $(ALGO))
 
 test: setup  ## the tests of a working day

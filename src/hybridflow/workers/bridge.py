@@ -196,7 +196,8 @@ class Correction:
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs: Tensor) -> Correction:
     """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`; the demonstrations of SPIN, which no
     policy sampled, are neither weighted nor rejected nor measured."""
-    mask, sampled = batch.batch["loss_mask"], _sampled(batch)
+    mask = batch.batch["loss_mask"]
+    sampled = mask & own_rows(batch)[:, None]
     rollout, weights, keep = batch.batch["rollout_log_probs"], None, None
     if config.rollout_is:
         weights = rollout_weights(
@@ -225,11 +226,10 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     return Correction(weights, None if keep is None else keep | outside, metrics)
 
 
-def _sampled(batch: DataProto) -> Tensor:
-    """[B, R] bool: the tokens of `loss_mask` that the policy sampled, which the demonstrations of SPIN are not."""
-    mask: Tensor = batch.batch["loss_mask"]
-    demonstrations = batch.batch.get("is_demonstration", None)
-    return mask if demonstrations is None else mask & ~demonstrations[:, None]
+def own_rows(batch: DataProto) -> Tensor:
+    """[B] bool: the rows that the policy sampled, which leaves out SPIN's answers of the data: scores, lengths and entropy are of these."""
+    told = batch.batch.get("is_demonstration", None)
+    return torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device) if told is None else ~told
 
 
 def loss_parameters(config: ActorConfig) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
         )
         metrics = ratios(out.metrics)
         if "rollout_log_probs" in rows:  # bypass mode: the one place where current log-probs are to be had for nothing
-            apart = correction_metrics(log_prob, rows["rollout_log_probs"], _sampled(micro))
+            apart = correction_metrics(log_prob, rows["rollout_log_probs"], mask & own_rows(micro)[:, None])
             metrics.update(ratios({name: value for name, value in apart.items() if isinstance(value, tuple)}))
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss

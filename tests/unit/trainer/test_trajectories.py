@@ -112,6 +112,13 @@ def test_dynamic_sampling_says_what_it_found_when_it_gives_up(model: Path, tmp_p
         trajectories(model, tmp_path / "run", *starved)
 
 
+def test_dynamic_sampling_without_a_limit_does_not_go_on_for_ever(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridflow.trainer.ppo.trajectories.MAX_BARREN_BATCHES", 3)
+    endless = [*FILTER, "algorithm.filter_groups.min_mean=0.9", "algorithm.filter_groups.max_num_gen_batches=0", "data.gen_batch_size=3"]
+    with pytest.raises(DataError, match=r"kept 0 of the 9 that 3 generation batches gave: the last 3 of them gave none"):
+        trajectories(model, tmp_path / "run", *endless)
+
+
 def lines(run: Path) -> dict[int, dict[str, float]]:
     found = read_metrics(run / "metrics.jsonl")
     return {step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)} for step, line in found.items()}

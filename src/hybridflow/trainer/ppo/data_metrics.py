@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.bridge import explained_variance
+from hybridflow.workers.bridge import explained_variance, own_rows
 
 
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
@@ -44,12 +44,6 @@ def rollout_difference(batch: DataProto) -> Metrics:
     metrics.add_max("training/rollout_probs_diff_max", difference.max())
     metrics.add_mean("training/rollout_probs_diff_mean", difference.sum(), float(difference.numel()))
     return metrics
-
-
-def own_rows(batch: DataProto) -> Tensor:
-    """[B] bool: the rows that the policy sampled, which leaves out SPIN's answers of the data: scores, lengths and entropy are of these."""
-    told = batch.batch.get("is_demonstration", None)
-    return torch.ones(len(batch), dtype=torch.bool) if told is None else ~told
 
 
 def spread(metrics: Metrics, name: str, values: Tensor) -> None:

@@ -11,7 +11,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
-from hybridflow.trainer.ppo.data_metrics import batch_metrics, own_rows, rollout_difference
+from hybridflow.trainer.ppo.data_metrics import batch_metrics, rollout_difference
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.bridge import (
@@ -22,6 +22,7 @@ from hybridflow.workers.bridge import (
     find_estimator,
     find_policy_loss,
     identify,
+    own_rows,
     resample,
 )
 from hybridflow.workers.mini_batches import MiniBatchPlan
@@ -79,8 +80,8 @@ class PPOStep:
         """By the actor, or in bypass mode those of the rollout."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             old = batch.batch["rollout_log_probs"].clone()
-            told = batch.batch.get("is_demonstration", None)
-            if told is not None and bool(told.any()):  # no rollout has log-probs of the data's own answers
+            told = ~own_rows(batch)
+            if bool(told.any()):  # no rollout has log-probs of the data's own answers
                 old[told] = self.roles.actor.log_probs(batch.select_idxs(told), with_entropy=False).batch["old_log_probs"]
             return DataProto.from_dict({"old_log_probs": old})
         return self.roles.actor.log_probs(batch, with_sum_pi_squared="sum_pi_squared" in self.estimator.needs)

@@ -37,6 +37,9 @@ from hybridflow.workers.bridge import find_estimator
 
 logger = logging.getLogger(__name__)
 
+MAX_BARREN_BATCHES = 100
+"""Generation batches in a row that give no group before a step gives up, also where `max_num_gen_batches` sets no limit."""
+
 
 class Trajectories:
     """Turns prompts into scored trajectories, for training and for validation."""
@@ -50,13 +53,13 @@ class Trajectories:
         """`rollout.n` responses of each of `data.train_batch_size` prompts, sampled with the weights of step `step - 1`.
 
         Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out those that are too many.
-        Raises DataError where `max_num_gen_batches` of them did not give enough groups that vary.
+        Raises DataError where `max_num_gen_batches` of them did not give enough groups that vary, or MAX_BARREN_BATCHES in a row none.
         """
         wanted, filters = self.config.data.train_batch_size, self.config.algorithm.filter_groups
         metrics, stats, parts = Metrics(), RolloutStats(), list[DataProto]()
-        kept = generated = batches = first_row = 0
+        kept = generated = batches = barren = first_row = 0
         while kept < wanted:
-            if filters.enable and batches and batches == filters.max_num_gen_batches:
+            if filters.enable and (0 < filters.max_num_gen_batches == batches or barren == MAX_BARREN_BATCHES):
                 raise DataError(self._starved(kept, generated, batches))
             batch_prompts = next(prompts)
             rows, found, first_row = self._training_rows(batch_prompts, step, first_row)
@@ -65,6 +68,7 @@ class Trajectories:
             batches, generated = batches + 1, generated + len(batch_prompts)
             if filters.enable:
                 rows = self._filtered(rows)
+                barren = 0 if len(rows) else barren + 1
                 logger.info("step %d: generation batch %d brings %d of %d groups", step, batches, kept + len(uids_of(rows)), wanted)
             kept += len(uids_of(rows)) if filters.enable else len(batch_prompts)
             parts.append(rows)
@@ -175,11 +179,13 @@ class Trajectories:
         data, filters = self.config.data, self.config.algorithm.filter_groups
         bounds = (("≥", filters.min_mean), ("≤", filters.max_mean))
         means = "".join(f", mean {sign} {value}" for sign, value in bounds if value is not None)
+        limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} allows no more"
+        if batches != filters.max_num_gen_batches:
+            limit = f"the last {MAX_BARREN_BATCHES} of them gave none"
         return (
             f"dynamic sampling wanted data.train_batch_size={data.train_batch_size} groups whose {filters.metric} varies{means}, and kept "
-            f"{kept} of the {generated} that {batches} generation batches gave: algorithm.filter_groups.max_num_gen_batches="
-            f"{filters.max_num_gen_batches} allows no more. Raise it (0: no limit), data.gen_batch_size or actor_rollout_ref.rollout.n, or "
-            "use prompts that the model gets right now and then"
+            f"{kept} of the {generated} that {batches} generation batches gave: {limit}. Raise max_num_gen_batches (0: no limit), "
+            "data.gen_batch_size or actor_rollout_ref.rollout.n, or use prompts that the model gets right now and then"
         )
 
 

@@ -1,4 +1,4 @@
-"""For all tests: what a command set up for its process is undone after the test that ran it."""
+"""For all tests: what a command set up for its process is undone after the test that ran it; processes that are ranks of a group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +20,11 @@ def logging_as_it_was() -> Iterator[None]:
     root.setLevel(levels[0])
     own.setLevel(levels[1])
     logging.captureWarnings(False)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two processes in one gloo group, started at the first call (some five seconds) and shared by the tests of a session."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()

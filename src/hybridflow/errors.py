@@ -8,7 +8,8 @@
     ├── RolloutError       one request or the generation engine
     ├── TrainingError      the optimisation went wrong (loss or gradient not finite, too often)
     ├── CheckpointError    a checkpoint that is missing, damaged or does not fit
-    └── WorkerError        a worker failed; holds role, rank and step, and the first traceback
+    └── WorkerError        a worker failed; holds role, rank and method
+        └── WorkerLost     its process or its node is gone
 
 A message says what was got, what was wanted and what to set. Broken invariants of our own are `assert`s, not these.
 """
@@ -54,6 +55,10 @@ class WorkerError(HybridFlowError):
     def __init__(self, message: str, *, role: str = "", rank: int = -1, method: str = "") -> None:
         super().__init__(message)
         self.role, self.rank, self.method = role, rank, method
+
+
+class WorkerLost(WorkerError):
+    """A worker's process or node is gone; what it held is lost, and a new one can go on from the newest checkpoint."""
 
 
 def install_extra(extra: str) -> str:

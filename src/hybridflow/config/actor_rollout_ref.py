@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.schema import group, key
 
@@ -50,6 +51,8 @@ class ActorConfig:
     use_kl_loss: bool = key(False, "add a KL term against the reference to the loss")
     kl_loss_coef: float = key(0.001, "weight of the KL term", minimum=0)
     kl_loss_type: str = key("low_var_kl", "KL estimator: kl|k1, abs, mse|k2, low_var_kl|k3; with + the gradient is k2's")
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share the tokens of each row (Ulysses)", minimum=1)
+    fsdp_config: FSDPConfig = group(FSDPConfig)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
     optim: OptimConfig = group(OptimConfig)
     checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
@@ -71,6 +74,8 @@ class RefConfig:
         None, "at most this many rows in one forward; null: only the token limit", minimum=1
     )
     log_prob_max_token_len_per_gpu: int | None = key(None, "at most this many tokens in one forward; null: the actor's limit", minimum=1)
+    ulysses_sequence_parallel_size: int | None = key(None, "ranks that share the tokens of each row; null: the actor's", minimum=1)
+    fsdp_config: FSDPConfig = group(FSDPConfig)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class RolloutConfig:
     top_p: float = key(1.0, "keep the smallest set of tokens with this probability", above=0, maximum=1)
     do_sample: bool = key(True, "sample; false: greedy")
     ignore_eos: bool = key(False, "go on after the end token, up to max_response_length")
+    tensor_model_parallel_size: int = key(1, "ranks that generate together, each with a slice of every dense layer", minimum=1)
     max_num_seqs: int = key(256, "rows decoded together", minimum=1)
     max_num_batched_tokens: int = key(8192, "prompt tokens prefilled together", minimum=1)
     gpu_memory_utilization: float = key(0.5, "share of the device's memory that the KV cache may fill up to", above=0, maximum=1)

@@ -107,7 +107,7 @@ def _convert_value(hint: Any, value: Any) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _Mismatch
-        return {str(name): item for name, item in value.items()}
+        return {str(name): _convert_value(args[1], item) for name, item in value.items()}
     return _convert_scalar(hint, value)
 
 

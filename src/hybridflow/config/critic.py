@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridflow.config.actor_rollout_ref import LossAggMode
+from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.schema import group, key
 
@@ -30,4 +31,6 @@ class CriticConfig:
     grad_clip: float | None = key(1.0, "largest gradient norm; null: no clipping", above=0)
     cliprange_value: float = key(0.5, "how far a value may move from its old one before the loss stops rewarding it", above=0)
     loss_agg_mode: LossAggMode = key("token-mean", "how token losses become one number")
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share the tokens of each row (Ulysses)", minimum=1)
+    fsdp_config: FSDPConfig = group(FSDPConfig)
     checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)

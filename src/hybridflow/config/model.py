@@ -15,10 +15,16 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "let the model's own code run")
     override_config: dict[str, Any] = key({}, "entries that replace some of the model's config.json, for example rope scaling")
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, a third more time")
+    enable_activation_offload: bool = key(False, "keep activations for the backward pass in CPU memory: less device memory, more time")
     external_lib: str | None = key(None, "module to import before the model is built, for example one that registers it")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = key(
         "auto", "dtype of the parameters; auto: float32 on CPU, bfloat16 on CUDA"
     )
+    lora_rank: int = key(0, "train low-rank adapters of this rank and leave the model's own weights as they are; 0: train all weights", minimum=0)
+    lora_alpha: int = key(16, "adapters count lora_alpha / lora_rank", minimum=1)
+    target_modules: str | list[str] = key("all-linear", "linear layers that get adapters: their names, a regular expression, or all-linear")
+    exclude_modules: str | list[str] | None = key(None, "layers that get none: names or a regular expression")
+    lora_adapter_path: str | None = key(None, "folder of a trained adapter to go on from; its own rank and targets hold")
 
 
 @dataclass(frozen=True)
@@ -40,4 +46,5 @@ class CheckpointContentsConfig:
     save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
         ["model", "optimizer", "extra"], "what a checkpoint holds; hf_model adds a Hugging Face folder beside it"
     )
+    async_save: bool = key(False, "go on while a checkpoint is written; it counts only once it is whole")
     load_contents: list[Literal["model", "optimizer", "extra"]] = key(["model", "optimizer", "extra"], "what a resume reads")

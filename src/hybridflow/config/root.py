@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from hybridflow.config.actor_rollout_ref import ActorRolloutRefConfig
 from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.config.cluster import RayConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig, SFTDataConfig
 from hybridflow.config.distillation import DistillationConfig
+from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
 from hybridflow.config.reward import RewardConfig
-from hybridflow.config.schema import group
+from hybridflow.config.schema import group, key
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 
@@ -26,6 +28,14 @@ class PPOConfig:
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     distillation: DistillationConfig = group(DistillationConfig)
     trainer: TrainerConfig = group(TrainerConfig)
+    ray_kwargs: RayConfig = group(RayConfig)
+
+
+@dataclass(frozen=True)
+class SFTEngineConfig(FSDPConfig):
+    """The training engine of a supervised run."""
+
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share the tokens of each row", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -36,4 +46,6 @@ class SFTConfig:
     model: ModelConfig = group(ModelConfig)
     optim: OptimConfig = group(OptimConfig, lr=1e-5)
     checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig, save_contents=["model", "optimizer", "extra", "hf_model"])
+    engine: SFTEngineConfig = group(SFTEngineConfig)
     trainer: SFTTrainerConfig = group(SFTTrainerConfig)
+    ray_kwargs: RayConfig = group(RayConfig)

@@ -1,0 +1,93 @@
+"""A few processes that are ranks of one gloo group, for tests of what happens between ranks.
+
+    def gather(rank: int, number: int) -> list[int]: ...      # a function of a module, so that the other process finds it
+
+    def test_gather(two_ranks: Ranks) -> None:
+        assert two_ranks.run(gather, 3) == [[0, 3], [0, 3]]   # one result a rank
+
+The processes live as long as the test session and serve one call after the other. Results travel by pickle: return numbers, lists and
+tensors, not models.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE_S = 100.0
+
+
+class Ranks:
+    """`world_size` processes in one gloo group; a call that fails or hangs on a rank ends them all, and the next call starts new ones."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE_S) -> list[Any]:
+        """`function(rank, *args)` on every rank; its results in the order of ranks. RuntimeError with the first rank's traceback."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            # a rank that failed leaves the others waiting for it: after the first failure they get a moment, not the whole deadline
+            if not pipe.poll(3.0 if failures else deadline):
+                failures.append(f"rank {rank} did not answer")
+                continue
+            try:
+                done, result = pipe.recv()
+            except EOFError:
+                done, result = False, "its process died"
+            (results if done else failures).append(result if done else f"rank {rank}: {result}")
+        if failures:
+            self.stop()
+            raise RuntimeError("\n".join(sorted(failures, key=lambda text: "did not answer" in text)))
+        return results
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        except Exception:  # what came could not be unpickled here
+            pipe.send((False, traceback.format_exc()))
+            continue
+        try:
+            pipe.send((True, function(rank, *args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))

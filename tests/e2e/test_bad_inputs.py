@@ -125,7 +125,7 @@ REFUSED: list[Case] = [
     ("token cap too small", keys(f"{ACTOR}.ppo_max_token_len_per_gpu=51"), (f"{ACTOR}.ppo_max_token_len_per_gpu=51", "52")),
     ("token cap of the critic", keys("critic.forward_max_token_len_per_gpu=9"), ("critic.forward_max_token_len_per_gpu=9", "52")),
     ("engine that is not here", keys(f"{ROLLOUT}.name=vllm"), (f"{ROLLOUT}.name=vllm", "native")),
-    ("two devices", keys("trainer.n_gpus_per_node=2"), ("trainer.n_gpus_per_node=2", "one process")),
+    ("two devices", keys("trainer.n_gpus_per_node=2", "trainer.controller=local"), ("trainer.controller=local", "ask for 2")),
     ("unknown tracker", keys("trainer.logger=[consol]"), ("trainer.logger", "consol")),
     ("unknown estimator", keys("algorithm.adv_estimator=gpro"), ("algorithm.adv_estimator=gpro", "grpo")),
     ("estimator file missing", keys("algorithm.adv_estimator={tmp}/none.py:mine"), ("algorithm.adv_estimator", "none.py")),

@@ -39,7 +39,13 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"(actor_rollout_ref\.actor|critic)\.optim\.(warmup_style|lr_scheduler)", r"\1.optim.lr_scheduler_type"),
     (r"(actor_rollout_ref\.actor|critic)\.optim\.warmup_steps_proportion", r"\1.optim.lr_warmup_steps_ratio"),
     (r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad", r"\1.grad_clip"),
-    # sizes over all devices, deprecated; with one process they are the sizes per device
+    # where models are spread
+    (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config\.ulysses_sequence_parallel_size", r"\1.ulysses_sequence_parallel_size"),
+    (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp\.(.+)", r"\1.fsdp_config.\2"),
+    (r"critic\.model\.fsdp_config\.(.+)", r"critic.fsdp_config.\1"),
+    (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.use_torch_compile", r"\1.fsdp_config.use_torch_compile"),
+    (r"ray_init\.(.+)", r"ray_kwargs.ray_init.\1"),
+    # sizes over all devices, deprecated; taken as the sizes per device, which they are with one
     (r"(actor_rollout_ref\.actor|critic)\.ppo_micro_batch_size", r"\1.ppo_micro_batch_size_per_gpu"),
     (r"critic\.forward_micro_batch_size", r"critic.forward_micro_batch_size_per_gpu"),
     (r"actor_rollout_ref\.(rollout|ref)\.log_prob_micro_batch_size", r"actor_rollout_ref.\1.log_prob_micro_batch_size_per_gpu"),
@@ -55,7 +61,13 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
 )
 
 # Other values of keys of the schema, by key: what now stands for them.
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
+    **{
+        f"{block}.fsdp_config.mixed_precision.{name}": _DTYPES
+        for block in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+        for name in ("param_dtype", "reduce_dtype")
+    },
     "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
     "algorithm.filter_groups.metric": {None: "acc"},
     "algorithm.gdpo_reward_keys": {None: []},
@@ -65,6 +77,9 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
 }
 
 SFT_ALIASES: tuple[tuple[str, str], ...] = (
+    (r"ulysses_sequence_parallel_size", r"engine.ulysses_sequence_parallel_size"),
+    (r"model\.fsdp_config\.(.+)", r"engine.\1"),
+    (r"trainer\.n_gpus", r"trainer.n_gpus_per_node"),
     (r"optim\.(?:warmup_style|lr_scheduler)", r"optim.lr_scheduler_type"),
     (r"optim\.(?:warmup_steps_proportion|warmup_steps_ratio)", r"optim.lr_warmup_steps_ratio"),
     (r"optim\.clip_grad", r"trainer.grad_clip"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from hybridflow.config.check_algorithm import PROCESS, algorithm_problems
+from hybridflow.config.check_cluster import cluster_notes, ppo_cluster_problems, sft_cluster_problems
 from hybridflow.config.check_notes import has_validation, ppo_notes
 from hybridflow.config.check_paths import data_problems, folder_problems, model_problem, plugin_problem, resume_problems
 from hybridflow.config.convert import raise_all
@@ -43,8 +44,9 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_
             *_optim(config.critic.optim, "critic.optim"),
             *_optim(config.reward.process_reward_model.optim, f"{PROCESS}.optim"),
             *_trainer(config.trainer, make_folders),
+            *ppo_cluster_problems(config),
         ]
-        notes = list(ppo_notes(config, given))
+        notes = [*ppo_notes(config, given), *cluster_notes(config, given)]
     else:
         problems = [
             *_sft_sizes(config),
@@ -52,8 +54,9 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_
             *model_problem(config.model, "model"),
             *_optim(config.optim, "optim"),
             *_trainer(config.trainer, make_folders),
+            *sft_cluster_problems(config),
         ]
-        notes = []
+        notes = list(cluster_notes(config, given))
     raise_all(problems)
     return notes
 
@@ -161,12 +164,6 @@ def _optim(optim: OptimConfig, path: str) -> Iterator[str]:
 
 
 def _trainer(trainer: TrainerConfig | SFTTrainerConfig, make_folders: bool) -> Iterator[str]:
-    if trainer.nnodes > 1 or trainer.n_gpus_per_node > 1:
-        yield (
-            f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node} = "
-            f"{trainer.nnodes * trainer.n_gpus_per_node} processes, but this version runs one process (the cluster backend is the next "
-            "milestone): set trainer.nnodes=1 trainer.n_gpus_per_node=1"
-        )
     names = [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger
     for name in names:
         if name not in TRACKERS:

@@ -18,7 +18,7 @@ class MixedPrecisionConfig:
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    fsdp_size: int = key(-1, "ranks that share one copy of the parameters; -1: all; fewer: HSDP, copies that only sum gradients", minimum=-1)
+    fsdp_size: int = key(-1, "ranks that share one copy of the parameters; -1: all; fewer: several copies (HSDP)", minimum=-1)
     tensor_parallel_size: int = key(1, "ranks that split each dense layer among them", minimum=1)
     reshard_after_forward: bool = key(True, "free a block's gathered parameters after its forward; false: keep them for the backward")
     forward_prefetch: bool = key(False, "gather the next block's parameters while one computes")

@@ -20,7 +20,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = key(
         "auto", "dtype of the parameters; auto: float32 on CPU, bfloat16 on CUDA"
     )
-    lora_rank: int = key(0, "train low-rank adapters of this rank and leave the model's own weights as they are; 0: train all weights", minimum=0)
+    lora_rank: int = key(0, "train low-rank adapters of this rank and leave the model's own weights; 0: train all weights", minimum=0)
     lora_alpha: int = key(16, "adapters count lora_alpha / lora_rank", minimum=1)
     target_modules: str | list[str] = key("all-linear", "linear layers that get adapters: their names, a regular expression, or all-linear")
     exclude_modules: str | list[str] | None = key(None, "layers that get none: names or a regular expression")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any, TypeVar
 
+from hybridflow.config.check_cluster import resolved_controller
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import with_values
@@ -46,6 +47,7 @@ def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:
         "data.val_files": _as_list(data.val_files),
         "data.cache_dir": data.cache_dir or CACHE,
         "trainer.logger": _as_list(trainer.logger),
+        "trainer.controller": resolved_controller(trainer),
     }
 
 
@@ -65,9 +67,7 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
         mini = data.train_batch_size
     loss = loss_facts(config)
     cap = actor.ppo_max_token_len_per_gpu
-    controller = config.trainer.controller
     values = _shared(config) | {
-        "trainer.controller": "local" if controller == "auto" else controller,
         "data.tokenizer": data.tokenizer or model.tokenizer_path or model.path,
         "data.gen_batch_size": data.gen_batch_size or data.train_batch_size,
         "data.seed": config.trainer.seed if data.seed is None else data.seed,
@@ -78,6 +78,8 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
         "actor_rollout_ref.actor.loss_scale_factor": actor.loss_scale_factor or float(data.max_response_length),
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu or cap,
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu or cap,
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size": config.actor_rollout_ref.ref.ulysses_sequence_parallel_size
+        or actor.ulysses_sequence_parallel_size,
         "distillation.log_prob_max_token_len_per_gpu": config.distillation.log_prob_max_token_len_per_gpu or cap,
         "reward.reward_kwargs.max_resp_len": config.reward.reward_kwargs.max_resp_len or data.max_response_length,
     }

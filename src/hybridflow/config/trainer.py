@@ -24,7 +24,7 @@ class TrainerConfig:
     n_gpus_per_node: int = key(1, "devices a machine (processes where there is no GPU)", minimum=1)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one, else cpu")
     num_threads: int | None = key(None, "CPU threads of torch; null: as torch finds them", minimum=1)
-    controller: Literal["auto", "local", "ray"] = key("auto", "local: workers in this process; ray: a process for each device; auto: as needed")
+    controller: Literal["auto", "local", "ray"] = key("auto", "local: all in this process; ray: a process for each device; auto: as needed")
     resource_pools: dict[str, list[int]] = key({}, "pools by name, the devices on each of their nodes; {}: one, of all devices")
     placement: dict[str, str | list[str]] = key({}, "pool of a role; those not named live in the first pool; rollout may have several")
     balance_batch: bool = key(True, "deal rows to ranks by their tokens; false: by their number")

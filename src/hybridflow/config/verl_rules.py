@@ -25,7 +25,6 @@ ROLLOUT, ACTOR = r"actor_rollout_ref\.rollout\.", r"actor_rollout_ref\.actor\."
 OFF: tuple[Any, ...] = (None, False, 0, "null", "none", "None", "", [], {})
 OFF_OR_ONE: tuple[Any, ...] = (*OFF, 1, -1)
 SERVER_ENGINES = "not in this version: use actor_rollout_ref.rollout.name=native, which generates with the module that trains"
-ONE_PROCESS = "this version runs one process"
 CORRECTION = r"algorithm\.rollout_correction\."
 DISTILLATION = "set algorithm.adv_estimator=on_policy_distillation and distillation.teacher_model.path"
 RESULTS_SAME = "it changes memory or speed in verl, not results"
@@ -63,12 +62,13 @@ PPO_RULES: tuple[Rule, ...] = (
     ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
     # model
     ignored(r"(actor_rollout_ref|critic|reward)\.(\w+\.)?use_remove_padding", "sequences are always packed: no padding is ever computed"),
-    Rule(r"(.+\.)?(lora_rank|lora\.rank)", OFF, "LoRA is off", "LoRA comes in a later version: leave it out to train all parameters"),
-    Rule(r".+\.lora_adapter_path", OFF, "LoRA is off", "LoRA comes in a later version: merge the adapter into the model first"),
-    ignored(r".+\.(lora_alpha|target_modules|exclude_modules|target_parameters|peft_type|lora\..+)", "LoRA is off in this version"),
+    Rule(r"(.+\.)?lora\.rank", OFF, "LoRA of Megatron models is off", "set actor_rollout_ref.model.lora_rank"),
+    Rule(r".+\.peft_type", (*OFF, "lora", "LORA"), "adapters are LoRA", "adapters are LoRA: leave it out"),
+    off(r".+\.target_parameters", "adapters go to linear layers: set target_modules"),
+    ignored(r".+\.lora\..+", "read only with Megatron"),
     ignored(r".+\.(use_liger|use_fused_kernels|fused_kernel_options\..+)",
          "log-probs are always computed in chunks, never as full logits"),
-    ignored(r".+\.(use_torch_compile|enable_activation_offload|use_shm|use_prefix_grouper|tiled_mlp\..+)", RESULTS_SAME),
+    ignored(r".+\.(use_shm|use_prefix_grouper|tiled_mlp\..+)", RESULTS_SAME),
     off(r".+\.custom_chat_template", "set the chat template in the tokenizer's own folder (data.tokenizer)"),
     off(r".+\.(hf_config_path|generation_config_path)", "put the config file into the model's folder"),
     Rule(r".+\.freeze_vision_tower", OFF, "text models only", "vision models come in a later version"),
@@ -77,7 +77,6 @@ PPO_RULES: tuple[Rule, ...] = (
          "a reference of its own comes later: leave it out"),
     # training engine
     ignored(r".+\.(use_dynamic_bsz|log_prob_use_dynamic_bsz)", "micro-batches are always packed up to the token limit and the row limit"),
-    Rule(r".+\.ulysses_sequence_parallel_size", OFF_OR_ONE, "off", f"sequence parallelism comes later ({ONE_PROCESS}): set it to 1"),
     ignored(r".+\.(entropy_from_logits_with_chunking|entropy_checkpointing|calculate_entropy)", "entropy is always computed in chunks"),
     ignored(r".+\.calculate_sum_pi_squared", "Σπ² is computed when the advantage estimator needs it"),
     Rule(
@@ -87,7 +86,9 @@ PPO_RULES: tuple[Rule, ...] = (
         "set the `dtype` key of the model (actor_rollout_ref.model.dtype, critic.model.dtype)",
     ),
     ignored(r".+\.(fsdp_config|fsdp)\.seed", "trainer.seed keys every draw"),
-    ignored(r".+\.(fsdp_config|fsdp)\..+", f"one process, nothing is sharded or offloaded ({RESULTS_SAME})"),
+    ignored(r".+\.(fsdp_config|fsdp)\.wrap_policy(\..+)?", "each transformer block is a unit"),
+    ignored(r".+\.(fsdp_config|fsdp)\.(mixed_precision\.buffer_dtype|use_orig_params|full_determinism|strategy)", RESULTS_SAME),
+    Rule(r"(distillation|reward)\..+\.(fsdp_config|fsdp)\..+", None, "these models are spread as the actor is"),
     Rule(r".+\.megatron\..+", OFF_OR_ONE, "the training engine is FSDP2", "Megatron comes in a later version: leave it out"),
     Rule(r"(critic|actor_rollout_ref\.ref|reward\.reward_model)\.strategy", ("fsdp", "fsdp2"), "the engine is FSDP2", "set fsdp2"),
     Rule(r".+\.data_loader_seed", (*OFF, 42, 1), "trainer.seed keys every draw", "set trainer.seed"),
@@ -95,17 +96,17 @@ PPO_RULES: tuple[Rule, ...] = (
     Rule(r".+\.optim\.(optimizer|optimizer_impl)", ("AdamW", "adamw", "adam", "torch.optim"), "AdamW is the optimizer", "use AdamW"),
     off(r".+\.optim\.override_optimizer_config(\..+)?", "set betas, eps and weight_decay of the optim block"),
     Rule(r".+\.optim\.(zero_indexed_step|init_lr_ratio)", (*OFF, True), "off", "not in this version: leave it out"),
-    ignored(r".+\.checkpoint\.(async_save|mbridge_config\..+)", "a checkpoint is written whole before the run goes on"),
+    ignored(r".+\.checkpoint\.mbridge_config\..+", "the training engine is FSDP2"),
     Rule(r"actor_rollout_ref\.hybrid_engine", (True,), "always on",
          "the native engine always shares the trainer's weights: leave it out"),
-    ignored(r".+\.nccl_timeout", ONE_PROCESS),
+    ignored(r".+\.nccl_timeout", "trainer.worker_timeout bounds every call"),
     # rollout
     Rule(ROLLOUT + r"mode", ("async", "sync"), "the native engine runs in the trainer's process", "leave it out"),
     Rule(
-        ROLLOUT + r"(tensor_model|data|expert|pipeline_model|decode_context|prefill_context)_parallel_size",
+        ROLLOUT + r"(data|expert|pipeline_model|decode_context|prefill_context)_parallel_size",
         OFF_OR_ONE,
-        ONE_PROCESS,
-        f"{ONE_PROCESS}, generation is not split over devices: set it to 1",
+        "every process of the rollout's pools generates",
+        "not in this version: set it to 1; every process of the rollout's pools generates, tensor_model_parallel_size of them together",
     ),
     Rule(ROLLOUT + r"dtype", (*OFF, "auto", "bfloat16"), "generation runs in the dtype of the module that trains",
          "generation runs in the dtype of the module that trains: set actor_rollout_ref.model.dtype"),
@@ -143,7 +144,7 @@ PPO_RULES: tuple[Rule, ...] = (
     # reward
     ignored(r"reward\.(reward_model\.)?num_examine", "trainer.log_val_generations shows samples"),
     off(r"reward\.reward_model\.enable", "learned reward models come later: use reward.custom_reward_function"),
-    off(r"reward\.reward_model\.enable_resource_pool", ONE_PROCESS),
+    off(r"reward\.reward_model\.enable_resource_pool", "learned reward models come later; trainer.placement gives a role its pool"),
     ignored(r"reward\.reward_model\.launch_reward_fn_async", "rewards are scored by workers of their own"),
     ignored(r"reward\.reward_model\..+", "read only with a learned reward model, which comes in a later version"),
     Rule(r"reward\.reward_manager\.name", (*OFF, "naive", "dapo", "gdpo", "prime"),
@@ -165,8 +166,8 @@ PPO_RULES: tuple[Rule, ...] = (
     off(CORRECTION + r"(use_pure_rollout_correction|use_policy_gradient)",
         "set algorithm.rollout_correction.bypass_mode=true and loss_type=reinforce"),
     # trainer and the rest
-    ignored(r"trainer\.balance_batch", ONE_PROCESS),
-    ignored(r"trainer\.(ray_wait_register_center_timeout|use_legacy_worker_impl)", "there is no Ray in this version"),
+    ignored(r"trainer\.ray_wait_register_center_timeout", "trainer.startup_timeout bounds the start of workers"),
+    ignored(r"trainer\.use_legacy_worker_impl", "there is one implementation"),
     ignored(r"trainer\.(use_v1|v1\..+)", "there is one trainer, which is synchronous"),
     off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
     off(r"trainer\.(del_local_ckpt_after_load|remove_previous_ckpt_in_save)", "use trainer.max_ckpt_to_keep"),
@@ -176,15 +177,16 @@ PPO_RULES: tuple[Rule, ...] = (
     ignored(r"global_profiler\..+", "read only with global_profiler.tool"),
     off(r".+\.profiler\.(enable|tool)", "profilers come in a later version"),
     ignored(r".+\.profiler\..+", "read only with profiler.enable"),
-    ignored(r"(ray_kwargs|ray_init)(\..+)?", "there is no Ray in this version"),
+    Rule(r"ray_kwargs\.ray_init\..+", (), "", "give it to `ray start`, and join that cluster by ray_kwargs.ray_init.address"),
     off(r"(transfer_queue|skip)(\.\w+)?\.(enable|enabled)", "comes in a later version"),
     ignored(r"(transfer_queue|skip)\..+", "read only when it is enabled"),
     off(r"distillation\.(enable|enabled)", DISTILLATION),
     off(r"distillation\.teacher_models(\.\w+)?(\.model_path)?", DISTILLATION),
     ignored(r"distillation\.(teacher_models|teacher_model\.inference|distillation_loss)\..+", f"there is one teacher: {DISTILLATION}"),
-    ignored(r"distillation\.(teacher_key|enable_resource_pool|n_gpus_per_node|nnodes|num_workers)", ONE_PROCESS),
+    ignored(r"distillation\.(teacher_key|enable_resource_pool|n_gpus_per_node|nnodes|num_workers)",
+         "trainer.placement gives a role its pool"),
     Rule(r"async_training(\..+)?", (), "", "the trainer is synchronous in this version: leave it out"),
-    Rule(r"resource_pool(\..+)?", (), "", f"{ONE_PROCESS} that hosts every role: leave it out"),
+    Rule(r"resource_pool(\..+)?", (), "", "set trainer.resource_pools={name: [devices of each node]} and trainer.placement={role: name}"),
 )
 
 SFT_RULES: tuple[Rule, ...] = (
@@ -196,17 +198,14 @@ SFT_RULES: tuple[Rule, ...] = (
          "columns of tools are not read in this version"),
     off(r"data\.(custom_cls\.(path|name)|chat_template)", "not for SFT in this version"),
     Rule(r"engine\.(strategy)", ("fsdp", "fsdp2"), "the engine is FSDP2", "set fsdp2"),
-    Rule(r"engine\.ulysses_sequence_parallel_size|ulysses_sequence_parallel_size", OFF_OR_ONE, "off", "comes later: set it to 1"),
     Rule(r"engine\.(model_dtype|dtype)", (*OFF, "fp32", "float32", "bfloat16", "bf16", "auto"), "model.dtype decides", "set model.dtype"),
-    ignored(r"(engine|model\.fsdp_config)\..+", f"one process, nothing is sharded or offloaded ({RESULTS_SAME})"),
-    Rule(r"model\.(lora_rank|lora_adapter_path)", OFF, "LoRA is off", "LoRA comes in a later version: leave it out"),
-    ignored(r"model\.(lora_alpha|target_modules|exclude_modules)", "LoRA is off in this version"),
-    ignored(r"model\.(use_liger|use_shm|enable_activation_offload|use_fused_kernels|fused_kernel_options\..+|strategy)", RESULTS_SAME),
+    ignored(r"engine\.(wrap_policy(\..+)?|mixed_precision\.buffer_dtype|use_orig_params|full_determinism)", RESULTS_SAME),
+    Rule(r"engine\..+", OFF_OR_ONE, "off", "not in this version: leave it out"),
+    ignored(r"model\.(use_liger|use_shm|use_fused_kernels|fused_kernel_options\..+|strategy)", RESULTS_SAME),
     Rule(r"optim\.(optimizer|optimizer_impl)", ("AdamW", "adamw", "adam", "torch.optim"), "AdamW is the optimizer", "use AdamW"),
     off(r"optim\.override_optimizer_config(\..+)?", "set betas, eps and weight_decay of the optim block"),
-    ignored(r"checkpoint\.(async_save|mbridge_config\..+)", "a checkpoint is written whole before the run goes on"),
+    ignored(r"checkpoint\.mbridge_config\..+", "the training engine is FSDP2"),
     off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
-    ignored(r"trainer\.balance_batch", ONE_PROCESS),
     off(r"(.+\.)?profiler\.(enable|tool)", "profilers come in a later version"),
     ignored(r"(.+\.)?profiler\..+", "read only with profiler.enable"),
 )

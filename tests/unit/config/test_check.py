@@ -46,9 +46,7 @@ def test_the_quickstart_of_verls_documentation_loads(tmp_path: Path, base: list[
     config = prepared.config
     assert config.critic.enable and config.critic.model.path == f"{tmp_path}/model" and config.critic.optim.lr == 1e-5
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4 and config.trainer.logger == ["console"]
-    assert len(prepared.notes) == 2, (
-        prepared.notes
-    )  # tensor_model_parallel_size has no effect; kl_ctrl is read only with a KL in the reward
+    assert len(prepared.notes) == 1, prepared.notes  # kl_ctrl is read only with a KL in the reward
 
 
 def test_derived_values(base: list[str]) -> None:
@@ -111,8 +109,23 @@ BAD = [
     (["actor_rollout_ref.rollout.do_sample=false", "actor_rollout_ref.rollout.temperature=0.7"], "do_sample=false with"),
     (["actor_rollout_ref.actor.optim.betas=[0.9]"], "betas=[0.9]: wanted two numbers"),
     (["critic.optim.betas=[0.9,1.0]"], "critic.optim.betas"),
-    (["trainer.n_gpus_per_node=8"], "this version runs one process"),
-    (["trainer.nnodes=2"], "trainer.nnodes=2 × trainer.n_gpus_per_node=1 = 2 processes"),
+    (["trainer.n_gpus_per_node=8", "trainer.controller=local"], "ask for 8: set trainer.controller=ray"),
+    (["trainer.resource_pools={a: [1]}", "trainer.controller=local"], "trainer.resource_pools ask for 1"),
+    (["trainer.resource_pools={a: [one]}"], "wanted"),
+    (["trainer.nnodes=3", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "does not divide the 3 processes"),
+    (["trainer.nnodes=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
+    (["trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"], "does not divide the 2 processes that generate"),
+    (["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=0"], "fsdp_size=0"),
+    (
+        ["trainer.nnodes=4", "critic.fsdp_config.tensor_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"],
+        "a model is split in one of these ways",
+    ),
+    (
+        ["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "actor_rollout_ref.model.lora_rank=8"],
+        "adapters are not split",
+    ),
+    (["actor_rollout_ref.model.lora_rank=8", "algorithm.ref_update_freq=2"], "no weights of its own to renew"),
+    (["distillation.teacher_model.lora_rank=8"], "the teacher does not train"),
     (["trainer.logger=[console,wandbb]"], "trainer.logger: got"),
     (["trainer.logger=wandbb"], "trainer.logger=wandbb: there are console"),
     (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
@@ -157,7 +170,7 @@ def test_a_users_own_data_class_reads_what_it_likes(tmp_path: Path, base: list[s
 
 
 def test_all_problems_at_once(base: list[str]) -> None:
-    message = problem(base, GRPO, "trainer.nnodes=2", "actor_rollout_ref.actor.optim.betas=[2,2]")
+    message = problem(base, GRPO, "trainer.nnodes=2", "trainer.controller=local", "actor_rollout_ref.actor.optim.betas=[2,2]")
     assert message.startswith("3 problems") and message.count("\n  - ") == 3
 
 
@@ -197,3 +210,24 @@ def test_notes_on_what_may_surprise(base: list[str], overrides: list[str], says:
 def test_the_run_folder_is_made_and_left_empty(base: list[str], tmp_path: Path) -> None:
     prepare_config(PPOConfig, base)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_several_processes_need_ray_and_one_does_not(base: list[str]) -> None:
+    assert prepare_config(PPOConfig, base).config.trainer.controller == "local"
+    assert prepare_config(PPOConfig, [*base, "trainer.n_gpus_per_node=2"]).config.trainer.controller == "ray"
+    pools = [*base, "trainer.resource_pools={train: [1], generate: [1]}", "trainer.placement={rollout: [train, generate]}"]
+    config = prepare_config(PPOConfig, pools).config
+    assert config.trainer.controller == "ray" and config.trainer.placement == {"rollout": ["train", "generate"]}
+    assert config.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["trainer.resource_pools={a: [1]}", "trainer.nnodes=1"], "trainer.resource_pools says which devices there are"),
+        (["actor_rollout_ref.actor.fsdp_config.param_offload=true"], "with one process there is nothing to shard"),
+        (["trainer.max_restarts=2"], "a restart begins at step 1 again"),
+    ],
+)
+def test_cluster_settings_that_mean_less_than_they_seem_are_said(base: list[str], overrides: list[str], says: str) -> None:
+    assert any(says in note for note in prepare_config(PPOConfig, [*base, *overrides]).notes)

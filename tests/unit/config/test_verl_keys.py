@@ -236,10 +236,9 @@ MUST_BE_REFUSED = [
     *("actor_rollout_ref.rollout.name=" + name for name in ("vllm", "sglang", "hf", "openai", "trtllm")),
     "actor_rollout_ref.actor.strategy=megatron",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-    "actor_rollout_ref.model.lora_rank=16",
-    "actor.peft.lora_rank=16",
+    "actor_rollout_ref.rollout.data_parallel_size=2",
+    "actor_rollout_ref.model.lora.rank=16",
+    "actor.peft.peft_type=dora",
     "rollout.dtype=fp8",
     "rollout.dtype=float16",
     "actor_rollout_ref.rollout.quantization=fp8",
@@ -358,7 +357,7 @@ def test_what_would_change_results_is_refused(override: str) -> None:
 
 
 def test_no_effect_prints_one_line_and_changes_nothing() -> None:
-    loaded = load_config(PPOConfig, ["actor_rollout_ref.model.use_remove_padding=True", "trainer.balance_batch=True"])
+    loaded = load_config(PPOConfig, ["actor_rollout_ref.model.use_remove_padding=True", "trainer.use_legacy_worker_impl=auto"])
     assert loaded.config == load_config(PPOConfig).config and not loaded.given
     assert loaded.notes[0].startswith("actor_rollout_ref.model.use_remove_padding=true has no effect: sequences are always packed")
     assert len(loaded.notes) == 2

@@ -1,0 +1,148 @@
+"""What must hold of processes and how models are spread over them, as far as the keys alone can tell.
+
+Which devices there are is asked of the cluster, before any worker starts: `controller/ray/preflight.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
+from hybridflow.config.needs import is_given, needs_reference
+from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def num_processes(trainer: TrainerConfig | SFTTrainerConfig) -> int:
+    """Worker processes of a run: those of its pools, else nodes × devices."""
+    pools = getattr(trainer, "resource_pools", {})
+    return sum(sum(devices) for devices in pools.values()) if pools else trainer.nnodes * trainer.n_gpus_per_node
+
+
+def resolved_controller(trainer: TrainerConfig | SFTTrainerConfig) -> str:
+    """`local` or `ray`: what `trainer.controller=auto` means for this number of processes."""
+    if trainer.controller != "auto":
+        return trainer.controller
+    return "ray" if num_processes(trainer) > 1 or getattr(trainer, "resource_pools", {}) else "local"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How one role is spread over the processes of its pool."""
+
+    block: str
+    """Where its keys are, for example actor_rollout_ref.actor."""
+    fsdp: FSDPConfig
+    sequence: int
+    """Its ulysses_sequence_parallel_size."""
+    model: ModelConfig
+    processes: int
+    fsdp_name: str = "fsdp_config."
+
+    def problems(self) -> Iterator[str]:
+        """One line for each thing that cannot be."""
+        tensor, size, here = self.fsdp.tensor_parallel_size, self.fsdp.fsdp_size, f"{self.block}.{self.fsdp_name}"
+        ulysses = f"{self.block}.ulysses_sequence_parallel_size"
+        if tensor > 1 and self.sequence > 1:
+            yield f"{here}tensor_parallel_size={tensor} with {ulysses}={self.sequence}: a model is split in one of these ways; set one to 1"
+            return
+        for name, width in ((f"{here}tensor_parallel_size", tensor), (ulysses, self.sequence)):
+            if self.processes % width:
+                yield f"{name}={width} does not divide the {self.processes} processes of its pool: set a divisor, or other devices"
+                return
+        if tensor > 1 and (self.model.lora_rank or self.model.lora_adapter_path):
+            yield f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are not split; leave one out"
+        sharers = self.processes // tensor
+        if size == 0 or (size > 0 and sharers % size):
+            yield f"{here}fsdp_size={size} does not divide the {sharers} ranks that could share them: set a divisor, or -1 for all"
+        elif size > 0 and size % self.sequence and self.sequence % size:
+            yield f"{here}fsdp_size={size} and {ulysses}={self.sequence}: one must be a multiple of the other"
+
+
+def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
+    """One line for each problem of a PPO run."""
+    trainer, roles = config.trainer, config.actor_rollout_ref
+    yield from _controller(trainer)
+    actor, rollout = _processes(trainer, "actor"), _processes(trainer, "rollout")
+    spreads = [Spread("actor_rollout_ref.actor", roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, roles.model, actor)]
+    if needs_reference(config):
+        sequence = roles.ref.ulysses_sequence_parallel_size or roles.actor.ulysses_sequence_parallel_size
+        spreads.append(Spread("actor_rollout_ref.ref", roles.ref.fsdp_config, sequence, roles.model, _processes(trainer, "reference")))
+    if config.critic.enable:
+        critic = config.critic
+        spreads.append(
+            Spread("critic", critic.fsdp_config, critic.ulysses_sequence_parallel_size, critic.model, _processes(trainer, "critic"))
+        )
+    for spread in spreads:
+        yield from spread.problems()
+    width = roles.rollout.tensor_model_parallel_size
+    if rollout % width:
+        yield f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {rollout} processes that generate: set a divisor"
+    yield from _lora(config)
+
+
+def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
+    """One line for each problem of a supervised run."""
+    yield from _controller(config.trainer)
+    processes = num_processes(config.trainer)
+    yield from Spread("engine", config.engine, config.engine.ulysses_sequence_parallel_size, config.model, processes, "").problems()
+
+
+def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
+    """What is set and means less than it seems."""
+    trainer = config.trainer
+    if isinstance(trainer, TrainerConfig) and trainer.resource_pools and ({"trainer.nnodes", "trainer.n_gpus_per_node"} & given):
+        yield "trainer.nnodes and trainer.n_gpus_per_node are not read: trainer.resource_pools says which devices there are"
+    if num_processes(trainer) == 1:
+        blocks = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config") if isinstance(config, PPOConfig) else ("engine",)
+        odd = [
+            f"{block}.{name}"
+            for block in blocks
+            for name in (
+                "fsdp_config.fsdp_size",
+                "fsdp_config.offload_policy",
+                "fsdp_config.reshard_after_forward",
+                "fsdp_config.param_offload",
+            )
+            if is_given(f"{block}.{name}", given)
+        ]
+        if odd:
+            yield f"{', '.join(odd)}: with one process there is nothing to shard, and the model that generates stays where it is"
+    if trainer.max_restarts and trainer.save_freq <= 0:
+        yield f"trainer.max_restarts={trainer.max_restarts} without trainer.save_freq: a restart begins at step 1 again"
+
+
+def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+    processes = num_processes(trainer)
+    if trainer.controller == "local" and (processes > 1 or getattr(trainer, "resource_pools", {})):
+        named = "trainer.resource_pools" if getattr(trainer, "resource_pools", {}) else "trainer.nnodes × trainer.n_gpus_per_node"
+        yield (
+            f"trainer.controller=local hosts every role in this process, but {named} ask for {processes}: set trainer.controller=ray or "
+            "auto, or trainer.nnodes=1 and trainer.n_gpus_per_node=1"
+        )
+
+
+def _processes(trainer: TrainerConfig, role: str) -> int:
+    """Processes that host a role; a placement on pools that do not exist is refused where placements are made."""
+    if not trainer.resource_pools:
+        return num_processes(trainer)
+    first = next(iter(trainer.resource_pools))
+    named = trainer.placement.get(role, first)
+    pools = [named] if isinstance(named, str) else named
+    return max(1, sum(sum(trainer.resource_pools.get(pool, [])) for pool in pools))
+
+
+def _lora(config: PPOConfig) -> Iterator[str]:
+    teacher = config.distillation.teacher_model
+    if teacher.lora_rank or teacher.lora_adapter_path:
+        yield "distillation.teacher_model.lora_rank: the teacher does not train; merge its adapter into its folder (hybridflow merge)"
+    model = config.actor_rollout_ref.model
+    if (model.lora_rank or model.lora_adapter_path) and config.algorithm.ref_update_freq:
+        yield (
+            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} with actor_rollout_ref.model.lora_rank={model.lora_rank}: the "
+            "reference is the actor without its adapter and has no weights of its own to renew; set ref_update_freq=0 or lora_rank=0"
+        )

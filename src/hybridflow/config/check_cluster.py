@@ -102,12 +102,7 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
         odd = [
             f"{block}.{name}"
             for block in blocks
-            for name in (
-                "fsdp_config.fsdp_size",
-                "fsdp_config.offload_policy",
-                "fsdp_config.reshard_after_forward",
-                "fsdp_config.param_offload",
-            )
+            for name in ("fsdp_size", "offload_policy", "reshard_after_forward", "param_offload")
             if is_given(f"{block}.{name}", given)
         ]
         if odd:

@@ -21,6 +21,10 @@ class Roles:
     teacher: TeacherGroup | None = None
     process_reward: ProcessRewardGroup | None = None
 
+    def together(self, first: str, second: str) -> bool:
+        """Whether two roles share processes, so that their calls take turns."""
+        return self.actor.backend.together(first, second)
+
 
 def needed_roles(config: PPOConfig) -> list[str]:
     """Names of the roles that a run has: by its configuration, and by the columns that its estimator and its loss name.

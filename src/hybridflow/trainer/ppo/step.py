@@ -5,6 +5,8 @@ Read it as the algorithm. The right margin names the columns that each line adds
 
 from __future__ import annotations
 
+from functools import partial
+
 from hybridflow.algorithms.masked import masked_mean
 from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
@@ -13,6 +15,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.data_metrics import batch_metrics, rollout_difference
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
+from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.bridge import (
     KLController,
@@ -33,6 +36,7 @@ class PPOStep:
 
     def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer) -> None:
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
+        self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
         self.estimator, self.loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
 
@@ -40,20 +44,18 @@ class PPOStep:
         """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the metrics."""
         roles, algorithm, timer, metrics = self.roles, self.config.algorithm, self.timer, Metrics()
         batch |= identify(batch)  # group_ids, positive
-        with timer("old_log_prob"):
-            batch |= self._old_log_probs(batch)  # old_log_probs, entropys, sum_pi_squared
+        asked = [Job("actor", "old_log_prob", partial(self._old_log_probs, batch))]  # old_log_probs, entropys, sum_pi_squared
         if roles.reference:
-            with timer("ref"):
-                batch |= roles.reference.log_probs(batch)  # ref_log_prob
+            asked.append(Job("reference", "ref", partial(roles.reference.log_probs, batch)))  # ref_log_prob
         if roles.teacher:
-            with timer("teacher"):
-                batch |= roles.teacher.log_probs(batch)  # teacher_log_probs
+            asked.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))  # teacher_log_probs
+        if roles.critic:
+            asked.append(Job("critic", "values", partial(roles.critic.values, batch)))  # values
+        for columns in self.side_by_side(asked):
+            batch |= columns
         if roles.process_reward:
             with timer("process_reward"):
                 batch |= self._process_rewards(batch, step, metrics)  # process_rewards
-        if roles.critic:
-            with timer("values"):
-                batch |= roles.critic.values(batch)  # values
         with timer("adv"):
             rewards, kl_metrics = apply_kl_penalty(batch, algorithm, self.kl_controller)
             batch |= rewards  # token_level_rewards
@@ -65,13 +67,15 @@ class PPOStep:
             batch.narrow_loss_mask(batch.batch["advantages"] != 0)
         if algorithm.use_pf_ppo:
             batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
+        updates: list[Job[Metrics]] = []
         if roles.critic:
-            with timer("update_critic"):
-                metrics.update(roles.critic.update(batch, self._critic_plan(step)))
+            updates.append(Job("critic", "update_critic", partial(roles.critic.update, batch, self._critic_plan(step))))
         if step > self.config.trainer.critic_warmup:
-            with timer("update_actor"):
-                hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
-                metrics.update(roles.actor.update(batch, self._actor_plan(step), also=self._loss_columns(batch), prepare=hook))
+            hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
+            update = partial(roles.actor.update, batch, self._actor_plan(step), also=self._loss_columns(batch), prepare=hook)
+            updates.append(Job("actor", "update_actor", update))
+        for found in self.side_by_side(updates):
+            metrics.update(found)
         if roles.reference and algorithm.ref_update_freq and step % algorithm.ref_update_freq == 0:
             roles.reference.copy_from(roles.actor)
         return batch, metrics

@@ -1,0 +1,63 @@
+"""From the configuration to a backend: the one place where the choice of a controller meets its class.
+
+hosting(trainer, ray_kwargs, roles) ──devices are there──► start(make, meshes) ──► Backend ──at the end──► all processes gone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from hybridflow.config.cluster import RayConfig
+from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+from hybridflow.controller.backend import Backend
+from hybridflow.controller.local import LocalBackend
+from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.resource_pool import Placement
+from hybridflow.controller.worker_host import Make
+
+Meshes: TypeAlias = Callable[[Placement], Mapping[str, MeshInfo]]
+"""How the ranks of each role are arranged on a placement."""
+Start: TypeAlias = Callable[[Make, Meshes], Backend]
+"""Starts the worker processes, once it is known what they build."""
+
+
+@contextmanager
+def hosting(trainer: TrainerConfig | SFTTrainerConfig, ray: RayConfig, roles: Sequence[str]) -> Iterator[Start]:
+    """Make sure that there are devices for `roles`, before anything is loaded; all that was started ends with the context.
+
+    Raises ConfigError for a placement that cannot be, for a cluster that is not there, and for devices that it does not have.
+    """
+    if trainer.controller == "local":
+        yield lambda make, meshes: LocalBackend(make)
+        return
+    placement = Placement.from_config(trainer, roles)
+    from hybridflow.controller.ray.backend import RayBackend
+    from hybridflow.controller.ray.cluster import Cluster
+
+    cluster = Cluster.connect(ray, device=trainer.device, wanted=placement.num_devices)
+    backends: list[RayBackend] = []
+
+    def start(make: Make, meshes: Meshes) -> Backend:
+        backend = RayBackend(
+            cluster,
+            placement,
+            meshes(placement),
+            make,
+            device=cluster.device,
+            num_threads=trainer.num_threads,
+            call_timeout=trainer.worker_timeout,
+            heartbeat_timeout=trainer.heartbeat_timeout,
+            startup_timeout=trainer.startup_timeout,
+        )
+        backends.append(backend)
+        return backend
+
+    try:
+        cluster.check(placement, cluster.device)
+        yield start
+    finally:
+        for backend in backends:
+            backend.shutdown()
+        cluster.shutdown()

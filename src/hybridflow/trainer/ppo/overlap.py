@@ -1,0 +1,62 @@
+"""Calls that do not depend on each other, side by side where their roles live on different processes.
+
+jobs ──by processes──► one thread for each set of processes ──► results, in the order of the jobs
+
+Roles that share processes take turns there anyway, so their calls run one after the other in the caller's thread: with everything
+colocated, and with the local controller, this is a plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hybridflow.observability.timing import Timer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job(Generic[T]):
+    """A call on a role, and the section of the step's timing that it is."""
+
+    role: str
+    section: str
+    call: Callable[[], T]
+
+
+class Overlap:
+    """Runs jobs; `together` says of two roles whether they share processes."""
+
+    def __init__(self, together: Callable[[str, str], bool], timer: Timer) -> None:
+        self.together, self.timer = together, timer
+
+    def __call__(self, jobs: Sequence[Job[T]]) -> list[T]:
+        """Results in the order of `jobs`; where calls fail, the error of the first of them, after the others have ended."""
+        lanes = self._lanes(jobs)
+        if len(lanes) <= 1:
+            return [self._timed(job) for job in jobs]
+        with ThreadPoolExecutor(len(lanes), thread_name_prefix="overlap") as threads:
+            running = [threads.submit(self._lane, [jobs[index] for index in lane]) for lane in lanes]
+        results: dict[int, T] = {}
+        for lane, future in zip(lanes, running, strict=True):
+            results.update(zip(lane, future.result(), strict=True))
+        return [results[index] for index in range(len(jobs))]
+
+    def _lanes(self, jobs: Sequence[Job[T]]) -> list[list[int]]:
+        """Numbers of the jobs that have to take turns, by their first one."""
+        lanes: list[list[int]] = []
+        for index, job in enumerate(jobs):
+            touched = [lane for lane in lanes if any(self.together(jobs[other].role, job.role) for other in lane)]
+            lanes = [lane for lane in lanes if lane not in touched]
+            lanes.append(sorted([index, *(other for lane in touched for other in lane)]))
+        return sorted(lanes)
+
+    def _lane(self, jobs: Sequence[Job[T]]) -> list[T]:
+        return [self._timed(job) for job in jobs]
+
+    def _timed(self, job: Job[T]) -> T:
+        with self.timer(job.section):
+            return job.call()

@@ -1,0 +1,56 @@
+"""The torch.distributed world of a resource pool: joined once by each of its processes, left at the end.
+
+CPU tensors travel by gloo, CUDA tensors by NCCL. Small numbers that all ranks must agree on (counts, flags) are CPU tensors on purpose:
+they never make a GPU wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.errors import WorkerError
+
+logger = logging.getLogger(__name__)
+
+
+def init(rank: int, world_size: int, address: str, port: int, device: torch.device, timeout_s: float) -> None:
+    """Join the group of `world_size` processes whose rank 0 listens at `address`:`port`; a collective waits at most `timeout_s` seconds.
+
+    Raises WorkerError where the others cannot be reached. A second call in a process is a mistake of ours (assert).
+    """
+    assert not dist.is_initialized(), "this process is in a group already"
+    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    host = f"[{address}]" if ":" in address else address
+    try:
+        dist.init_process_group(
+            backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise WorkerError(
+            f"rank {rank} of {world_size} could not join the others at {address}:{port} within {timeout_s:.0f} s: "
+            f"{' '.join(str(error).split())[:300]}. Is the port free and open between the nodes?",
+            rank=rank,
+        ) from error
+    logger.debug("rank %d of %d has joined at %s:%d (%s)", rank, world_size, address, port, backend)
+
+
+def destroy() -> None:
+    """Leave the group; nothing happens where there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def max_over(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """The largest of each number over the ranks of `group` (None: all); all of them call it together."""
+    numbers = torch.tensor(list(values), dtype=torch.int64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in numbers]

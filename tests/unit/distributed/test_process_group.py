@@ -1,0 +1,66 @@
+"""Joining a group, the meshes in it, and what ranks agree on."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+
+from hybridflow.distributed import process_group
+from hybridflow.distributed.mesh import ParallelSizes, engine_mesh
+from hybridflow.errors import WorkerError
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_group_of_one_is_joined_and_left() -> None:
+    process_group.init(0, 1, "127.0.0.1", free_port(), torch.device("cpu"), 10.0)
+    try:
+        assert dist.get_world_size() == 1 and process_group.max_over([3, 1]) == [3, 1]
+        mesh = engine_mesh(ParallelSizes(), "cpu")
+        assert mesh is engine_mesh(ParallelSizes(), "cpu") and mesh.is_leader
+    finally:
+        process_group.destroy()
+    assert not dist.is_initialized()
+    process_group.destroy()
+
+
+def test_others_that_do_not_come_are_an_error_that_names_the_address() -> None:
+    port = free_port()
+    with pytest.raises(WorkerError, match=rf"rank 1 of 2 could not join the others at 127.0.0.1:{port} within 1 s"):
+        process_group.init(1, 2, "127.0.0.1", port, torch.device("cpu"), 1.0)
+    assert not dist.is_initialized()
+
+
+def describe(rank: int, sizes: ParallelSizes) -> tuple[object, ...]:
+    mesh = engine_mesh(sizes, "cpu")
+    groups = [None if group is None else dist.get_process_group_ranks(group) for group in (mesh.sequence_group, mesh.tensor_group)]
+    return mesh.fsdp.mesh_dim_names, tuple(mesh.fsdp.shape), *groups, mesh.data_rank, mesh.is_leader
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, [(("shard",), (2,), None, None, rank, True) for rank in (0, 1)]),
+        ({"fsdp_size": 1}, [(("copy", "shard"), (2, 1), None, None, rank, True) for rank in (0, 1)]),
+        ({"sequence": 2}, [(("shard",), (2,), [0, 1], None, 0, rank == 0) for rank in (0, 1)]),
+        ({"tensor": 2}, [(("shard",), (1,), None, [0, 1], 0, rank == 0) for rank in (0, 1)]),
+    ],
+)
+def test_meshes_of_two_ranks(two_ranks: Ranks, sizes: dict[str, int], expected: list[object]) -> None:
+    assert two_ranks.run(describe, ParallelSizes(world_size=2, **sizes)) == expected
+
+
+def largest(rank: int) -> list[int]:
+    return process_group.max_over([rank, -rank])
+
+
+def test_ranks_agree_on_the_largest(two_ranks: Ranks) -> None:
+    assert two_ranks.run(largest) == [[1, 0], [1, 0]]

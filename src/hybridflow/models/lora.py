@@ -1,0 +1,316 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: y = W·x + s·B·A·x, W frozen, A and B in training, B zero at the start.
+
+    settings ──add_lora──► adapters in place, base frozen ──(meta: to_empty, init_lora)──► train
+    adapters_off(model): what the base says, for the reference         fold, plain_state: W + s·B·A, for export
+
+Adapters are in the model's compute dtype, as every other parameter: the optimizer has their float32 masters, all parameters of a sharded
+block have one dtype, and rollout and training multiply the same numbers. There is no dropout, which would move log-probs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from transformers.pytorch_utils import Conv1D
+
+from hybridflow.config.model import ModelConfig
+from hybridflow.errors import ModelError, install_extra
+from hybridflow.models.adapter_folder import AdapterFile, read_adapter
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
+from hybridflow.protocol.randomness import generator
+
+ADAPTER = "default"
+"""peft's name of the one adapter."""
+ALL_LINEAR = "all-linear"
+_PART = re.compile(rf"\.lora_[AB]\.{ADAPTER}(\.weight)?$")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Which layers get adapters, and how large."""
+
+    rank: int
+    alpha: int = 16
+    """Adapters count alpha / rank."""
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+    """Names of linear layers (whole, or the last parts), a regular expression of whole names, or `all-linear`."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Layers that get none, said in the same way."""
+    adapter_path: str | None = None
+    """Folder in peft's format whose rank, layers and weights hold instead."""
+    seed: int = 0
+    """Key of the first A, which is the same on every rank and in every process."""
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, seed: int = 0) -> LoraSettings | None:
+        """What `lora_rank`, `lora_adapter_path` and their neighbours ask for; None: train all weights."""
+        if config.lora_rank == 0 and config.lora_adapter_path is None:
+            return None
+        targets, exclude = (tuple(each) if isinstance(each, list) else each for each in (config.target_modules, config.exclude_modules))
+        assert targets is not None
+        return cls(config.lora_rank, config.lora_alpha, targets, exclude, config.lora_adapter_path, seed)
+
+
+def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
+    """Put adapters beside linear layers in place and freeze the base; a value head goes on training whole.
+
+    Before the model is sharded. On a meta device call `init_lora` after it has memory; else that is done here.
+    ModelError: targets that are no linear layers of it (its own are listed), an adapter folder that does not fit, peft not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelError(f"model.lora_rank and model.lora_adapter_path need peft: {install_extra('lora')}") from error
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ModelError("LoRA does not go together with tensor parallelism: set fsdp_config.tensor_parallel_size=1 or model.lora_rank=0")
+    root, prefix = _root(model)
+    file = None if settings.adapter_path is None else read_adapter(settings.adapter_path)
+    layers = _linear_layers(root, prefix)
+    chosen = _targets(layers, settings) if file is None else _layers_of(file, layers)
+    kinds = {isinstance(layers[name], Conv1D) for name in chosen}
+    if len(kinds) > 1:
+        raise ModelError("LoRA cannot mix Conv1D and Linear layers in one adapter: name layers of one kind in model.target_modules")
+    config = peft.LoraConfig(
+        **({"r": settings.rank, "lora_alpha": settings.alpha} if file is None else file.settings),
+        target_modules=[name.removeprefix(prefix) for name in chosen],
+        fan_in_fan_out=kinds == {True},
+        base_model_name_or_path=_whereabouts(model),
+    )
+    root.requires_grad_(False)
+    bare = nn.Module()  # peft rewrites the targets of a model that it knows to store experts otherwise than its files do
+    for name, child in root.named_children():
+        bare.add_module(name, child)
+    with torch.device("meta"):  # its own first draw would move the global random stream
+        peft.inject_adapter_in_model(config, bare)
+    for name, child in bare.named_children():
+        root.add_module(name, child)
+    root.peft_config = {ADAPTER: config}
+    adapted = adapted_layers(model)
+    assert set(adapted) == set(chosen), f"peft adapted {sorted(set(adapted) ^ set(chosen))[:3]} otherwise than asked"
+    for layer in adapted.values():
+        weight = layer.base_layer.weight
+        for part in (layer.lora_A, layer.lora_B):
+            part.to(weight.dtype)
+            part.to_empty(device=weight.device)
+    if model.device.type != "meta":
+        init_lora(model, settings)
+
+
+@torch.no_grad()
+def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
+    """Give the adapters their first values: A uniform within 1/√in and keyed by the layer's name, B zero; or those of `adapter_path`.
+
+    Each rank computes its own shard, without a word to the others.
+    """
+    tensors = None if settings.adapter_path is None else read_adapter(settings.adapter_path).tensors
+    for name, layer in adapted_layers(model).items():
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        if tensors is not None:
+            first, second = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
+        else:
+            draw = torch.rand(a.shape, generator=generator(settings.seed, f"first adapter of {name}"))
+            first, second = (2 * draw - 1) / math.sqrt(a.shape[1]), torch.zeros(b.shape)
+        for own, value in ((a, first), (b, second)):
+            if own.shape != value.shape:
+                raise ModelError(
+                    f"adapter {settings.adapter_path}: {name} has a part of {tuple(value.shape)} there and of {tuple(own.shape)} here"
+                )
+            assign(own, value)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """True after `add_lora`."""
+    return any(_PART.search(name) for name, _ in model.named_parameters())
+
+
+def adapted_layers(model: PolicyModel | ValueModel) -> dict[str, Any]:
+    """peft's layers by the name of the linear layer in the causal language model."""
+    root, prefix = _root(model)
+    return {f"{prefix}{name}": module for name, module in root.named_modules() if _adapted(module)}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what its base does. Outside of training only: gradients are not asked for here."""
+    layers = [module for module in model.modules() if _adapted(module)]
+    _switch(layers, enabled=False)
+    try:
+        yield
+    finally:
+        _switch(layers, enabled=True)
+
+
+def _adapted(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def _switch(layers: list[Any], *, enabled: bool) -> None:
+    for layer in layers:
+        # peft also says that parameters need no gradient; a sharded parameter that is gathered for the first time just then would keep it
+        flags = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+        layer.enable_adapters(enabled)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of a part of an adapter."""
+    return _PART.search(name) is not None
+
+
+def adapter_names(names: Iterable[str]) -> list[str]:
+    """Those of `names` that are parts of adapters."""
+    return [name for name in names if is_adapter(name)]
+
+
+def base_name(name: str) -> str:
+    """A base parameter's name in the model without adapters, which is its name in the model's files: `….q_proj.weight`."""
+    return name.replace(".base_layer.", ".")
+
+
+def saved_names(model: nn.Module) -> frozenset[str] | None:
+    """Of a model with adapters, the entries of its state that a checkpoint holds: what is not in the base's own folder. None: all."""
+    names = [name for name, _ in model.named_parameters()]
+    if not any(is_adapter(name) for name in names):
+        return None
+    return frozenset(name for name in names if is_adapter(name) or not name.startswith(("hf.", "backbone.")))
+
+
+def fold(weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, transposed: bool = False) -> Tensor:
+    """W + s·B·A in float32 or better: weight [out, in] ([in, out] if `transposed`), a [rank, in], b [out, rank]; sharded alike stays so."""
+    kind = torch.promote_types(weight.dtype, torch.float32)
+    if isinstance(a, DTensor):
+        a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+    if transposed and isinstance(b, DTensor):
+        b = b.redistribute(placements=[Replicate()] * b.device_mesh.ndim)
+    change = scaling * (b.to(kind) @ a.to(kind))
+    return weight.to(kind) + (change.T if transposed else change)
+
+
+@torch.no_grad()
+def plain_state(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tensor]]:
+    """The state of the model without adapters that computes the same, entry by entry, each folded when it is asked for.
+
+    Names are those of the model before `add_lora`; a folded weight has its layer's dtype; sharded tensors stay sharded.
+    """
+    layers = {f"{_path(model)}.{name}.weight": layer for name, layer in _relative(model).items()}
+    for name, tensor in model.state_dict().items():
+        if is_adapter(name):
+            continue
+        plain = base_name(name)
+        if plain in layers:
+            layer = layers[plain]
+            parts = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+            tensor = fold(tensor, *parts, layer.scaling[ADAPTER], transposed=layer.fan_in_fan_out).to(tensor.dtype)
+        yield plain, tensor
+
+
+def adapter_tensors(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tensor]]:
+    """The adapters by `LAYER.lora_A` and `LAYER.lora_B`, sharded where they are."""
+    for name, layer in adapted_layers(model).items():
+        yield f"{name}.lora_A", layer.lora_A[ADAPTER].weight
+        yield f"{name}.lora_B", layer.lora_B[ADAPTER].weight
+
+
+def adapter_config(model: PolicyModel | ValueModel) -> Any:
+    """The adapters as a peft LoraConfig, whose targets are the last parts of names where those say it all."""
+    root, _ = _root(model)
+    config = copy(root.peft_config[ADAPTER])
+    chosen = set(adapted_layers(model))
+    short = {name.rsplit(".", 1)[-1] for name in chosen}
+    meant = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in short}
+    config.target_modules = sorted(short if len(meant) == len(chosen) else chosen)
+    config.exclude_modules, config.inference_mode, config.task_type = None, True, "CAUSAL_LM"
+    return config
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Write a whole tensor into a parameter, or into the part of it that this rank holds."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(value)
+        return
+    mesh = parameter.device_mesh
+    own = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(own.to_local())
+
+
+def _whereabouts(model: PolicyModel | ValueModel) -> str | None:
+    """Where the base came from: a hub name, or the whole path of a folder."""
+    name = str(model.config.name_or_path or "")
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if name and folder.is_dir() else name or None
+
+
+def _root(model: PolicyModel | ValueModel) -> tuple[Any, str]:
+    """The module that gets adapters, and what its layers' names begin with in the causal language model."""
+    if isinstance(model, PolicyModel):
+        return model.hf, ""
+    return model.backbone, f"{model.backbone.base_model_prefix}."
+
+
+def _path(model: PolicyModel | ValueModel) -> str:
+    return "hf" if isinstance(model, PolicyModel) else "backbone"
+
+
+def _relative(model: PolicyModel | ValueModel) -> dict[str, Any]:
+    _, prefix = _root(model)
+    return {name.removeprefix(prefix): layer for name, layer in adapted_layers(model).items()}
+
+
+def _linear_layers(root: Any, prefix: str) -> dict[str, nn.Module]:
+    """Linear layers by name; not the output head, whose weight is used without a call of it."""
+    head = root.get_output_embeddings() if hasattr(root, "get_output_embeddings") else None
+    found = ((name, module) for name, module in root.named_modules() if isinstance(module, (nn.Linear, Conv1D)))
+    return {f"{prefix}{name}": module for name, module in found if module is not head}
+
+
+def _targets(layers: Mapping[str, nn.Module], settings: LoraSettings) -> list[str]:
+    wanted, exclude = settings.target_modules, settings.exclude_modules
+    chosen = set(layers) if wanted == ALL_LINEAR else set()
+    for each in () if wanted == ALL_LINEAR else (wanted,) if isinstance(wanted, str) else wanted:
+        found = _matching(each, layers)
+        if not found:
+            raise ModelError(f"model.target_modules: {each!r} is no linear layer that can have an adapter. {_offer(layers)}")
+        chosen |= found
+    for each in () if exclude is None else (exclude,) if isinstance(exclude, str) else exclude:
+        chosen -= _matching(each, layers)
+    if not chosen:
+        raise ModelError(f"model.exclude_modules={exclude!r} leaves no layer of model.target_modules={wanted!r}. {_offer(layers)}")
+    return sorted(chosen)
+
+
+def _matching(wanted: str, layers: Iterable[str]) -> set[str]:
+    """Layers of this name, whole or its last parts, or else those whose whole name this regular expression matches."""
+    named = {name for name in layers if name == wanted or name.endswith(f".{wanted}")}
+    if named:
+        return named
+    try:
+        return {name for name in layers if re.fullmatch(wanted, name)}
+    except re.error as error:
+        raise ModelError(f"model.target_modules or exclude_modules: {wanted!r} is no layer and no regular expression: {error}") from error
+
+
+def _offer(layers: Iterable[str]) -> str:
+    kinds = dict.fromkeys(name.rsplit(".", 1)[-1] for name in layers)
+    return f"Linear layers of this model: {', '.join(kinds)} (whole names look like {next(iter(layers), 'none')!r}), or {ALL_LINEAR!r}"
+
+
+def _layers_of(file: AdapterFile, layers: Mapping[str, nn.Module]) -> list[str]:
+    """The layers that an adapter folder has adapters for."""
+    names = sorted({name.rsplit(".", 1)[0] for name in file.tensors})
+    odd = [name for name in names if name not in layers]
+    if odd:
+        raise ModelError(f"adapter {file.path} is for {len(odd)} layers that this model has not, such as {odd[0]!r}. {_offer(layers)}")
+    return names

@@ -1,18 +1,20 @@
 """How one call of the driver becomes a call on each rank, and how the ranks' results become one result.
 
-    driver: group.update(batch) ──split──► rank 0: update(rows 0..3), rank 1: update(rows 4..6) ──collect──► one result
+    driver: group.update(batch) ──split──► rank 0: update(rows 0, 3, 4), rank 1: update(rows 1, 2) ──collect──► one result
 
 A rule is data on the method (`@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)`); nothing is generated and nothing bound by name.
-Both halves of a rule are handed the mesh, so that a rule for an n-d mesh, in which only the data-parallel leaders of a
-tensor-, pipeline- or sequence-parallel group return rows, is another instance of `Dispatch` and no other code.
+Both halves of a rule are handed the mesh. Along its `sp` and `tp` axes all ranks work on the same rows, and only the first of them, the
+leader, returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
+from hybridflow.controller.dealing import PerRank, cut_items, cut_rows, plan_items, plan_rows, undo_items, undo_rows
+from hybridflow.controller.mesh import MeshInfo
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -21,27 +23,39 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class MeshInfo:
-    """The ranks of a worker group and how they are arranged."""
-
-    world_size: int
-    axes: tuple[tuple[str, int], ...] = ()
-    """Name and size of each axis, slowest first, for example (("dp", 4), ("tp", 2)); empty: data parallel only."""
-
-
-@dataclass(frozen=True)
 class Call:
     """The arguments of a method on one rank."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    returns: bool = True
+    """False: the rank works along, and its result stays there (None comes back)."""
+
+    @property
+    def arguments_id(self) -> tuple[int, int]:
+        """Equal for calls that share their arguments: the ranks of a part, or all ranks; valid as long as the calls are held."""
+        return id(self.args), id(self.kwargs)
+
+    def silent(self) -> Call:
+        """The same arguments, without a result."""
+        return replace(self, returns=False)
 
 
-SplitFn = Callable[[Call, MeshInfo], list[Call | None]]
-"""The driver's arguments -> those of each rank, None for a rank that is not called."""
+@dataclass(frozen=True)
+class Dealt:
+    """A call as the ranks get it."""
 
-CollectFn = Callable[[list[Any], MeshInfo], Any]
-"""Results of the called ranks, in the order of ranks -> the driver's result."""
+    calls: list[Call | None]
+    """By rank, None for a rank that is not called."""
+    order: list[list[int]] | None = None
+    """The rows (or items) of each part in the driver's numbering; None where they were not dealt, or there is one part."""
+
+
+SplitFn = Callable[[Call, MeshInfo], Dealt]
+"""The driver's arguments -> those of each rank."""
+
+CollectFn = Callable[[list[Any], MeshInfo, Dealt], Any]
+"""Results of the ranks that return, in the order of ranks -> the driver's result."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +65,27 @@ class Dispatch:
     name: str
     split: SplitFn
     collect: CollectFn
+    gives: Literal["first", "each", "rows", "items", "merged"]
+    """What the result is made of: the first rank's, a list of each leader's, rows or items in the driver's order, or a merger of all."""
+    takes: Literal["rows", "items"] | None = None
+    """What is dealt among the arguments: every DataProto, or the items of the first."""
     per_rank: bool = False
     """True: arguments and results are lists with one entry a rank (`WorkerGroup.call_each`)."""
 
     ONE_TO_ALL: ClassVar[Dispatch]
     """The same arguments everywhere; the result is rank 0's."""
+    ALL_TO_LIST: ClassVar[Dispatch]
+    """The same arguments everywhere; the result is a list of the leaders' results."""
     RANK_ZERO: ClassVar[Dispatch]
     """Only rank 0 is called."""
     DP_COMPUTE_PROTO: ClassVar[Dispatch]
-    """DataProto arguments are dealt in chunks whose sizes differ by at most one row, others go everywhere; rows come back in order."""
+    """DataProto arguments are dealt by what their rows cost (`attention_mask`, `MeshInfo.workload`), all by one plan, rows of equal
+    `group_ids` together; others go everywhere. Rows come back in the driver's order. A rank may get no rows."""
     DP_COMPUTE_METRICS: ClassVar[Dispatch]
-    """Dealt like DP_COMPUTE_PROTO; each rank returns Metrics, which are merged."""
+    """Dealt like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
+    DP_DEAL: ClassVar[Dispatch]
+    """The first argument is a sequence whose items are dealt: by `item.deal_cost` (a number) where they have it, those of equal
+    `item.deal_key` together; others go everywhere. Each leader returns a list with one entry an item; they come back in order."""
     ALL_TO_ALL: ClassVar[Dispatch]
     """Each argument is a list with one entry a rank; so is the result."""
 
@@ -95,58 +119,133 @@ def registration_of(method: Callable[..., Any]) -> Registration:
     return found
 
 
-def _broadcast(call: Call, mesh: MeshInfo) -> list[Call | None]:
-    return [call] * mesh.world_size
+# ---- arguments to ranks -----------------------------------------------------------------------------------------
 
 
-def _rank_zero(call: Call, mesh: MeshInfo) -> list[Call | None]:
-    return [call, *[None] * (mesh.world_size - 1)]
+def _values(call: Call) -> Iterator[Any]:
+    yield from call.args
+    yield from call.kwargs.values()
 
 
-def _deal_rows(call: Call, mesh: MeshInfo) -> list[Call | None]:
-    n = mesh.world_size
-    args = [_chunks(value, n) for value in call.args]
-    kwargs = {key: _chunks(value, n) for key, value in call.kwargs.items()}
-    values = [*call.args, *call.kwargs.values()]
-    assert any(isinstance(value, DataProto) for value in values), "no DataProto among the arguments: nothing to deal"
-    return [Call(tuple(part[rank] for part in args), {key: part[rank] for key, part in kwargs.items()}) for rank in range(n)]
+def _to_ranks(mesh: MeshInfo, call: Call, entry: Callable[[Any, int], Any], *, returns: Callable[[int], bool]) -> list[Call | None]:
+    """A call for each rank, where `entry(value, part)` is what a part gets of an argument; ranks of a part share their arguments."""
+    special = [value for value in _values(call) if isinstance(value, PerRank)]
+    made: dict[tuple[int, ...], Call] = {}
+    calls: list[Call | None] = []
+    for rank in range(mesh.world_size):
+        part = mesh.part_of(rank)
+        key = (part, *(id(value.values[rank]) for value in special))
+        if key not in made:
+
+            def own(value: Any, rank: int = rank, part: int = part) -> Any:
+                return value.values[rank] if isinstance(value, PerRank) else entry(value, part)
+
+            made[key] = Call(tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()})
+        calls.append(made[key] if returns(rank) else made[key].silent())
+    return calls
 
 
-def _chunks(value: Any, n: int) -> Sequence[Any]:
-    return value.chunk(n) if isinstance(value, DataProto) else [value] * n
+def _same(call: Call, mesh: MeshInfo, returns: Callable[[int], bool]) -> Dealt:
+    if any(isinstance(value, PerRank) for value in _values(call)):
+        return Dealt(_to_ranks(mesh, call, lambda value, part: value, returns=returns))
+    silent = call.silent()
+    return Dealt([call if returns(rank) else silent for rank in range(mesh.world_size)])
 
 
-def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> list[Call | None]:
+def _broadcast(call: Call, mesh: MeshInfo) -> Dealt:
+    return _same(call, mesh, lambda rank: rank == 0)
+
+
+def _broadcast_to_leaders(call: Call, mesh: MeshInfo) -> Dealt:
+    return _same(call, mesh, mesh.is_leader)
+
+
+def _rank_zero(call: Call, mesh: MeshInfo) -> Dealt:
+    return Dealt([_broadcast(call, mesh).calls[0], *[None] * (mesh.world_size - 1)])
+
+
+def _deal_rows(call: Call, mesh: MeshInfo) -> Dealt:
+    batches = [value for value in _values(call) if isinstance(value, DataProto)]
+    passed = [value for value in _values(call) if isinstance(value, PerRank)]
+    assert batches or passed, "no DataProto among the arguments: nothing to deal"
+    if mesh.num_parts == 1:
+        return _same(call, mesh, mesh.is_leader)
+    order = next((value.order for value in passed if value.order is not None), None)
+    if order is None:
+        assert batches, "no DataProto among the arguments: nothing to deal"
+        order = plan_rows(batches, mesh)
+    pieces = {id(batch): cut_rows(batch, order) for batch in batches}
+
+    def entry(value: Any, part: int) -> Any:
+        return pieces[id(value)][part] if isinstance(value, DataProto) else value
+
+    return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
+
+
+def _deal_items(call: Call, mesh: MeshInfo) -> Dealt:
+    assert call.args, "DP_DEAL deals its first positional argument: give the sequence without a keyword"
+    items = call.args[0]
+    if mesh.num_parts == 1:
+        return _same(call, mesh, mesh.is_leader)
+    if isinstance(items, PerRank):
+        return Dealt(_to_ranks(mesh, call, lambda value, part: value, returns=mesh.is_leader), items.order)
+    assert isinstance(items, Sequence), f"DP_DEAL deals a sequence, got {type(items).__name__}"
+    order = plan_items(items, mesh)
+    pieces = cut_items(items, order)
+
+    def entry(value: Any, part: int) -> Any:
+        return pieces[part] if value is items else value
+
+    return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
+
+
+def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
     n = mesh.world_size
     named = {**{f"argument {index}": value for index, value in enumerate(call.args)}, **call.kwargs}
     for name, value in named.items():
         assert isinstance(value, list | tuple), f"{name} must be a list with one entry a rank, got {type(value).__name__}"
         assert len(value) == n, f"{name} has {len(value)} entries for {n} ranks"
-    return [Call(tuple(value[rank] for value in call.args), {key: value[rank] for key, value in call.kwargs.items()}) for rank in range(n)]
+    return Dealt(
+        [Call(tuple(value[rank] for value in call.args), {key: value[rank] for key, value in call.kwargs.items()}) for rank in range(n)]
+    )
 
 
-def _first(results: list[Any], mesh: MeshInfo) -> Any:
+# ---- results to one ---------------------------------------------------------------------------------------------
+
+
+def _first(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Any:
     return results[0]
 
 
-def _all(results: list[Any], mesh: MeshInfo) -> Any:
+def _all(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Any:
     return results
 
 
-def _concat_rows(results: list[Any], mesh: MeshInfo) -> DataProto:
+def _rows_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> DataProto:
     odd = sorted({type(part).__name__ for part in results if not isinstance(part, DataProto)})
     assert not odd, f"a DP_COMPUTE_PROTO method must return a DataProto, got {odd}"
-    return results[0] if len(results) == 1 else DataProto.concat(results)  # one rank: its tensors as they are, without a copy
+    # one part: its tensors as they are, without a copy
+    rows: DataProto = results[0] if dealt.order is None else undo_rows(results, dealt.order)
+    return rows
 
 
-def _merge_metrics(results: list[Any], mesh: MeshInfo) -> Metrics:
+def _items_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> list[Any]:
+    odd = sorted({type(part).__name__ for part in results if not isinstance(part, list)})
+    assert not odd, f"a DP_DEAL method must return a list, got {odd}"
+    items: list[Any] = results[0] if dealt.order is None else undo_items(results, dealt.order)
+    return items
+
+
+def _merge_metrics(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Metrics:
     odd = sorted({type(part).__name__ for part in results if not isinstance(part, Metrics)})
     assert not odd, f"a DP_COMPUTE_METRICS method must return Metrics, got {odd}"
     return Metrics.merge(results)
 
 
-Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _broadcast, _first)
-Dispatch.RANK_ZERO = Dispatch("RANK_ZERO", _rank_zero, _first)
-Dispatch.DP_COMPUTE_PROTO = Dispatch("DP_COMPUTE_PROTO", _deal_rows, _concat_rows)
-Dispatch.DP_COMPUTE_METRICS = Dispatch("DP_COMPUTE_METRICS", _deal_rows, _merge_metrics)
-Dispatch.ALL_TO_ALL = Dispatch("ALL_TO_ALL", _one_entry_a_rank, _all, per_rank=True)
+Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _broadcast, _first, "first")
+Dispatch.ALL_TO_LIST = Dispatch("ALL_TO_LIST", _broadcast_to_leaders, _all, "each")
+Dispatch.RANK_ZERO = Dispatch("RANK_ZERO", _rank_zero, _first, "first")
+Dispatch.DP_COMPUTE_PROTO = Dispatch("DP_COMPUTE_PROTO", _deal_rows, _rows_in_order, "rows", "rows")
+Dispatch.DP_COMPUTE_METRICS = Dispatch("DP_COMPUTE_METRICS", _deal_rows, _merge_metrics, "merged", "rows")
+Dispatch.DP_DEAL = Dispatch("DP_DEAL", _deal_items, _items_in_order, "items", "items")
+Dispatch.ALL_TO_ALL = Dispatch("ALL_TO_ALL", _one_entry_a_rank, _all, "each", per_rank=True)

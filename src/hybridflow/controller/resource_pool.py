@@ -1,89 +1,155 @@
-"""Which role lives on which devices: pools name devices, a placement maps roles to pools.
+"""Which role lives on which devices: pools are sets of devices, a placement maps roles to pools.
 
-Colocated (one pool for all roles) is the default; split roles and standalone rollouts are placements with several pools.
+    trainer.resource_pools: {train: [2, 2], rollout: [4]}      two nodes with two devices each, one node with four
+    trainer.placement: {rollout: rollout}                      all other roles live in the first pool, train
+
+Without these keys there is one pool, `global`, of all devices (`trainer.nnodes` × `trainer.n_gpus_per_node`), for all roles.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+from hybridflow.controller.worker import RankInfo
 from hybridflow.errors import ConfigError
+
+SPANNING = "rollout"
+"""The one role that may live in several pools: its ranks generate apart from each other."""
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Some devices under a name, for example `ResourcePool("train", ("cuda:0", "cuda:1"))`."""
+    """Some devices under a name, for example `ResourcePool("train", (4, 4))`: two nodes with four devices each."""
 
     name: str
-    devices: tuple[str, ...]
+    devices_per_node: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.devices:
-            raise ConfigError(f"resource pool {self.name!r} has no devices: give it at least one")
-        if len(set(self.devices)) < len(self.devices):
-            raise ConfigError(f"resource pool {self.name!r} names a device twice: {', '.join(self.devices)}")
+        if not self.devices_per_node:
+            raise ConfigError(
+                f"resource pool {self.name!r} has no devices: give the number on each of its nodes, trainer.resource_pools.{self.name}=[1]"
+            )
+        wrong = [count for count in self.devices_per_node if count < 1]
+        if wrong:
+            raise ConfigError(
+                f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes; each needs at least 1, so leave "
+                f"{', '.join(map(str, wrong))} out of trainer.resource_pools.{self.name}"
+            )
 
     @property
     def world_size(self) -> int:
-        """Ranks of each role in this pool: one a device."""
-        return len(self.devices)
+        """Ranks of each role in this pool, and processes: one a device."""
+        return sum(self.devices_per_node)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Roles on pools. Roles of one pool are colocated: one process for each device hosts them all."""
+    """Roles on pools. Roles of one pool are colocated: one process for each device hosts them all.
+
+    Raises ConfigError for a pool that does not exist, a pool that no role uses, a role without a pool, and a role other than the
+    rollout in several pools.
+    """
 
     pools: tuple[ResourcePool, ...]
-    pool_of_role: Mapping[str, str]
-    """Name of the pool of each role."""
+    pools_of_role: Mapping[str, tuple[str, ...]]
+    """Names of the pools of each role; only the rollout may have several."""
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ConfigError(f"two resource pools share a name: {', '.join(names)}")
-        for role, pool in self.pool_of_role.items():
-            if pool not in names:
-                raise ConfigError(f"role {role!r} is placed on pool {pool!r}, which does not exist: the pools are {', '.join(names)}")
-        owner: dict[str, str] = {}
-        for each in self.pools:
-            for device in each.devices:
-                if device in owner:
-                    raise ConfigError(f"device {device} is in two resource pools, {owner[device]!r} and {each.name!r}: give it to one")
-                owner[device] = each.name
+        for role, pools in self.pools_of_role.items():
+            _check_pools(role, pools, names)
+        unused = [name for name in names if not self.roles(name)]
+        if unused:
+            raise ConfigError(
+                f"no role lives on resource pool {', '.join(unused)}, so its devices would stand idle: give it a role by trainer.placement "
+                f"(the roles of this run are {', '.join(self.pools_of_role)}), or take it out of trainer.resource_pools"
+            )
 
     @classmethod
-    def colocated(cls, roles: Iterable[str], devices: Sequence[str], *, pool: str = "global") -> Placement:
+    def colocated(cls, roles: Iterable[str], devices_per_node: Sequence[int], *, pool: str = "global") -> Placement:
         """All roles on all devices."""
-        return cls((ResourcePool(pool, tuple(devices)),), dict.fromkeys(roles, pool))
+        return cls((ResourcePool(pool, tuple(devices_per_node)),), dict.fromkeys(roles, (pool,)))
 
-    def pool(self, role: str) -> ResourcePool:
-        """The pool on which a role lives."""
-        assert role in self.pool_of_role, f"role {role!r} has no place: the roles are {sorted(self.pool_of_role)}"
-        return next(pool for pool in self.pools if pool.name == self.pool_of_role[role])
+    @classmethod
+    def from_config(cls, trainer: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) -> Placement:
+        """The placement that the keys ask for, of the roles that the run has; those not named live in the first pool."""
+        devices = (trainer.n_gpus_per_node,) * trainer.nnodes
+        if isinstance(trainer, SFTTrainerConfig):
+            return cls.colocated(roles, devices)
+        strange = [role for role in trainer.placement if role not in roles]
+        if strange:
+            raise ConfigError(
+                f"trainer.placement.{strange[0]} names a role that this run does not have: its roles are {', '.join(roles)}"
+                f"{_nearest(strange[0], roles)}"
+            )
+        pools = tuple(ResourcePool(name, tuple(counts)) for name, counts in trainer.resource_pools.items())
+        pools = pools or (ResourcePool("global", devices),)
+        asked = {role: (where,) if isinstance(where, str) else tuple(where) for role, where in trainer.placement.items()}
+        return cls(pools, {role: asked.get(role, (pools[0].name,)) for role in roles})
+
+    @property
+    def num_devices(self) -> int:
+        """Of all pools: one process for each."""
+        return sum(pool.world_size for pool in self.pools)
+
+    def pools_of(self, role: str) -> tuple[ResourcePool, ...]:
+        """The pools on which a role lives, in the order of its ranks."""
+        assert role in self.pools_of_role, f"role {role!r} has no place: the roles are {sorted(self.pools_of_role)}"
+        return tuple(next(pool for pool in self.pools if pool.name == name) for name in self.pools_of_role[role])
+
+    def ranks(self, role: str) -> list[tuple[str, int]]:
+        """Pool and rank in the pool of each rank of a role."""
+        return [(pool.name, rank) for pool in self.pools_of(role) for rank in range(pool.world_size)]
 
     def roles(self, pool: str) -> list[str]:
         """The roles that share a pool."""
-        return [role for role, name in self.pool_of_role.items() if name == pool]
+        return [role for role, names in self.pools_of_role.items() if pool in names]
 
-    def check(self, available: Sequence[str]) -> None:
-        """Refuse before anything is allocated: ConfigError where more devices are asked for than there are, or others."""
-        wanted = [device for pool in self.pools for device in pool.devices]
-        sizes = " + ".join(f"{pool.name} {pool.world_size}" for pool in self.pools)
-        if len(wanted) > len(available):
-            raise ConfigError(
-                f"the resource pools ask for {len(wanted)} devices ({sizes}) but there are {len(available)} "
-                f"({', '.join(available) or 'none'}): lower trainer.nnodes or trainer.n_gpus_per_node, or colocate the roles"
-            )
-        odd = [device for device in wanted if device not in available]
-        if odd:
-            raise ConfigError(f"the resource pools name {', '.join(odd)}, which is not there: there are {', '.join(available)}")
+    def infos(self, pool: str, rank: int) -> dict[str, RankInfo]:
+        """What the workers of one process of a pool are told, by role."""
+        found = {}
+        for role in self.roles(pool):
+            ranks = self.ranks(role)
+            found[role] = RankInfo(role, ranks.index((pool, rank)), len(ranks))
+        return found
+
+    def together(self, role: str, other: str) -> bool:
+        """Whether two roles share a process anywhere, so that their calls cannot overlap."""
+        return bool({*self.pools_of_role[role]} & {*self.pools_of_role[other]})
 
     def check_local(self) -> None:
-        """Refuse what the local backend cannot host: ConfigError for a pool of several devices."""
-        for pool in self.pools:
-            if pool.world_size > 1:
-                raise ConfigError(
-                    f"trainer.controller=local runs one rank a role, but pool {pool.name!r} has {pool.world_size} devices "
-                    f"({', '.join(pool.devices)}): set trainer.nnodes=1 and trainer.n_gpus_per_node=1"
-                )
+        """Refuse what the local backend cannot host: ConfigError for more than one device."""
+        if self.num_devices > 1:
+            sizes = ", ".join(f"{pool.name} {list(pool.devices_per_node)}" for pool in self.pools)
+            raise ConfigError(
+                f"trainer.controller=local runs everything in one process, but there are {self.num_devices} devices ({sizes}): set "
+                "trainer.controller=ray, or trainer.nnodes=1 and trainer.n_gpus_per_node=1 without trainer.resource_pools"
+            )
+
+
+def _check_pools(role: str, pools: tuple[str, ...], names: Sequence[str]) -> None:
+    key = f"trainer.placement.{role}"
+    if not pools:
+        raise ConfigError(f"role {role!r} has no devices: name a pool in {key} (there are {', '.join(names)})")
+    missing = [pool for pool in pools if pool not in names]
+    if missing:
+        raise ConfigError(
+            f"{key} is resource pool {missing[0]!r}, which does not exist: there are {', '.join(names)}{_nearest(missing[0], names)}"
+        )
+    if len(set(pools)) < len(pools):
+        raise ConfigError(f"{key} names a pool twice: {', '.join(pools)}")
+    if len(pools) > 1 and role != SPANNING:
+        raise ConfigError(
+            f"role {role!r} is placed on {len(pools)} pools ({', '.join(pools)}), but only the {SPANNING} may be, whose ranks work apart: "
+            f"set {key} to one of them"
+        )
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 
 @dataclass(frozen=True)
+class Place:
+    """A process of a resource pool. All roles that are placed on the pool live in it."""
+
+    pool: str = "global"
+    rank: int = 0
+    """Among the processes of the pool, which are one torch.distributed world."""
+    world_size: int = 1
+    local_rank: int = 0
+    """Among the processes of the pool on its node: the number of its device there."""
+    node: str = ""
+    """Name or address of the machine; empty: the driver's."""
+
+
+@dataclass(frozen=True)
 class RankInfo:
-    """A worker's place."""
+    """A worker's number among all of its role; a role may span pools, so this may differ from its place's."""
 
     role: str
     rank: int = 0
@@ -39,3 +53,5 @@ class Worker:
 
 WorkerFactory: TypeAlias = Callable[[RankInfo], Worker]
 """Builds the worker of one rank, in the process where it will live."""
+Factories: TypeAlias = Mapping[str, WorkerFactory]
+"""By role."""

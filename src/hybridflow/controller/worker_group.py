@@ -10,11 +10,14 @@ A typed group stands beside its worker class:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hybridflow.controller.backend import Backend
-from hybridflow.controller.dispatch import Call, registration_of
-from hybridflow.controller.future import Future
+from hybridflow.controller.dispatch import Call, Dealt, Dispatch, registration_of
+from hybridflow.controller.future import Future, Source
+from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.passing import pass_on
 
 W = TypeVar("W")
 P = ParamSpec("P")
@@ -22,46 +25,79 @@ R = TypeVar("R")
 
 
 class WorkerGroup(Generic[W]):
-    """All workers of one role."""
+    """All workers of one role. The `Future` of an earlier call may stand for any argument: `Future.by_reference`."""
 
     def __init__(self, backend: Backend, role: str) -> None:
         self.backend, self.role = backend, role
 
     @property
+    def mesh(self) -> MeshInfo:
+        """The ranks of the role."""
+        return self.backend.mesh(self.role)
+
+    @property
     def world_size(self) -> int:
         """How many ranks the role has."""
-        return self.backend.mesh(self.role).world_size
+        return self.mesh.world_size
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a registered method by its dispatch rule and wait for the result."""
         registration = registration_of(method)
-        dispatch, mesh = registration.dispatch, self.backend.mesh(self.role)
+        dispatch = registration.dispatch
         assert registration.blocking, f"{method.__name__} is registered with blocking=False: use submit"
         assert not dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call_each"
-        results = self.backend.run(self.role, method.__name__, dispatch.split(Call(args, dict(kwargs)), mesh))
-        result: R = dispatch.collect(results, mesh)
+        result: R = self._run(dispatch, method.__name__, Call(args, dict(kwargs)))
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method by its dispatch rule without waiting."""
-        dispatch, mesh = registration_of(method).dispatch, self.backend.mesh(self.role)
-        assert not dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call_each"
-        parts = self.backend.submit(self.role, method.__name__, dispatch.split(Call(args, dict(kwargs)), mesh))
-        return Future(parts, lambda results: dispatch.collect(results, mesh), role=self.role, method=method.__name__)
+        dispatch = registration_of(method).dispatch
+        assert not dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call_each or submit_each"
+        return self._submit(dispatch, method.__name__, Call(args, dict(kwargs)))
 
     def call_one(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method on one rank, whatever its dispatch rule; await the future or take its `result()`."""
         registration_of(method)
-        world_size = self.world_size
-        assert 0 <= rank < world_size, f"{self.role} has no rank {rank}: there are {world_size}"
-        calls = [Call(args, dict(kwargs)) if index == rank else None for index in range(world_size)]
-        parts = self.backend.submit(self.role, method.__name__, calls)
-        return Future(parts, lambda results: results[0], role=self.role, method=method.__name__)
+        mesh = self.mesh
+        assert 0 <= rank < mesh.world_size, f"{self.role} has no rank {rank}: there are {mesh.world_size}"
+        everywhere = Dispatch.ONE_TO_ALL.split(pass_on(Call(args, dict(kwargs)), Dispatch.ONE_TO_ALL, mesh), mesh).calls[rank]
+        assert everywhere is not None, "ONE_TO_ALL calls every rank"
+        dealt = Dealt([replace(everywhere, returns=True) if index == rank else None for index in range(mesh.world_size)])
+        parts = self.backend.submit(self.role, method.__name__, dealt.calls)
+        source = Source(Dispatch.RANK_ZERO, mesh, dealt)
+        return Future(parts, lambda results: results[0], role=self.role, method=method.__name__, source=source)
 
     def call_each(self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]) -> list[R]:
         """Call an ALL_TO_ALL method: each argument is a list with one entry a rank, and so is the result."""
-        dispatch, mesh = registration_of(method).dispatch, self.backend.mesh(self.role)
+        dispatch = registration_of(method).dispatch
         assert dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call or submit"
-        results = self.backend.run(self.role, method.__name__, dispatch.split(Call(args, dict(kwargs)), mesh))
-        collected: list[R] = dispatch.collect(results, mesh)
+        collected: list[R] = self._run(dispatch, method.__name__, Call(args, dict(kwargs)))
         return collected
+
+    def submit_each(self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]) -> Future[list[R]]:
+        """Call an ALL_TO_ALL method without waiting; the list of results can be passed on by reference."""
+        dispatch = registration_of(method).dispatch
+        assert dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call or submit"
+        return self._submit(dispatch, method.__name__, Call(args, dict(kwargs)))
+
+    def _run(self, dispatch: Dispatch, method: str, call: Call) -> Any:
+        mesh = self.mesh
+        dealt = dispatch.split(pass_on(call, dispatch, mesh), mesh)
+        return dispatch.collect(self.backend.run(self.role, method, dealt.calls), mesh, dealt)
+
+    def _submit(self, dispatch: Dispatch, method: str, call: Call) -> Future[Any]:
+        mesh = self.mesh
+        dealt = dispatch.split(pass_on(call, dispatch, mesh), mesh)
+        taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
+        calls = dealt.calls
+        if dispatch.gives == "first":  # all keep what they return, so that the future can be passed on rank by rank
+            calls = [None if each is None else replace(each, returns=True) for each in calls]
+        parts = self.backend.submit(self.role, method, calls)
+        return Future(
+            parts,
+            lambda results: dispatch.collect(results, mesh, dealt),
+            role=self.role,
+            method=method,
+            taken=taken,
+            source=Source(dispatch, mesh, dealt),
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.protocol.balancing import karmarkar_karp, split_micro_batches
+from hybridflow.protocol.balancing import Workload, deal_rows, karmarkar_karp, split_micro_batches
 from hybridflow.protocol.columns import BatchError
 from hybridflow.protocol.data_proto import DataProto, DataProtoItem
 from hybridflow.protocol.fields import FIELDS, Field, field
@@ -19,6 +19,8 @@ __all__ = [
     "DataProtoItem",
     "Field",
     "PackedBatch",
+    "Workload",
+    "deal_rows",
     "derive_seed",
     "field",
     "generator",

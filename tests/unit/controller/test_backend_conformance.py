@@ -1,104 +1,36 @@
-"""What every backend owes the driver. A backend joins by one line in BACKENDS; the tests know nothing else of it."""
+"""What every backend owes the driver.
+
+A backend joins by an entry of its name in BACKENDS: a function that gives it with the workers of `house.py`. The tests know nothing else
+of it, and run at any number of ranks.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from house import Counter, CounterGroup, Request, make_counters, rows
 
-from hybridflow.controller import Backend, Dispatch, LocalBackend, RankInfo, Worker, WorkerFactory, WorkerGroup, register
-from hybridflow.observability.metrics import Metrics
-from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.controller import Backend, LocalBackend, WorkerGroup
+from hybridflow.protocol import DataProtoFuture
 
-BACKENDS: dict[str, Callable[[Mapping[str, WorkerFactory]], Backend]] = {
-    "local": LocalBackend,
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "local": lambda: LocalBackend(make_counters),
 }
 
 
-class Counter(Worker):
-    """Holds a number; no call of the base constructor, as real workers."""
-
-    def __init__(self, start: int) -> None:
-        self.value = start
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def add(self, amount: int, *, times: int = 1) -> int:
-        self.value += amount * times
-        return self.value
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def place(self) -> tuple[str, int, int]:
-        return self.role, self.rank, self.world_size
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def double(self, batch: DataProto, *, plus: float = 0.0) -> DataProto:
-        return DataProto.from_dict({"doubled": batch.batch["x"] * 2 + plus}, {"uid": batch.non_tensor_batch["uid"]})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
-    def mean(self, batch: DataProto) -> Metrics:
-        metrics = Metrics()
-        metrics.add_mean("x", batch.batch["x"].sum(), batch.batch["x"].numel())
-        return metrics
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def greet(self, name: str) -> str:
-        return f"{name} at {self.rank}"
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def slow_add(self, amount: int) -> int:
-        return self.add(amount)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fail(self) -> None:
-        raise ValueError("no luck")
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def rearrange(self, batch: DataProto) -> DataProto:
-        batch.batch["new"] = batch.batch["x"] + 1
-        del batch.batch["x"]
-        batch.non_tensor_batch["uid"][0] = "changed"
-        batch.meta_info["facts"]["a"] = 2
-        return batch
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def scribble(self, batch: DataProto) -> DataProto:
-        batch.batch["x"].add_(1)
-        return batch
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def tamper(self, state: dict[str, list[int]]) -> None:
-        state["steps"].append(9)
-        state["more"] = []
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def history(self) -> list[int]:
-        self.kept = getattr(self, "kept", [1])
-        return self.kept
-
-    def private(self) -> int:
-        return self.value
-
-
-class CounterGroup(WorkerGroup[Counter]):
-    def double(self, batch: DataProto, plus: float = 0.0) -> DataProto:
-        return self.call(Counter.double, batch, plus=plus)
-
-
-def make_counter(info: RankInfo) -> Counter:
-    return Counter(10)
-
-
 @pytest.fixture(params=list(BACKENDS))
-def group(request: pytest.FixtureRequest) -> Iterator[CounterGroup]:
-    backend = BACKENDS[request.param]({"counter": make_counter, "other": make_counter})
+def make_backend(request: pytest.FixtureRequest) -> Callable[[], Backend]:
+    return BACKENDS[request.param]
+
+
+@pytest.fixture
+def group(make_backend: Callable[[], Backend]) -> Iterator[CounterGroup]:
+    backend = make_backend()
     yield CounterGroup(backend, "counter")
     backend.shutdown()
-
-
-def rows(n: int = 5) -> DataProto:
-    return DataProto.from_dict({"x": torch.arange(float(n))}, {"uid": [f"u{i}" for i in range(n)]}, {"facts": {"a": 1}})
 
 
 def test_one_to_all_takes_keywords_and_keeps_state(group: CounterGroup) -> None:
@@ -120,6 +52,28 @@ def test_rows_come_back_in_order(group: CounterGroup) -> None:
     result = group.double(rows(5), plus=1.0)
     assert result.batch["doubled"].tolist() == [1.0, 3.0, 5.0, 7.0, 9.0]
     assert list(result.non_tensor_batch["uid"]) == ["u0", "u1", "u2", "u3", "u4"]
+
+
+def test_two_batches_of_one_call_are_dealt_alike(group: CounterGroup) -> None:
+    batch = rows(9)
+    joined = group.call(Counter.join, batch, other=group.double(batch))
+    assert joined.batch["x"].tolist() == batch.batch["x"].tolist()
+    assert torch.equal(joined.batch["doubled"], joined.batch["x"] * 2)
+
+
+def test_fewer_rows_than_ranks(group: CounterGroup) -> None:
+    assert group.double(rows(1)).batch["doubled"].tolist() == [0.0]
+
+
+def test_items_are_dealt_and_come_back_in_order(group: CounterGroup) -> None:
+    requests = [Request(number, f"g{number % 3}", 1.0 + number) for number in range(7)]
+    assert group.call(Counter.answer, requests, word="no") == [f"no {number}" for number in range(7)]
+    assert group.call(Counter.answer, [], word="no") == []
+
+
+def test_leaders_answer_as_a_list(group: CounterGroup) -> None:
+    mesh = group.mesh
+    assert group.call(Counter.leaders, "rank") == [f"rank {rank}" for rank in mesh.leaders]
 
 
 def test_metrics_are_merged(group: CounterGroup) -> None:
@@ -148,6 +102,37 @@ def test_future_of_rows_feeds_a_data_proto_future(group: CounterGroup) -> None:
     assert joined.get().batch["doubled"].tolist() == [0.0, 2.0, 0.0, 2.0, 4.0]
 
 
+def test_a_future_of_rows_is_an_argument(group: CounterGroup) -> None:
+    batch = rows(9)
+    other = WorkerGroup[Counter](group.backend, "other")
+    doubled = other.submit(Counter.double, batch, plus=1.0)
+    joined = group.call(Counter.join, batch, other=doubled.by_reference())
+    assert joined.batch["x"].tolist() == batch.batch["x"].tolist()
+    assert torch.equal(joined.batch["doubled"], joined.batch["x"] * 2 + 1)
+    assert torch.equal(doubled.result().batch["doubled"], joined.batch["doubled"])
+
+
+def test_a_future_of_each_rank_goes_rank_by_rank(group: CounterGroup) -> None:
+    other = WorkerGroup[Counter](group.backend, "other")
+    group.call(Counter.load, other.submit(Counter.state).by_reference())
+    assert group.call_each(Counter.values) == [10 + rank for rank in range(group.world_size)]
+    group.call(Counter.add, 5)
+    other.call(Counter.load_nested, {"parts": [group.submit(Counter.state).by_reference()]})
+    assert other.call_each(Counter.values) == [15 + 2 * rank for rank in range(group.world_size)]
+
+
+def test_a_future_of_a_list_goes_to_all(group: CounterGroup) -> None:
+    words = group.submit(Counter.leaders, "a")
+    assert group.call(Counter.take_list, words.by_reference()) == ", ".join(words.result())
+    greetings = group.submit_each(Counter.greet, [f"n{rank}" for rank in range(group.world_size)])
+    assert group.call(Counter.take_list, words=greetings.by_reference()) == ", ".join(greetings.result())
+
+
+def test_a_future_that_failed_fails_the_call_that_takes_it(group: CounterGroup) -> None:
+    with pytest.raises(ValueError, match="no luck"):
+        group.call(Counter.load, group.submit(Counter.fail).by_reference())  # type: ignore[arg-type]
+
+
 def test_call_one_is_awaitable(group: CounterGroup) -> None:
     async def both() -> list[int]:
         return list(await asyncio.gather(group.call_one(0, Counter.add, 1), group.call_one(0, Counter.add, 1, times=2)))
@@ -169,7 +154,7 @@ def test_failure_comes_through_with_its_place(group: CounterGroup) -> None:
 def test_fields_a_worker_changes_never_reach_the_driver(group: CounterGroup) -> None:
     batch = rows(3)
     result = group.call(Counter.rearrange, batch)
-    assert set(batch.batch.keys()) == {"x"} and set(result.batch.keys()) == {"new"}
+    assert set(batch.batch.keys()) == {"x", "attention_mask"} and set(result.batch.keys()) == {"new", "attention_mask"}
     assert list(batch.non_tensor_batch["uid"]) == ["u0", "u1", "u2"]
     assert batch.meta_info == {"facts": {"a": 1}}
 

@@ -30,7 +30,7 @@ def test_roles_are_built_when_first_needed_and_may_share() -> None:
         assert isinstance(owner, Holder)
         return Holder(owner.weights)
 
-    backend = LocalBackend({"actor": actor, "rollout": rollout})
+    backend = LocalBackend(lambda host: {"actor": actor, "rollout": rollout})
     assert built == []
     shared = backend.worker("rollout")
     assert built == ["rollout", "actor"]
@@ -45,7 +45,7 @@ def test_building_reports_cycles_unknown_roles_and_the_role_that_failed() -> Non
     def broken(info: RankInfo) -> Worker:
         raise ValueError("no weights")
 
-    backend = LocalBackend({"a": lambda info: needs("b"), "b": lambda info: needs("a"), "broken": broken})
+    backend = LocalBackend(lambda host: {"a": lambda info: needs("b"), "b": lambda info: needs("a"), "broken": broken})
     with pytest.raises(AssertionError, match="a → b → a"):
         backend.worker("a")
     with pytest.raises(AssertionError, match="no role 'critic'"):
@@ -56,7 +56,7 @@ def test_building_reports_cycles_unknown_roles_and_the_role_that_failed() -> Non
 
 
 def test_in_place_writes_are_named_wherever_the_tensor_hides() -> None:
-    group = WorkerGroup[Holder](LocalBackend({"holder": lambda info: Holder([])}), "holder")
+    group = WorkerGroup[Holder](LocalBackend(lambda host: {"holder": lambda info: Holder([])}), "holder")
     with pytest.raises(AssertionError, match=r"holder\.scale wrote in place into tensors\.w\[1\]"):
         group.call(Holder.scale, tensors={"w": [torch.ones(1), torch.ones(1)]})
 

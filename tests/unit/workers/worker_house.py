@@ -82,7 +82,7 @@ class House:
             return SFTWorker(FSDPEngine(self.policy, name="train", optim=OPTIM), LIMITS)
 
         factories = {"actor": actor, "critic": critic, "reference": reference, "rollout": rollout, "sft": sft}
-        backend = LocalBackend({**factories, "teacher": teacher, "process_reward": process_reward})
+        backend = LocalBackend(lambda host: {**factories, "teacher": teacher, "process_reward": process_reward})
         self.actor, self.critic = ActorGroup(backend, "actor"), CriticGroup(backend, "critic")
         self.reference, self.rollout = ReferenceGroup(backend, "reference"), RolloutGroup(backend, "rollout")
         self.teacher, self.process_reward = TeacherGroup(backend, "teacher"), ProcessRewardGroup(backend, "process_reward")

@@ -54,7 +54,7 @@ class Host:
     def __post_init__(self) -> None:
         self.device = resolve_device(self.config.trainer.device)
         self.backend = LocalBackend(
-            {
+            lambda host: {
                 "actor": self.actor,
                 "rollout": self.rollout,
                 "reference": self.reference,

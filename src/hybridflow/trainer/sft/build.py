@@ -61,7 +61,7 @@ def _build(config: SFTConfig, folder: RunFolder) -> Iterator[SFTTrainer]:
     def write_huggingface(target: Path, with_weights: bool) -> None:
         (save_hf if with_weights else save_config)(policy, target, tokenizer)
 
-    group = SFTGroup(LocalBackend({"sft": worker}), "sft")
+    group = SFTGroup(LocalBackend(lambda host: {"sft": worker}), "sft")
     state = SFTState(group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed)
     store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
     done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)

@@ -2,7 +2,10 @@
 
 RUN/latest_checkpointed_iteration.txt          the step saved last, for people and other tools
 RUN/global_step_N/manifest.json                size and digest of every file below
-RUN/global_step_N/ROLE/state.json, state.safetensors
+RUN/global_step_N/data/, trainer/              state.json, state.safetensors
+RUN/global_step_N/ROLE/state.json              an engine's state: structure and numbers
+RUN/global_step_N/ROLE/shards.json             which part of which tensor is in which file
+RUN/global_step_N/ROLE/PART_world_size_W_rank_R.safetensors
 RUN/global_step_N/actor/huggingface/           config, tokenizer, and weights if asked for
 """
 
@@ -24,12 +27,18 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STRUCTURE = "state.json"
 TENSORS = "state.safetensors"
+SHARDS = "shards.json"
 LOCK = ".checkpoint_lock"
 
 MODEL = "model"
 """Key of an engine's state under which the module's parameters are."""
 
 _STEP = re.compile(rf"{STEP_PREFIX}(\d+)")
+
+
+def shard_file(part: str, rank: int, world_size: int) -> str:
+    """Name of the file with what a rank holds of a part of an engine's state."""
+    return f"{part}_world_size_{world_size}_rank_{rank}.safetensors"
 
 
 def step_of(path: Path) -> int | None:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
 from hybridflow.errors import CheckpointError
@@ -31,11 +32,10 @@ State = Any
 
 def save_tree(folder: Path, tree: State) -> None:
     """Write a state into an existing folder. CheckpointError names the entry that cannot be stored."""
-    encoder = _Encoder()
-    structure = encoder.encode(tree, "")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.tensors.items()}
+    structure, found = encode_tree(tree)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
     save_file(_apart(tensors), folder / TENSORS, metadata={"format": "pt"})
-    (folder / STRUCTURE).write_text(json.dumps(structure, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / STRUCTURE).write_text(structure_text(structure), encoding="utf-8")
 
 
 def load_tree(folder: Path, *, only: str | None = None) -> State:
@@ -46,9 +46,20 @@ def load_tree(folder: Path, *, only: str | None = None) -> State:
     try:
         structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
         with safe_open(folder / TENSORS, framework="pt") as file:
-            return _decode(structure if only is None else structure[only], file.get_tensor)
+            return decode_tree(structure if only is None else structure[only], file.get_tensor)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
+
+
+def encode_tree(tree: State) -> tuple[Any, dict[str, Tensor]]:
+    """A state as JSON's types, and its tensors by the names that stand there for them; CheckpointError names what cannot be stored."""
+    encoder = _Encoder()
+    return encoder.encode(tree, ""), encoder.tensors
+
+
+def structure_text(structure: Any) -> str:
+    """What stands in the file for the JSON half of `encode_tree`."""
+    return json.dumps(structure, allow_nan=False) + "\n"
 
 
 class _Encoder:
@@ -87,9 +98,10 @@ class _Encoder:
     def _keep(self, tensor: Tensor, path: str) -> str:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
             raise CheckpointError(f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: {_ACCEPTED}")
-        storage = tensor.untyped_storage()
-        same = (tensor.device, storage.data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if tensor.numel() and same in self._names:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call]
+        storage = own.untyped_storage()
+        same = (own.device, storage.data_ptr(), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
+        if own.numel() and same in self._names:
             return self._names[same]
         name = stem = path.removeprefix("/") or "state"
         number = 1
@@ -130,7 +142,8 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _decode(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+    """The state of which `encode_tree` made `node`; `tensor_of` gives a tensor by its name and is asked once for each."""
     known: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:

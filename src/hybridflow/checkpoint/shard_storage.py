@@ -1,0 +1,157 @@
+"""The two ends of torch.distributed.checkpoint: where a rank's parts of tensors go to, and where they come from. No pickle on the disk.
+
+    save: planner's items ─► one safetensors file a part and rank, written now or in a thread ─► coordinator: shards.json
+    load: shards.json ─► planner's items ─► slices of the files, into the target tensors
+
+The library's own safetensors storage keeps a rank's whole state in memory a second time, takes no digests and writes no index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from hybridflow.checkpoint.layout import SHARDS, STRUCTURE, shard_file
+from hybridflow.checkpoint.manifest import FileDigest
+from hybridflow.checkpoint.shard_index import Chunk, SavedTensor, ShardIndex, index_text, key_in_file
+from hybridflow.checkpoint.state import structure_text
+from hybridflow.checkpoint.tensor_file import write_tensors, write_text
+
+
+@dataclass
+class ShardWriter(StorageWriter):
+    """Writes what the plan gives this rank.
+
+    Without `copy` it is on the disk when the plan is done. With it, the plan only takes copies, and `write` puts them on the disk, whenever
+    and in whatever thread it is called: it needs no other rank.
+    """
+
+    folder: Path
+    rank: int
+    world_size: int
+    structure: Any
+    """The JSON half of the state."""
+    copy: Callable[[str, Tensor], Tensor] | None = None
+    digests: dict[str, FileDigest] = field(default_factory=dict)
+    """Of the files that this rank has written, by name."""
+    _files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Write this rank's tensors; what was taken of them is let go."""
+        for name in sorted(self._files):
+            self.digests[name] = write_tensors(self.folder / name, self._files.pop(name))
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Of DCP's interface: a writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Of DCP's interface. What fails here on one rank is known to all: before it, the others would wait for that rank."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Of DCP's interface: the planner's plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Of DCP's interface: the planner's plans as they are, each replicated tensor on one rank."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Of DCP's interface: write this rank's tensors, or take copies of them."""
+        results = []
+        for item in plan.items:
+            tensor = cast(Tensor, planner.resolve_data(item))
+            name = shard_file(item.index.fqn.partition("/")[0], self.rank, self.world_size)
+            tensors, key = self._files.setdefault(name, {}), key_in_file(item.index.fqn)
+            assert key not in tensors, f"two parts of {item.index.fqn} on rank {self.rank}"
+            tensors[key] = tensor if self.copy is None else self.copy(item.index.fqn, tensor)
+            results.append(WriteResult(item.index, tensor.numel() * tensor.element_size(), name))
+        if self.copy is None:
+            self.write()
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Of DCP's interface, on the coordinator: write structure and index."""
+        file_of = {(result.index.fqn, result.index.offset): result.storage_data for part in results for result in part}
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+            chunks = tuple(Chunk(file_of[name, chunk.offsets], tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+            tensors[name] = SavedTensor(entry.properties.dtype, tuple(entry.size), chunks)
+        self.digests[STRUCTURE] = write_text(self.folder / STRUCTURE, structure_text(self.structure))
+        self.digests[SHARDS] = write_text(self.folder / SHARDS, index_text(tensors))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Of DCP's interface."""
+        return True
+
+
+@dataclass
+class ShardReader(StorageReader):
+    """Reads the boxes that a plan asks for."""
+
+    index: ShardIndex
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Of DCP's interface: a reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Of DCP's interface."""
+        return Metadata({name: _metadata(tensor) for name, tensor in self.index.tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Of DCP's interface."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Of DCP's interface."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Of DCP's interface."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Of DCP's interface: copy every asked box out of its file."""
+        wanted: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(self._file_of(item.storage_index), []).append(item)
+        for name, items in wanted.items():
+            with safe_open(self.index.folder / name, framework="pt") as file:
+                for item in items:
+                    key = key_in_file(item.storage_index.fqn)
+                    box = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True))
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(file.get_slice(key)[box] if box else file.get_tensor(key))
+                    planner.commit_tensor(item, target)
+        return _done(None)
+
+    def _file_of(self, index: MetadataIndex) -> str:
+        offsets = tuple(index.offset or ())
+        return next(chunk.file for chunk in self.index.tensors[index.fqn].chunks if chunk.offsets == offsets)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Of DCP's interface."""
+        return True
+
+
+def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

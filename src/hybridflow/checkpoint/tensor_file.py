@@ -1,0 +1,83 @@
+"""A safetensors file written tensor by tensor: its digest is taken on the way, and nothing is held twice in memory.
+
+    {name: tensor, on any device} ──► header, then the bytes of one tensor after the other ──► file on the disk, FileDigest
+
+The library's own writer wants all tensors on the CPU, apart from each other, and whoever needs a digest reads the file once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.checkpoint.manifest import FileDigest
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the format calls a dtype."""
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
+    """Write a new file, wait until it is on the disk, and give its size and digest. Same tensors, same bytes."""
+    names = sorted(
+        tensors, key=lambda name: (-tensors[name].element_size(), name)
+    )  # wide ones first: each begins at a multiple of its width
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for block in _blocks(names, tensors):
+            digest.update(block)
+            size += len(block)
+            while len(block):  # an unbuffered write may take only a part
+                block = block[file.write(block) :]
+        os.fsync(file.fileno())
+    return FileDigest(size, digest.hexdigest())
+
+
+def write_text(path: Path, text: str) -> FileDigest:
+    """Write a small new file, wait until it is on the disk, and give its size and digest."""
+    data = text.encode()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileDigest(len(data), hashlib.sha256(data).hexdigest())
+
+
+def _blocks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        # as bytes through numpy, which knows no bfloat16
+        data: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield memoryview(data)

@@ -1,0 +1,231 @@
+"""What must hold before anything is started or asked for: a Ray that answers, a free port, devices where pools want them.
+
+address ──reach──► a Ray cluster answers there, and this machine is a node of it
+pools, nodes ──assign──► for each node of each pool, a node of the cluster  (None: they do not fit; `shortage` says it in words)
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.errors import ConfigError
+
+CONNECT_SECONDS = 2.0
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
+UNIT = {"cpu": "CPU", "cuda": "GPU"}
+
+_START_HEAD = "`ray start --head` starts one, and `ray status` shows it"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A node of the cluster: what it offers of the kind of device that a run counts."""
+
+    id: str
+    name: str
+    """For messages; unlike the ip, no two nodes of one machine share it."""
+    ip: str
+    free: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.ip}): {self.free} free of {self.total}"
+
+
+def choose_address(key: str | None) -> str | None:
+    """Where to look for a Ray: the key, RAY_ADDRESS, the cluster of a submitted job; None: start one of our own."""
+    address = key or os.environ.get("RAY_ADDRESS") or ("auto" if JOB_VARIABLE in os.environ else None)
+    return None if address == "local" else address
+
+
+def reach(address: str, *, source: str, greet: bool = True) -> None:
+    """Make sure, in seconds, that a Ray cluster answers at `host:port`, lets us in (`greet`) and has a node on this machine.
+
+    `source` names where the address came from. Ray itself waits 20 to 60 seconds in each of these cases. Raises ConfigError.
+    """
+    host, port = _parse(address, source)
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise ConfigError(f"{source}={address}: no Ray can be reached there ({reason}); {_START_HEAD}") from error
+    if greet:
+        _greet(address, source)
+    _check_node_here(host, port, source)
+
+
+def _parse(address: str, source: str) -> tuple[str, int]:
+    scheme, _, rest = address.rpartition("://")
+    if scheme == "ray":
+        raise ConfigError(
+            f"{source}={address}: tensors do not travel by Ray's client protocol; run on a node of the cluster with its "
+            f"address ({rest.rsplit(':', 1)[0]}:6379), or through `ray job submit`"
+        )
+    if scheme:
+        raise ConfigError(
+            f"{source}={address} is the address of a dashboard: run through `ray job submit`, or give host:port of the cluster"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{source}={address} is no address: give host:port (Ray's own port is 6379), auto, or local")
+    return host.strip("[]"), int(port)
+
+
+def _greet(address: str, source: str) -> None:
+    """One question to the control service of the cluster, with a deadline: its client library has none below 20 seconds."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return  # certificates are Ray's business
+    try:
+        import grpc
+    except ImportError:  # ray without its [default] parts
+        return
+    token = _token()
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=CONNECT_SECONDS, metadata=(("authorization", f"Bearer {token}"),) if token else ())
+        except grpc.RpcError as error:
+            code: Any = error.code()  # type: ignore[attr-defined]
+            if code is not grpc.StatusCode.UNAUTHENTICATED:
+                raise ConfigError(
+                    f"{source}={address}: something answers there, but it is no Ray cluster ({code.name.lower()}); the cluster's port is "
+                    "the one of `ray start --head --port` (6379), not that of the dashboard (8265) or of Ray's client (10001)"
+                ) from error
+            wrong = "refuses this machine's token" if token else "asks for a token"
+            raise ConfigError(
+                f"{source}={address}: the Ray cluster {wrong}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token "
+                "to the token of the node that was started first (`ray get-auth-token` prints it there)"
+            ) from error
+
+
+def _token() -> str | None:
+    """The token that Ray would show the cluster, if any."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return None
+    if given := os.environ.get("RAY_AUTH_TOKEN"):
+        return given.strip()
+    try:
+        path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+        return (Path(path) if path else Path.home() / ".ray" / "auth_token").read_text().strip()
+    except OSError:
+        return None
+
+
+def _check_node_here(host: str, port: int, source: str) -> None:
+    """A driver talks to the cluster through the node on its own machine; without one Ray looks for it for a minute."""
+    if not Path("/proc/self/cmdline").exists():
+        return
+    raylets = [words for _, words in processes() if words[0].endswith("raylet")]
+    clusters = {word.partition("=")[2] for words in raylets for word in words if word.startswith("--gcs-address=")}
+    if any(there.rpartition(":")[2] == str(port) for there in clusters):
+        return
+    others = f" (its nodes belong to {', '.join(sorted(clusters))})" if clusters else ""
+    raise ConfigError(
+        f"{source}={host}:{port}: that cluster has no node on this machine{others}; run `ray start --address={host}:{port}` here first, "
+        "or start the run on one of its nodes, or through `ray job submit`"
+    )
+
+
+def processes() -> Iterator[tuple[int, list[str]]]:
+    """The processes of this machine with their command lines, where /proc shows them."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        if words[0]:
+            yield int(folder.name), words
+
+
+def check_port_free(port: int, key: str) -> None:
+    """ConfigError if something on this machine listens on `port` already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(f"{key}={port} is in use on this machine ({error.strerror}): choose another port, or null for any") from error
+
+
+def check_own(wanted: int, num_nodes: int, offered: int, device: str) -> None:
+    """ConfigError if a Ray on this machine alone could not offer what is wanted, before it is started."""
+    unit = UNIT[device]
+    elsewhere = "give the address of a cluster (ray_kwargs.ray_init.address or RAY_ADDRESS; docs/cluster/README.md)"
+    if num_nodes > 1:
+        raise ConfigError(
+            f"the run asks for {num_nodes} nodes, but no Ray cluster was named, and a Ray of its own has this machine only: {elsewhere}, "
+            "or set trainer.nnodes=1"
+        )
+    if wanted > offered:
+        more = f"set ray_kwargs.ray_init.num_cpus={wanted} to let processes share CPUs, or " if device == "cpu" else ""
+        raise ConfigError(
+            f"the run asks for {wanted} processes, a {unit} each, but this machine offers {offered} {unit}{'s' * (offered != 1)}: lower "
+            f"trainer.n_gpus_per_node (or trainer.resource_pools), or {more}{elsewhere}"
+        )
+
+
+def assign(pools: Sequence[ResourcePool], nodes: Sequence[NodeInfo], *, by_total: bool = False) -> dict[str, list[NodeInfo]] | None:
+    """A node of the cluster for each node of each pool, or None if they do not fit.
+
+    The nodes of one pool are different ones; two pools may share a node. Largest wish first, into the node that it fills best:
+    whole machines stay whole for those who need them. Among equal wishes of a pool nodes go by ip, so that a run started
+    again has its ranks in the same places.
+    """
+    left = {node.id: node.total if by_total else node.free for node in nodes}
+    chosen: dict[str, list[NodeInfo | None]] = {pool.name: [None] * len(pool.devices_per_node) for pool in pools}
+    wishes = [(count, pool.name, place) for pool in pools for place, count in enumerate(pool.devices_per_node)]
+    for count, name, place in sorted(wishes, key=lambda wish: -wish[0]):
+        fits = [node for node in nodes if left[node.id] >= count and node not in chosen[name]]
+        if not fits:
+            return None
+        node = min(fits, key=lambda node: (left[node.id], node.ip, node.id))
+        left[node.id] -= count
+        chosen[name][place] = node
+    return {pool.name: _by_ip(pool.devices_per_node, [node for node in chosen[pool.name] if node]) for pool in pools}
+
+
+def _by_ip(counts: Sequence[int], nodes: Sequence[NodeInfo]) -> list[NodeInfo]:
+    """The same nodes, those with equal counts in the order of their ips."""
+    waiting = {count: sorted((node for c, node in zip(counts, nodes) if c == count), key=_ip_key) for count in set(counts)}
+    return [waiting[count].pop(0) for count in counts]
+
+
+def _ip_key(node: NodeInfo) -> tuple[int, int, str]:
+    address = ipaddress.ip_address(node.ip)
+    return address.version, int(address), node.id
+
+
+def shortage(pools: Sequence[ResourcePool], nodes: Sequence[NodeInfo], device: str, where: str, own: bool) -> str:
+    """In words: what was wanted, what there is, and the way out."""
+    unit = UNIT[device]
+    wanted = sum(pool.world_size for pool in pools)
+    total = sum(node.total for node in nodes)
+    why = f"{where} has {total}" if total < wanted else f"{where} does not have them free, or not on as many nodes"
+    lines = [f"the run wants {wanted} {unit}s, but {why}."]
+    lines += [f"  wanted: pool {pool.name!r}, {describe(pool)}" for pool in pools]
+    lines += [f"  there:  {node} {unit}s" for node in nodes] or ["  there:  no node"]
+    if assign(pools, nodes, by_total=True) is not None:
+        lines.append("Others hold what is missing: wait until they end, or see `ray status` and `ray list placement-groups`.")
+    elif total >= wanted:
+        lines.append("There are enough in all, but not on as many nodes as wanted: a pool's nodes are different machines.")
+    way_out = "Lower trainer.nnodes or trainer.n_gpus_per_node (or trainer.resource_pools)"
+    if own and device == "cpu":
+        way_out += ", or set ray_kwargs.ray_init.num_cpus to let processes share CPUs"
+    elif not own:
+        way_out += ", or start more nodes (`ray start --address=…`)"
+    return "\n".join([*lines, way_out + "."])
+
+
+def describe(pool: ResourcePool) -> str:
+    """For example `2 nodes × 4` or `nodes of 4, 2`."""
+    counts = pool.devices_per_node
+    if len(set(counts)) == 1:
+        return f"{len(counts)} node{'s' * (len(counts) > 1)} × {counts[0]}"
+    return f"nodes of {', '.join(map(str, counts))}"

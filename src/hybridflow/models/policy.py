@@ -15,8 +15,10 @@ from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, register
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
+from hybridflow.models.sequence_parallel import SequenceCut, check_positions
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.protocol.packing import PackedBatch
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 class PolicyModel(nn.Module):
     """Wraps a causal LM so that all of a training step runs inside this module's forward."""
+
+    sequence_group: ProcessGroup | None = None
+    """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -70,19 +75,21 @@ class PolicyModel(nn.Module):
 
         Only the M predicting positions go through the head, a chunk at a time.
         """
-        states = packed_hidden(self.hf.base_model, packed, self.device)
+        cut = sequence_cut(packed, self.sequence_group, self.config)
+        states = packed_hidden(self.hf.base_model, packed, self.device, cut)
         head = self.head
-        return token_log_probs(
+        outputs = token_log_probs(
             states,
             head.weight,
             head.bias,
-            packed.targets.to(states.device),
+            (packed.targets if cut is None else packed.targets[cut.own]).to(states.device),
             temperature=temperature,
             with_entropy=with_entropy,
             with_sum_pi_squared=with_sum_pi_squared,
             softcap=self.transform.softcap,
             logit_scale=self.transform.scale,
         )
+        return outputs if cut is None else cut.gather_outputs(outputs)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
@@ -111,12 +118,23 @@ def run_backbone(backbone: nn.Module, input_ids: Tensor, position_ids: Tensor, l
     return states
 
 
-def packed_hidden(backbone: nn.Module, packed: PackedBatch, device: torch.device) -> Tensor:
-    """Hidden states [M, H] at the positions that predict `packed.targets`."""
-    layout = PackedLayout.build(packed.lengths, device)
-    states = run_backbone(backbone, packed.input_ids.to(device)[None], packed.position_ids.to(device)[None], layout)
-    selected: Tensor = _SelectTokens.apply(states[0], packed.predict_index.to(device))  # type: ignore[no-untyped-call]
-    return selected
+def sequence_cut(packed: PackedBatch, group: ProcessGroup | None, config: PretrainedConfig) -> SequenceCut | None:
+    """How `packed` is cut among the ranks of `group`; None without a group or with a rank alone in it."""
+    if group is None or group.size() == 1:
+        return None
+    check_positions(config, packed.lengths)
+    return SequenceCut(packed, group)
+
+
+def packed_hidden(backbone: nn.Module, packed: PackedBatch, device: torch.device, cut: SequenceCut | None = None) -> Tensor:
+    """Hidden states [M, H] at the positions that predict `packed.targets`; under a cut, those of the rank's share `cut.own`."""
+    layout: Layout = PackedLayout.build(packed.lengths, device)
+    input_ids, position_ids, index = packed.input_ids, packed.position_ids, packed.predict_index
+    if cut is not None:
+        layout, input_ids, position_ids, index = cut.layout(layout), cut.tokens(input_ids), cut.tokens(position_ids), cut.predict_index
+    states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout)
+    selected: Tensor = _SelectTokens.apply(states[0], index.to(device))  # type: ignore[no-untyped-call]
+    return selected if cut is None else cut.deal(selected)
 
 
 class _SelectTokens(torch.autograd.Function):

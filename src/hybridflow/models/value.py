@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.models.float64 import compute_in_float64
-from hybridflow.models.policy import packed_hidden, use_attention
+from hybridflow.models.policy import packed_hidden, sequence_cut, use_attention
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.protocol.packing import PackedBatch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 class ValueModel(nn.Module):
     """V(state before token t), read at the position that predicts token t. The head starts at zero, so the first values are 0."""
+
+    sequence_group: ProcessGroup | None = None
+    """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same values."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         """Take the backbone of the causal LM `hf`; its output head is left behind."""
@@ -60,6 +64,7 @@ class ValueModel(nn.Module):
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Values [M] of the predicted tokens, in reward units, float32 or better."""
-        states = packed_hidden(self.backbone, packed, self.device)
+        cut = sequence_cut(packed, self.sequence_group, self.config)
+        states = packed_hidden(self.backbone, packed, self.device, cut)
         values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0]
-        return values
+        return values if cut is None else cut.gather([values])[0]

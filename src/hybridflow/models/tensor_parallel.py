@@ -1,0 +1,182 @@
+"""Tensor parallelism: each dense layer of a model's blocks, cut among the ranks of a mesh by the plan that transformers publishes.
+
+A `colwise` layer holds some of its outputs on each rank, the `rowwise` layer after it some of its inputs; between the two, attention
+sees the rank's own heads and an MLP the rank's own columns, and the rowwise layer's outputs are summed over ranks. Everything else
+(embeddings, norms, output head) is whole on every rank and gets the whole gradient there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybridflow.errors import ModelError
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
+
+Style = Literal["colwise", "rowwise", "colwise_gather", "rowwise_split", "partial_norm"]
+"""How a module is cut: outputs; inputs; outputs that are gathered at once; inputs that come whole; or not at all, but its inputs are."""
+
+KEY = "fsdp_config.tensor_parallel_size"
+
+# transformers' names, older ones too
+_STYLES: dict[str, Style] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather",
+    "colwise_rep": "colwise_gather",
+    "rowwise_split_input": "rowwise_split",
+    "rowwise_rep": "rowwise_split",
+    "replicated_with_grad_allreduce": "partial_norm",
+}
+
+
+def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> None:
+    """Cut the dense layers of `model` among the ranks of the one-dimensional `mesh`; their parameters become DTensors.
+
+    Weights that are there must be the same on all ranks; those on the meta device are only given their placements.
+    Raises ModelError for an architecture without a plan or with parts that cannot be cut, and for sizes that do not divide.
+    """
+    assert mesh.ndim == 1, f"tensor parallelism takes a mesh of one dimension, got {mesh}"
+    backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
+    styles = tensor_styles(backbone)
+    _check_sizes(backbone, styles, mesh.size())
+    for name, style in styles.items():
+        parallelize_module(backbone.get_submodule(name), mesh, _parallel_style(style), src_data_rank=None)
+
+
+def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
+    """How each module of the blocks that takes part is cut, by its name in `hf`; ModelError where that cannot be."""
+    backbone: Any = hf.base_model
+    prefix = "" if backbone is hf else next(name for name, module in hf.named_modules() if module is backbone) + "."
+    plan = _published_plan(backbone)
+    modules = {name: module for name, module in backbone.named_modules() if _generic(name) in plan}
+    styles: dict[str, Style] = {}
+    for name, module in modules.items():
+        published = plan[_generic(name)]
+        style = _STYLES.get(published)
+        if style is None or (style != "partial_norm" and not isinstance(module, nn.Linear)):
+            raise _cannot(backbone, f"its plan asks for {published!r} of {name} ({type(module).__name__}), which is not implemented")
+        styles[prefix + name] = style
+    for name, _ in backbone.named_parameters():
+        if _generic(name) in plan:
+            raise _cannot(backbone, f"its plan asks for {plan[_generic(name)]!r} of the parameter {name}, which is not implemented")
+    _check_covered(backbone, {name.removeprefix(prefix): style for name, style in styles.items()})
+    return styles
+
+
+def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
+    """The dimension along which tensor parallelism cuts a parameter, by its name in `hf`; parameters left whole are absent.
+
+    Rank r of n holds the r-th of n equal slices. The bias of a rowwise layer is left whole: it is added once, after the sum.
+    """
+    slices: dict[str, int] = {}
+    for name, style in tensor_styles(hf).items():
+        if style.startswith("colwise"):
+            slices |= {f"{name}.{leaf}": 0 for leaf, _ in hf.get_submodule(name).named_parameters()}
+        elif style.startswith("rowwise"):
+            slices[f"{name}.weight"] = 1
+    return slices
+
+
+def _published_plan(backbone: PreTrainedModel) -> dict[str, str]:
+    """What transformers says of the modules and parameters inside blocks: names with `*` for the block's number."""
+    published = getattr(backbone.config.get_text_config(), "base_model_tp_plan", None) or getattr(backbone, "_tp_plan", None) or {}
+    plan = {name: style for name, style in published.items() if "*" in name}
+    if not plan:
+        raise _cannot(backbone, "transformers publishes no plan for it")
+    return plan
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _cannot(backbone: PreTrainedModel, why: str) -> ModelError:
+    return ModelError(
+        f"{type(backbone).__name__} (model_type {backbone.config.model_type!r}) cannot be cut by tensor parallelism: {why}. "
+        f"Set {KEY}=1; ulysses_sequence_parallel_size cuts sequences of any model"
+    )
+
+
+def _check_covered(backbone: PreTrainedModel, styles: dict[str, Style]) -> None:
+    """A parameter between cut layers that the plan does not name would meet slices of what it was made for."""
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"):
+        for name, _ in backbone.get_submodule(parent).named_parameters(prefix=parent):
+            if name.rpartition(".")[0] not in styles:
+                raise _cannot(backbone, f"its plan says nothing of {name}")
+
+
+def _check_sizes(backbone: PreTrainedModel, styles: dict[str, Style], ranks: int) -> None:
+    config: PretrainedConfig = backbone.config.get_text_config()
+    sizes: dict[str, int] = {}
+    for name, style in styles.items():
+        module = backbone.get_submodule(name)
+        if style == "colwise" and hasattr(backbone.get_submodule(name.rpartition(".")[0]), "layer_idx"):
+            sizes["num_attention_heads"] = config.num_attention_heads
+            sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        elif isinstance(module, nn.Linear):
+            size = module.out_features if style.startswith("colwise") else module.in_features
+            known = size == getattr(config, "intermediate_size", None)
+            sizes["intermediate_size" if known else f"{_generic(name)} {'outputs' if style.startswith('colwise') else 'inputs'}"] = size
+    wrong = {name: size for name, size in sizes.items() if size % ranks}
+    if wrong:
+        largest = math.gcd(*sizes.values())
+        fitting = [str(number) for number in range(1, largest + 1) if largest % number == 0]
+        raise ModelError(
+            f"{KEY}={ranks} does not divide {', '.join(f'{name}={size}' for name, size in wrong.items())} of this "
+            f"{config.model_type!r} model; set it to {' or '.join(fitting)}"
+        )
+
+
+def _parallel_style(style: Style) -> ParallelStyle:
+    if style == "partial_norm":
+        return _PartialNorm()
+    if style.startswith("colwise"):
+        return ColwiseParallel(output_layouts=Replicate() if style == "colwise_gather" else Shard(-1))
+    return RowwiseParallel(input_layouts=Replicate() if style == "rowwise_split" else Shard(-1))
+
+
+class _PartialNorm(ParallelStyle):
+    """A norm over each of a rank's own heads: the weights are the same on all ranks, and their gradients are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group, forward = device_mesh.get_group(), module.forward
+
+        @functools.wraps(forward)
+        def with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
+            # looked up at each call, as sharding puts gathered parameters in their place for the time of a pass
+            parameters: dict[str, Any] = dict(module._parameters)
+            module._parameters.update({name: p if p is None else _SumGradient.apply(p, group) for name, p in parameters.items()})  # type: ignore[no-untyped-call]
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                module._parameters.update(parameters)
+
+        module.forward = with_summed_gradients
+        return module
+
+
+class _SumGradient(torch.autograd.Function):
+    """The same tensor on all ranks; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,230 @@
+"""The Ray backend: a process for each device of each pool, which hosts the workers of all roles placed there.
+
+    Placement ─► Cluster.place ─► RankProcess on each device ─► one torch.distributed world a pool ─► workers built
+    run, submit: arguments encoded, put once for all ranks that share them ─► invoke on each rank ─► parts
+    Watch: answers, signs of life, deadlines
+
+Calls of one driver thread or several reach all ranks in one order, so collectives meet. Roles in different processes overlap.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from hybridflow.controller.dispatch import Call
+from hybridflow.controller.future import Part, replace_parts
+from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.ray.cluster import Cluster, PlacedPool
+from hybridflow.controller.ray.parts import RayPart, Slot
+from hybridflow.controller.ray.process import Met, RankProcess, SetUp
+from hybridflow.controller.ray.running import Process, Running
+from hybridflow.controller.ray.transport import Packet, encode
+from hybridflow.controller.ray.watch import Watch
+from hybridflow.controller.resource_pool import Placement
+from hybridflow.controller.worker import Place
+from hybridflow.controller.worker_host import Make
+from hybridflow.errors import WorkerError
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 64 * 1024
+"""Arguments up to this size travel inside the call; larger ones through the object store, once for all ranks that share them."""
+CLOSE_SECONDS = 5.0
+
+
+class RayBackend:
+    """Implements `Backend`. Building it starts the processes and their workers; `shutdown` ends them.
+
+    `meshes`: how the ranks of each role are arranged. `make` is sent to the processes and gives the factories there.
+    Times are in seconds: `call_timeout` that a call may take, `heartbeat_timeout` without a sign of life after which a process is lost,
+    `startup_timeout` for devices, processes and models together. `runtime_env` is Ray's, for the processes.
+    Raises what a worker raises while it is built, WorkerError where starting takes too long, WorkerLost where a process dies.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        placement: Placement,
+        meshes: Mapping[str, MeshInfo],
+        make: Make,
+        *,
+        device: str,
+        num_threads: int | None,
+        call_timeout: float,
+        heartbeat_timeout: float,
+        startup_timeout: float,
+        log_level: int = logging.INFO,
+        runtime_env: dict[str, Any] | None = None,
+        report_every: float = 60.0,
+    ) -> None:
+        for role, mesh in meshes.items():
+            size = len(placement.ranks(role))
+            assert mesh.world_size == size, f"role {role!r} has {size} ranks but its mesh says {mesh.world_size}"
+        self._placement, self._meshes, self._call_timeout = placement, dict(meshes), call_timeout
+        self._until = time.monotonic() + startup_timeout
+        self._order = threading.Lock()
+        self._pools: list[PlacedPool] = []
+        self._processes: dict[tuple[str, int], Process] = {}
+        self._watch: Watch | None = None
+        try:
+            for pool in placement.pools:
+                self._pools.append(cluster.place(pool, device, deadline=self._left()))
+                self._start(self._pools[-1], runtime_env)
+            self._watch = Watch(list(self._processes.values()), heartbeat_timeout, report_every=report_every)
+            self._set_up(SetUp(device, num_threads, log_level, "", 0, call_timeout))
+            self._build(make)
+            self._watch.expect_signs()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def mesh(self, role: str) -> MeshInfo:
+        """The ranks of a role, over all its pools."""
+        assert role in self._meshes, f"there is no role {role!r}: the roles are {sorted(self._meshes)}"
+        return self._meshes[role]
+
+    def together(self, role: str, other: str) -> bool:
+        """Whether two roles share a process."""
+        return self._placement.together(role, other)
+
+    def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
+        """Call `method` on each rank that has a `Call` and wait for all; the results of those with `returns`, in the order of ranks."""
+        parts = self.submit(role, method, calls)
+        _wait(parts)
+        return [parts[rank].result() for rank, call in enumerate(calls) if call is not None and call.returns]
+
+    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
+        """Like `run` without waiting: by rank called, the result to come (None where it does not return) or its exception."""
+        world_size = self.mesh(role).world_size
+        assert len(calls) == world_size, f"{role}.{method} was dispatched to {len(calls)} ranks; there are {world_size}"
+        made: dict[tuple[int, int], tuple[Packet | None, list[ray.ObjectRef]]] = {}
+        arguments = {}
+        for rank, call in enumerate(calls):
+            if call is not None:
+                if call.arguments_id not in made:
+                    made[call.arguments_id] = _arguments(call)
+                arguments[rank] = role, method, call.returns, *made[call.arguments_id]
+        ranks = self._placement.ranks(role)
+        processes = {rank: self._processes[ranks[rank]] for rank in arguments}
+        parts = self._send(role, method, "invoke", processes, arguments, self._call_timeout, "trainer.worker_timeout")
+        return dict(parts)
+
+    def shutdown(self) -> None:
+        """End all processes and give their devices back, within seconds, whatever they are doing. May be called twice."""
+        watch, self._watch = self._watch, None
+        left, self._processes = self._processes, {}
+        if watch is not None and watch.idle:
+            self._close(left.values())
+        for process in left.values():
+            process.ended = True
+        if watch is not None:
+            watch.stop(WorkerError("the workers were shut down"))
+        for process in left.values():
+            ray.kill(process.actor)
+        for placed in self._pools:
+            placed.free()
+        self._pools = []
+
+    # ---- starting -----------------------------------------------------------------------------------------------
+
+    def _left(self) -> float:
+        return max(1.0, self._until - time.monotonic())
+
+    def _start(self, placed: PlacedPool, runtime_env: dict[str, Any] | None) -> None:
+        actor_class = ray.remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankProcess)
+        more = {"runtime_env": runtime_env} if runtime_env else {}
+        size = placed.pool.world_size
+        for rank, (options, node, node_id, local) in enumerate(zip(placed.bundles, placed.nodes, placed.node_ids, placed.local_ranks)):
+            place = Place(placed.pool.name, rank, size, local, node)
+            self._processes[placed.pool.name, rank] = Process(place, actor_class.options(**options, **more).remote(place), node_id)
+
+    def _set_up(self, how: SetUp) -> None:
+        everywhere = dict(enumerate(self._processes.values()))
+        met: dict[int, Met] = self._all("meet", everywhere, dict.fromkeys(everywhere, ()))
+        heads = {}
+        for rank, process in everywhere.items():
+            process.pid = met[rank].pid
+            if process.place.rank == 0:
+                heads[process.place.pool] = met[rank].address, met[rank].port
+        how_by_rank = {}
+        for rank, process in everywhere.items():
+            address, port = heads[process.place.pool]
+            how_by_rank[rank] = (replace(how, address=address, port=port),)
+        self._all("set_up", everywhere, how_by_rank)
+
+    def _build(self, make: Make) -> None:
+        everywhere = dict(enumerate(self._processes.values()))
+        packet = ray.put(encode(make))
+        arguments = {rank: (packet, self._placement.infos(process.place.pool, process.place.rank)) for rank, process in everywhere.items()}
+        started = time.monotonic()
+        self._all("build", everywhere, arguments)
+        roles = ", ".join(self._meshes)
+        logger.info("%d worker processes have built their workers (%s) in %.0f s", len(everywhere), roles, time.monotonic() - started)
+
+    def _all(self, task: str, processes: Mapping[int, Process], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """One step of starting on all processes, numbered over all pools."""
+        parts = self._send("worker", task, task, processes, arguments, self._left(), "trainer.startup_timeout")
+        _wait(parts)
+        return {rank: part.result() for rank, part in parts.items()}
+
+    def _close(self, processes: Any) -> None:
+        """Ask politely; who does not answer is killed all the same."""
+        try:
+            ray.wait([process.actor.close.remote()[0] for process in processes], num_returns=len(processes), timeout=CLOSE_SECONDS)
+        except RayError as error:
+            logger.debug("closing the workers: %s", error)
+
+    # ---- calling ------------------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        role: str,
+        method: str,
+        task: str,
+        processes: Mapping[int, Process],
+        arguments: Mapping[int, tuple[Any, ...]],
+        limit: float,
+        limit_key: str,
+    ) -> dict[int, RayPart]:
+        """Call `task` of the processes, followed by the watch as `role.method`."""
+        assert self._watch is not None, f"{role}.{method}: the backend is shut down"
+        parts, statuses = {}, {}
+        with self._order:  # all ranks of one call before any of the next, whichever threads call
+            self._watch.check(f"{role}.{method}")
+            for rank, process in processes.items():
+                statuses[rank], result = getattr(process.actor, task).remote(*arguments[rank])
+                parts[rank] = RayPart(result, role, method, rank)
+            self._watch.follow(Running(role, method, dict(processes), parts, limit, limit_key), statuses)
+        return parts
+
+
+def _arguments(call: Call) -> tuple[Packet | None, list[ray.ObjectRef]]:
+    """A call's arguments on their way: in the packet, or None and the packet's reference first, then those of earlier results."""
+    references: list[Any] = []
+
+    def slot(part: Part) -> Any:
+        if not isinstance(part, RayPart):
+            return part.result()
+        references.append(part.reference)
+        return Slot(len(references) - 1)
+
+    packet = encode((replace_parts(call.args, slot), replace_parts(call.kwargs, slot)))
+    return (packet, references) if packet.nbytes <= INLINE_BYTES else (None, [ray.put(packet), *references])
+
+
+def _wait(parts: Mapping[int, Part]) -> None:
+    """Wait for all ranks and raise the failure that came first. The watch ends what does not end by itself."""
+    concurrent.futures.wait(parts.values())
+    for part in parts.values():
+        error = part.exception()
+        if error is not None:
+            raise error

@@ -1,0 +1,260 @@
+"""Sees to it that every call ends: listens for answers and signs of life, speaks up about slow calls, and ends what hangs.
+
+    answers of ranks ──► answered ─┐                     ┌─► parts done, or failed with the first failure
+    pings, every few seconds ──────┼─► Running, Process ─┤
+    the clock ─────────────────────┘                     └─► log lines with the stack of the slowest rank; deadlines; WorkerLost
+
+After a rank hung or a process was lost the backend is broken: the failure is kept and raised at each later call.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from hybridflow.controller.ray.failure import Failure, cause_of, lost
+from hybridflow.controller.ray.running import Process, Running
+from hybridflow.errors import WorkerError
+
+logger = logging.getLogger(__name__)
+
+STACK_SECONDS = 2.0
+TICK_SECONDS = 0.2
+
+
+class Watch:
+    """A thread that looks after the processes of a backend and the calls that run in them.
+
+    `report_every`: seconds between the log lines about a call; `grace`: seconds that the other ranks have once one has failed.
+    """
+
+    def __init__(
+        self, processes: Sequence[Process], heartbeat_timeout: float, *, report_every: float = 60.0, grace: float | None = None
+    ) -> None:
+        self._processes, self._heartbeat_timeout, self._report_every = processes, heartbeat_timeout, report_every
+        self._grace = min(5.0, heartbeat_timeout / 2) if grace is None else grace
+        self._ping_every = min(2.0, heartbeat_timeout / 4)
+        self._running: list[Running] = []
+        self._broken: Exception | None = None
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._hearts_from: float | None = None
+        self._next_pings = 0.0
+        self._thread = threading.Thread(target=self._watch, name="hybridflow-watch", daemon=True)
+        self._thread.start()
+
+    # ---- what the backend says ----------------------------------------------------------------------------------
+
+    def follow(self, running: Running, statuses: dict[int, ray.ObjectRef]) -> None:
+        """Look after a call whose ranks answer by `statuses`."""
+        with self._lock:
+            self._running.append(running)
+        for rank, status in statuses.items():
+            status.future().add_done_callback(partial(self._answered, running, rank))
+
+    def check(self, what: str) -> None:
+        """Raise what broke the backend, if anything has."""
+        if self._broken is not None:
+            self._broken.add_note(f"{what} was not called after that")
+            raise self._broken
+
+    def expect_signs(self) -> None:
+        """From now on a process that gives no sign of life is lost; before, it may be busy importing and loading."""
+        now = time.monotonic()
+        for process in self._processes:
+            process.last_sign = now
+        self._hearts_from = now
+
+    @property
+    def idle(self) -> bool:
+        """No call runs and nothing is broken."""
+        with self._lock:
+            return not self._running and self._broken is None
+
+    def stop(self, error: Exception) -> None:
+        """End the thread; whoever still waits for a call gets `error`."""
+        self._stopped.set()
+        with self._lock:
+            left, self._running = self._running, []
+            self._broken = self._broken or error
+            for running in left:
+                running.waiting.clear()
+        for running in left:
+            running.end(error)
+
+    # ---- what the ranks say (in threads of Ray) -------------------------------------------------------------------
+
+    def _answered(self, running: Running, rank: int, status: concurrent.futures.Future[Failure | None]) -> None:
+        error = status.exception()
+        if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+            process = running.waiting.get(rank)
+            if process is not None:
+                self._lose(process, cause_of(error))
+            return
+        with self._lock:
+            process = running.waiting.get(rank)
+            if process is None:
+                return
+            process.last_sign = time.monotonic()
+            failure = None if error else status.result()
+            if error is not None:
+                running.fail(rank, WorkerError(f"{running} on rank {rank}: {error}", role=running.role, rank=rank), time.time())
+            elif failure is not None:
+                running.fail(rank, failure.exception(running.role, running.method, rank), failure.at)
+            else:
+                del running.waiting[rank]
+            over = not running.waiting
+            if over and running in self._running:
+                self._running.remove(running)
+        if error is None and failure is None:
+            running.parts[rank].settle()
+        if over and running.errors:
+            running.end(running.first_error())
+
+    def _lose(self, process: Process, cause: str) -> None:
+        """A process is gone: all that waits for it fails."""
+        with self._lock:
+            if process.ended:
+                return
+            process.ended = True
+            logger.error("%s", lost(cause, process.place, process.pid))
+            over = []
+            for running in list(self._running):
+                for rank in [rank for rank, where in running.waiting.items() if where is process]:
+                    error = lost(cause, process.place, process.pid, role=running.role, method=running.method, rank=rank)
+                    running.fail(rank, error, 0.0)
+                    self._broken = self._broken or error
+                if not running.waiting:
+                    self._running.remove(running)
+                    over.append(running)
+            self._broken = self._broken or lost(cause, process.place, process.pid)
+        for running in over:
+            running.end(running.first_error())
+
+    # ---- what the clock says --------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._stopped.wait(TICK_SECONDS):
+            now = time.monotonic()
+            if now - before > 2.0 + STACK_SECONDS:  # we were the ones who stood still (a debugger, a suspended machine)
+                for process in self._processes:
+                    process.last_sign = now
+            before = now
+            try:
+                self._tick(now)
+            except Exception as error:  # without this thread calls could hang: end them all
+                logger.exception("the watch over the workers failed")
+                self.stop(error)
+
+    def _tick(self, now: float) -> None:
+        if self._hearts_from is not None:
+            self._hearts(now)
+        with self._lock:
+            running = list(self._running)
+        for call in running:
+            if call.failed_at is not None:
+                if now - call.failed_at > self._grace:
+                    self._end_hanging(call)
+            elif now - call.started > call.limit:
+                self._end_late(call)
+            elif now - call.started > self._report_every * (call.reported + 1):
+                call.reported += 1
+                self._report(call, now)
+
+    def _hearts(self, now: float) -> None:
+        if now >= self._next_pings:
+            self._next_pings = now + self._ping_every
+            for process in self._processes:
+                self._ping(process)
+        for process in self._processes:
+            silent = now - process.last_sign
+            if silent > self._heartbeat_timeout and not process.ended:
+                self._lose(process, self._silence(process, silent))
+
+    def _silence(self, process: Process, seconds: float) -> str:
+        if not any(node["Alive"] and node["NodeID"] == process.node_id for node in ray.nodes()):
+            return f"its node is gone: Ray says so, and it has not answered for {seconds:.0f} s"
+        return (
+            f"no sign of life for {seconds:.0f} s: its node is gone or cut off, or code that never lets go of Python's lock runs in it "
+            "(trainer.heartbeat_timeout)"
+        )
+
+    def _ping(self, process: Process) -> None:
+        if process.pinged or process.ended:
+            return
+        process.pinged = True
+
+        def answered(ping: concurrent.futures.Future[None]) -> None:
+            error = ping.exception()
+            process.pinged = False
+            if error is None:
+                process.last_sign = time.monotonic()
+            elif not isinstance(error, ray.exceptions.ActorUnavailableError):  # that one may be back: the clock decides
+                self._lose(process, cause_of(error))
+
+        process.actor.ping.remote().future().add_done_callback(answered)
+
+    def _report(self, call: Running, now: float) -> None:
+        ranks = sorted(call.waiting)
+        if ranks:
+            stack = self._stack(call, ranks[0]) or f"rank {ranks[0]} ({call.waiting.get(ranks[0])}) does not say where"
+            logger.warning("%s has been running for %.0f s on ranks %s; %s", call, now - call.started, ranks, stack)
+
+    def _end_late(self, call: Running) -> None:
+        ranks = sorted(call.waiting)
+        if not ranks:
+            return
+        error = WorkerError(
+            f"{call} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or needs a longer {call.limit_key}",
+            role=call.role,
+            rank=ranks[0],
+            method=call.method,
+        )
+        if stack := self._stack(call, ranks[0]):
+            error.add_note(stack)
+        self._break(call, lambda: error)
+
+    def _end_hanging(self, call: Running) -> None:
+        """One rank has failed and others are silent: lost as well, which is then the cause, or waiting in a collective for ever."""
+        silent = {rank: self._stack(call, rank) for rank in sorted(call.waiting)}
+        for rank, stack in silent.items():
+            process = call.waiting.get(rank)
+            if process is not None and not stack and process.last_sign < (call.failed_at or 0.0):
+                self._lose(process, self._silence(process, time.monotonic() - process.last_sign))
+            elif process is not None:
+                logger.warning("%s failed on ranks %s and hangs on rank %d; %s", call, sorted(call.errors), rank, stack)
+        self._break(call, call.first_error)
+
+    def _break(self, call: Running, error: Callable[[], Exception]) -> None:
+        """End a call that does not end by itself, and the processes that are in it."""
+        with self._lock:
+            if call not in self._running:
+                return
+            self._running.remove(call)
+            found = error()
+            self._broken = self._broken or found
+            hanging = list(call.waiting.values())
+            call.waiting.clear()
+            for process in hanging:
+                process.ended = True
+        for process in hanging:
+            ray.kill(process.actor)
+        call.end(found)
+
+    def _stack(self, call: Running, rank: int) -> str:
+        """What a rank is doing now; empty where it does not answer in time."""
+        process = call.waiting.get(rank)
+        if process is None or process.ended:
+            return ""
+        try:
+            return f"rank {rank} ({process}) is here:\n{ray.get(process.actor.stacks.remote(), timeout=STACK_SECONDS)}"
+        except (RayError, TimeoutError):
+            return ""

@@ -75,7 +75,7 @@ class Dispatch:
     ONE_TO_ALL: ClassVar[Dispatch]
     """The same arguments everywhere; the result is rank 0's."""
     ALL_TO_LIST: ClassVar[Dispatch]
-    """The same arguments everywhere; the result is a list of the leaders' results."""
+    """The same arguments everywhere; the result is a list of the leaders' results (`WorkerGroup.call_list`)."""
     RANK_ZERO: ClassVar[Dispatch]
     """Only rank 0 is called."""
     DP_COMPUTE_PROTO: ClassVar[Dispatch]

@@ -42,18 +42,23 @@ class WorkerGroup(Generic[W]):
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a registered method by its dispatch rule and wait for the result."""
-        registration = registration_of(method)
-        dispatch = registration.dispatch
-        assert registration.blocking, f"{method.__name__} is registered with blocking=False: use submit"
-        assert not dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call_each"
+        assert registration_of(method).blocking, f"{method.__name__} is registered with blocking=False: use submit"
+        dispatch = _rule(method, per_rank=False, gives_list=False)
         result: R = self._run(dispatch, method.__name__, Call(args, dict(kwargs)))
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method by its dispatch rule without waiting."""
-        dispatch = registration_of(method).dispatch
-        assert not dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call_each or submit_each"
-        return self._submit(dispatch, method.__name__, Call(args, dict(kwargs)))
+        return self._submit(_rule(method, per_rank=False, gives_list=False), method.__name__, Call(args, dict(kwargs)))
+
+    def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call an ALL_TO_LIST method: the same arguments everywhere, the results of the leaders as a list."""
+        collected: list[R] = self._run(_rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs)))
+        return collected
+
+    def submit_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]:
+        """Call an ALL_TO_LIST method without waiting; the list can be passed on by reference."""
+        return self._submit(_rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs)))
 
     def call_one(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method on one rank, whatever its dispatch rule; await the future or take its `result()`."""
@@ -69,16 +74,12 @@ class WorkerGroup(Generic[W]):
 
     def call_each(self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]) -> list[R]:
         """Call an ALL_TO_ALL method: each argument is a list with one entry a rank, and so is the result."""
-        dispatch = registration_of(method).dispatch
-        assert dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call or submit"
-        collected: list[R] = self._run(dispatch, method.__name__, Call(args, dict(kwargs)))
+        collected: list[R] = self._run(_rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs)))
         return collected
 
     def submit_each(self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]) -> Future[list[R]]:
         """Call an ALL_TO_ALL method without waiting; the list of results can be passed on by reference."""
-        dispatch = registration_of(method).dispatch
-        assert dispatch.per_rank, f"{method.__name__} is dispatched {dispatch.name}: use call or submit"
-        return self._submit(dispatch, method.__name__, Call(args, dict(kwargs)))
+        return self._submit(_rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs)))
 
     def _run(self, dispatch: Dispatch, method: str, call: Call) -> Any:
         mesh = self.mesh
@@ -101,3 +102,12 @@ class WorkerGroup(Generic[W]):
             taken=taken,
             source=Source(dispatch, mesh, dealt),
         )
+
+
+def _rule(method: Callable[..., Any], *, per_rank: bool, gives_list: bool) -> Dispatch:
+    """The rule of a method that is called in the way that fits it."""
+    dispatch = registration_of(method).dispatch
+    fits = dispatch.per_rank == per_rank and (dispatch.gives == "each") == gives_list
+    way = "call_each or submit_each" if dispatch.per_rank else "call_list or submit_list" if dispatch.gives == "each" else "call or submit"
+    assert fits, f"{method.__name__} is dispatched {dispatch.name}: use {way}"
+    return dispatch

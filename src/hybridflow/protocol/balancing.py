@@ -7,13 +7,14 @@ Both are deterministic: equal lengths are taken in row order.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from hybridflow.errors import ConfigError
 
-LARGEST_DIFFERENCING = 1 << 20
-"""Units × parts up to which `deal_rows` takes `karmarkar_karp`, whose time and memory grow with that product."""
+LARGEST_DIFFERENCING = 1 << 18
+"""Units × parts up to which `deal_rows` takes `karmarkar_karp`, whose time and memory grow with that product; some 0.2 s."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ def deal_rows(lengths: Sequence[float], parts: int, workload: Workload, groups: 
     """Deal rows to `parts` ranks so that the heaviest has little more than the mean.
 
     With `groups`, one number for each row, rows of equal number stay together. Karmarkar and Karp's differencing where units × parts is
-    at most LARGEST_DIFFERENCING (4,096 rows over 256 ranks), else the longest unit first to the lightest rank, which is as good when
-    there are many rows for a rank, and takes seconds where differencing would take hours (65,536 rows over 1,024 ranks).
+    at most LARGEST_DIFFERENCING (4,096 rows over 64 ranks); beyond, the longest unit first to the lightest rank: as good to a part in a
+    thousand where a rank gets tens of rows, and under a second for 65,536 rows over 1,024 ranks.
     Returns the rows of each part, ascending; a part may be empty.
     """
     units = _units(len(lengths), groups)
@@ -156,21 +157,41 @@ def karmarkar_karp(weights: Sequence[float], k: int) -> list[list[int]]:
     """
     if k < 1:
         raise ConfigError(f"cannot split rows into {k} parts: at least 1 is needed")
-    if not weights:
-        return [[] for _ in range(k)]
-    # A heap of partial solutions (-spread, order, [(sum, members)] heaviest first): the two that differ most inside are joined,
-    # the heavy part of the one with the light part of the other.
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for index, weight in enumerate(weights):
-        heapq.heappush(heap, (-float(weight), index, [(float(weight), [index]), *((0.0, []) for _ in range(k - 1))]))
-    count = len(weights)
-    while len(heap) > 1:
-        left, right = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
-        joined.sort(key=lambda part: (-part[0], part[1]))
-        count += 1
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], count, joined))
-    return sorted((sorted(members) for _, members in heap[0][2]), key=lambda part: (not part, part))
+    if not weights or k == 1:
+        return [list(range(len(weights))) for _ in range(k)]
+    # A heap of partial solutions (-spread, order, parts heaviest first). A part is (-weight, its smallest index, members); members are
+    # nested pairs, so that joining copies nothing. The two solutions that differ most inside are joined, the heavy parts of the one
+    # with the light parts of the other.
+    empty: _Part = (0.0, len(weights), None)
+    heap = [(-float(weight), index, [(-float(weight), index, index), *[empty] * (k - 1)]) for index, weight in enumerate(weights)]
+    heapq.heapify(heap)
+    for count in range(len(weights), 2 * len(weights) - 1):
+        left, right = heapq.heappop(heap)[2], heap[0][2]
+        joined = [_join(heavy, light) for heavy, light in zip(left, reversed(right))]
+        joined.sort()
+        heapq.heapreplace(heap, (joined[0][0] - joined[-1][0], count, joined))
+    return sorted((sorted(_members(part)) for part in heap[0][2]), key=lambda part: (not part, part))
+
+
+_Part: TypeAlias = tuple[float, int, Any]
+
+
+def _join(left: _Part, right: _Part) -> _Part:
+    if right[2] is None:
+        return left
+    if left[2] is None:
+        return right
+    return (left[0] + right[0], left[1] if left[1] < right[1] else right[1], (left[2], right[2]))
+
+
+def _members(part: _Part) -> Iterator[int]:
+    stack = [] if part[2] is None else [part[2]]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, tuple):
+            stack.extend(node)
+        else:
+            yield node
 
 
 def _longest_first(weights: Sequence[float], k: int) -> list[list[int]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import concurrent.futures
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from hybridflow.controller import Dispatch, Factories, RankInfo, Worker, WorkerGroup, WorkerHost, register
+from hybridflow.controller import Call, Dispatch, Factories, MeshInfo, Part, Place, RankInfo, Worker, WorkerGroup, WorkerHost, register
+from hybridflow.controller.future import replace_parts
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -137,3 +141,37 @@ def rows(n: int = 5) -> DataProto:
     mask = torch.arange(16)[None, :] < torch.tensor([1 + (row * 5) % 16 for row in range(n)])[:, None]
     tensors = {"x": torch.arange(float(n)), "attention_mask": mask}
     return DataProto.from_dict(tensors, {"uid": [f"u{i}" for i in range(n)]}, {"facts": {"a": 1}})
+
+
+class InTurn:
+    """A backend of several ranks in this process, called one after the other: the rules of many ranks, without processes."""
+
+    def __init__(self, mesh: MeshInfo) -> None:
+        self._mesh = mesh
+        self.hosts = [WorkerHost(Place(rank=rank, world_size=mesh.world_size), make_counters) for rank in range(mesh.world_size)]
+
+    def mesh(self, role: str) -> MeshInfo:
+        return self._mesh
+
+    def together(self, role: str, other: str) -> bool:
+        return True
+
+    def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
+        parts = self.submit(role, method, calls)
+        return [parts[rank].result() for rank, call in enumerate(calls) if call is not None and call.returns]
+
+    def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
+        parts: dict[int, Part] = {}
+        for rank, call in enumerate(calls):
+            if call is not None:
+                parts[rank] = concurrent.futures.Future()
+                try:
+                    given = replace(call, args=replace_parts(call.args, Part.result), kwargs=replace_parts(call.kwargs, Part.result))
+                    parts[rank].set_result(self.hosts[rank].invoke(role, method, given))
+                except Exception as error:
+                    parts[rank].set_exception(error)
+        return parts
+
+    def shutdown(self) -> None:
+        for host in self.hosts:
+            host.clear()

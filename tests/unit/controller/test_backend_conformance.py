@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from house import Counter, CounterGroup, Request, make_counters, rows
+from house import Counter, CounterGroup, InTurn, Request, make_counters, rows
 
-from hybridflow.controller import Backend, LocalBackend, WorkerGroup
-from hybridflow.protocol import DataProtoFuture
+from hybridflow.controller import Backend, LocalBackend, MeshInfo, WorkerGroup
+from hybridflow.protocol import DataProtoFuture, Workload
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "local": lambda: LocalBackend(make_counters),
+    "three ranks": lambda: InTurn(MeshInfo(3, workload=Workload())),
+    "two by two": lambda: InTurn(MeshInfo(4, (("dp", 2), ("tp", 2)), Workload())),
 }
 
 
@@ -73,7 +75,9 @@ def test_items_are_dealt_and_come_back_in_order(group: CounterGroup) -> None:
 
 def test_leaders_answer_as_a_list(group: CounterGroup) -> None:
     mesh = group.mesh
-    assert group.call(Counter.leaders, "rank") == [f"rank {rank}" for rank in mesh.leaders]
+    assert group.call_list(Counter.leaders, "rank") == [f"rank {rank}" for rank in mesh.leaders]
+    with pytest.raises(AssertionError, match="use call_list"):
+        group.call(Counter.leaders, "rank")
 
 
 def test_metrics_are_merged(group: CounterGroup) -> None:
@@ -122,7 +126,7 @@ def test_a_future_of_each_rank_goes_rank_by_rank(group: CounterGroup) -> None:
 
 
 def test_a_future_of_a_list_goes_to_all(group: CounterGroup) -> None:
-    words = group.submit(Counter.leaders, "a")
+    words = group.submit_list(Counter.leaders, "a")
     assert group.call(Counter.take_list, words.by_reference()) == ", ".join(words.result())
     greetings = group.submit_each(Counter.greet, [f"n{rank}" for rank in range(group.world_size)])
     assert group.call(Counter.take_list, words=greetings.by_reference()) == ", ".join(greetings.result())

@@ -1,40 +1,120 @@
 from __future__ import annotations
 
 import concurrent.futures
+from typing import Any
 
 import pytest
 import torch
+from house import Request
 
-from hybridflow.controller.dispatch import Call, Dispatch, MeshInfo
-from hybridflow.controller.future import Future, Part
+from hybridflow.controller import Call, Dealt, Dispatch, Future, MeshInfo, Part
 from hybridflow.errors import WorkerError
 from hybridflow.observability.metrics import Metrics
-from hybridflow.protocol import DataProto
+from hybridflow.protocol import DataProto, Workload
 
 MESH = MeshInfo(world_size=3)
+GRID = MeshInfo(world_size=4, axes=(("dp", 2), ("sp", 2)), workload=Workload())
+COSTS = MeshInfo(world_size=2, workload=Workload())
 
 
-def rows(n: int) -> DataProto:
-    return DataProto.from_dict({"x": torch.arange(n)})
+def rows(n: int, **columns: Any) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(n), **columns})
+
+
+def masks(*lengths: int) -> torch.Tensor:
+    return torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+
+
+def called(dealt: Dealt) -> list[Call]:
+    return [call for call in dealt.calls if call is not None]
+
+
+def test_a_mesh_knows_its_parts_and_leaders() -> None:
+    assert [MESH.part_of(rank) for rank in range(3)] == [0, 1, 2] and MESH.leaders == (0, 1, 2)
+    assert GRID.num_parts == 2 and [GRID.part_of(rank) for rank in range(4)] == [0, 0, 1, 1] and GRID.leaders == (0, 2)
+    tp_first = MeshInfo(8, (("tp", 2), ("replica", 2), ("dp", 2)))
+    assert [tp_first.part_of(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3] and tp_first.leaders == (0, 1, 2, 3)
+    with pytest.raises(AssertionError, match="make 4 ranks, not 3"):
+        MeshInfo(3, (("dp", 2), ("tp", 2)))
 
 
 @pytest.mark.parametrize(("n", "sizes"), [(7, [3, 2, 2]), (3, [1, 1, 1]), (2, [1, 1, 0])])
 def test_rows_are_dealt_unevenly_and_joined_in_order(n: int, sizes: list[int]) -> None:
-    calls = Dispatch.DP_COMPUTE_PROTO.split(Call((rows(n), "same"), {"more": rows(n), "flag": True}), MESH)
-    assert [len(call.args[0]) for call in calls if call] == sizes
-    assert [len(call.kwargs["more"]) for call in calls if call] == sizes
-    assert all(call is not None and call.args[1] == "same" and call.kwargs["flag"] is True for call in calls)
-    joined = Dispatch.DP_COMPUTE_PROTO.collect([call.args[0] for call in calls if call], MESH)
+    dealt = Dispatch.DP_COMPUTE_PROTO.split(Call((rows(n), "same"), {"more": rows(n), "flag": True}), MESH)
+    calls = called(dealt)
+    assert [len(call.args[0]) for call in calls] == sizes
+    assert [len(call.kwargs["more"]) for call in calls] == sizes
+    assert all(call.args[1] == "same" and call.kwargs["flag"] is True for call in calls)
+    joined = Dispatch.DP_COMPUTE_PROTO.collect([call.args[0] for call in calls], MESH, dealt)
     assert joined.batch["x"].tolist() == list(range(n))
 
 
+def test_rows_are_dealt_by_what_they_cost() -> None:
+    batch = rows(4, attention_mask=masks(9, 1, 3, 5))
+    dealt = Dispatch.DP_COMPUTE_PROTO.split(Call((batch,), {"more": rows(4)}), COSTS)
+    first, second = called(dealt)
+    assert first.args[0].batch["x"].tolist() == [0] and second.args[0].batch["x"].tolist() == [1, 2, 3]
+    assert second.kwargs["more"].batch["x"].tolist() == [1, 2, 3]
+    swapped = [DataProto.from_dict({"y": call.args[0].batch["x"] * 10}) for call in (first, second)]
+    assert Dispatch.DP_COMPUTE_PROTO.collect(swapped, COSTS, dealt).batch["y"].tolist() == [0, 10, 20, 30]
+    quadratic = MeshInfo(2, workload=Workload(0.0, 1.0))  # 81 against 36 + 16 + 16
+    again = Dispatch.DP_COMPUTE_PROTO.split(Call((rows(4, attention_mask=masks(9, 6, 4, 4)),)), quadratic)
+    assert [call.args[0].batch["x"].tolist() for call in called(again)] == [[0], [1, 2, 3]]
+
+
+def test_groups_stay_whole() -> None:
+    group_ids = torch.tensor([4, 7, 4, 7, 9, 9])
+    for mesh in (COSTS, MeshInfo(2)):
+        dealt = Dispatch.DP_COMPUTE_METRICS.split(Call((rows(6, attention_mask=masks(5, 1, 5, 1, 4, 4), group_ids=group_ids),)), mesh)
+        held = [set(call.args[0].batch["group_ids"].tolist()) for call in called(dealt)]
+        assert not held[0] & held[1] and held[0] | held[1] == {4, 7, 9}
+        assert sorted(len(call.args[0]) for call in called(dealt)) == [2, 4]
+
+
+def test_one_part_keeps_its_tensors() -> None:
+    batch = rows(4, attention_mask=masks(9, 1, 3, 5))
+    dealt = Dispatch.DP_COMPUTE_PROTO.split(Call((batch,)), MeshInfo(1, workload=Workload()))
+    assert called(dealt)[0].args[0] is batch and dealt.order is None
+    assert Dispatch.DP_COMPUTE_PROTO.collect([batch], MeshInfo(1), dealt) is batch
+
+
+def test_ranks_of_a_part_share_arguments_and_only_leaders_return() -> None:
+    batch = rows(4, attention_mask=masks(9, 1, 3, 5))
+    calls = called(Dispatch.DP_COMPUTE_PROTO.split(Call((batch,), {"flag": True}), GRID))
+    assert [call.returns for call in calls] == [True, False, True, False]
+    assert calls[0].arguments_id == calls[1].arguments_id != calls[2].arguments_id == calls[3].arguments_id
+    everywhere = called(Dispatch.ALL_TO_LIST.split(Call(("x",)), GRID))
+    assert [call.returns for call in everywhere] == [True, False, True, False]
+    assert len({call.arguments_id for call in everywhere}) == 1
+
+
 def test_rules_refuse_what_they_cannot_deal_or_join() -> None:
+    split, collect = Dispatch.DP_COMPUTE_PROTO.split, Dispatch.DP_COMPUTE_PROTO.collect
     with pytest.raises(AssertionError, match="nothing to deal"):
-        Dispatch.DP_COMPUTE_PROTO.split(Call(("text",)), MESH)
+        split(Call(("text",)), MESH)
+    with pytest.raises(AssertionError, match=r"they have \[2, 3\] rows"):
+        split(Call((rows(2), rows(3))), MESH)
+    dealt = split(Call((rows(3),)), MESH)
     with pytest.raises(AssertionError, match="must return a DataProto"):
-        Dispatch.DP_COMPUTE_PROTO.collect([rows(1), None, rows(1)], MESH)
+        collect([rows(1), None, rows(1)], MESH, dealt)
+    with pytest.raises(AssertionError, match=r"given \[1, 1, 1\] rows and returned \[1, 2, 1\]"):
+        collect([rows(1), rows(2), rows(1)], MESH, dealt)
     with pytest.raises(AssertionError, match="must return Metrics"):
-        Dispatch.DP_COMPUTE_METRICS.collect([{}], MESH)
+        Dispatch.DP_COMPUTE_METRICS.collect([{}], MESH, dealt)
+    with pytest.raises(AssertionError, match="must return a list"):
+        Dispatch.DP_DEAL.collect([None], MESH, dealt)
+
+
+def test_items_are_dealt_by_cost_with_their_kin() -> None:
+    requests = [Request(0, "a", 3.0), Request(1, "b", 5.0), Request(2, "a", 3.0), Request(3, "c", 1.0)]
+    dealt = Dispatch.DP_DEAL.split(Call((requests,), {"version": 3}), COSTS)
+    assert [[request.number for request in call.args[0]] for call in called(dealt)] == [[0, 2], [1, 3]]
+    assert all(call.kwargs == {"version": 3} for call in called(dealt))
+    assert Dispatch.DP_DEAL.collect([["r0", "r2"], ["r1", "r3"]], COSTS, dealt) == ["r0", "r1", "r2", "r3"]
+    by_number = Dispatch.DP_DEAL.split(Call(([5, 6, 7],)), MeshInfo(2))
+    assert [call.args[0] for call in called(by_number)] == [[5, 6], [7]]
+    with pytest.raises(AssertionError, match="deals a sequence, got int"):
+        Dispatch.DP_DEAL.split(Call((3,)), COSTS)
 
 
 def test_metrics_of_ranks_are_weighted_by_their_counts() -> None:
@@ -43,19 +123,19 @@ def test_metrics_of_ranks_are_weighted_by_their_counts() -> None:
         part = Metrics()
         part.add_mean("clipfrac", numerator, denominator)
         parts.append(part)
-    assert Dispatch.DP_COMPUTE_METRICS.collect(parts, MESH).to_floats() == {"clipfrac": 0.1}
+    assert Dispatch.DP_COMPUTE_METRICS.collect(parts, MESH, Dealt([])).to_floats() == {"clipfrac": 0.1}
 
 
 def test_rank_zero_leaves_the_others_alone() -> None:
     call = Call(("a",))
-    assert Dispatch.RANK_ZERO.split(call, MESH) == [call, None, None]
-    assert Dispatch.ONE_TO_ALL.split(call, MESH) == [call, call, call]
-    assert Dispatch.ONE_TO_ALL.collect(["zero", "one", "two"], MESH) == "zero"
+    assert Dispatch.RANK_ZERO.split(call, MESH).calls == [call, None, None]
+    assert Dispatch.ONE_TO_ALL.split(call, MESH).calls == [call, call.silent(), call.silent()]
+    assert Dispatch.ONE_TO_ALL.collect(["zero"], MESH, Dealt([])) == "zero"
 
 
 def test_all_to_all_hands_out_one_entry_each() -> None:
-    calls = Dispatch.ALL_TO_ALL.split(Call((["a", "b", "c"],), {"n": [1, 2, 3]}), MESH)
-    assert calls == [Call(("a",), {"n": 1}), Call(("b",), {"n": 2}), Call(("c",), {"n": 3})]
+    dealt = Dispatch.ALL_TO_ALL.split(Call((["a", "b", "c"],), {"n": [1, 2, 3]}), MESH)
+    assert dealt.calls == [Call(("a",), {"n": 1}), Call(("b",), {"n": 2}), Call(("c",), {"n": 3})]
 
 
 def future_of(parts: dict[int, Part]) -> Future[list[int]]:

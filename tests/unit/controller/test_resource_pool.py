@@ -1,44 +1,87 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from hybridflow.controller import Placement, ResourcePool
+from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+from hybridflow.controller import Placement, RankInfo, ResourcePool
 from hybridflow.errors import ConfigError
 
-
-def test_colocated_roles_share_all_devices() -> None:
-    placement = Placement.colocated(["actor", "rollout"], ["cuda:0", "cuda:1"])
-    assert placement.pool("actor") is placement.pool("rollout")
-    assert placement.pool("actor").world_size == 2
-    assert placement.roles("global") == ["actor", "rollout"]
-    placement.check(["cuda:0", "cuda:1", "cuda:2"])
+ROLES = ["actor", "rollout", "critic"]
 
 
-def test_more_devices_than_there_are() -> None:
-    placement = Placement(
-        (ResourcePool("train", ("cuda:0", "cuda:1")), ResourcePool("rollout", ("cuda:2",))), {"actor": "train", "rollout": "rollout"}
-    )
-    with pytest.raises(ConfigError, match=r"ask for 3 devices \(train 2 \+ rollout 1\) but there are 1 \(cuda:0\).*n_gpus_per_node"):
-        placement.check(["cuda:0"])
-    with pytest.raises(ConfigError, match="name cuda:2, which is not there"):
-        placement.check(["cuda:0", "cuda:1", "cuda:3"])
+def trainer(**keys: Any) -> TrainerConfig:
+    return replace(TrainerConfig(), **keys)
 
 
-def test_local_backend_has_one_rank_a_role() -> None:
-    Placement.colocated(["actor"], ["cpu"]).check_local()
-    with pytest.raises(ConfigError, match=r"controller=local runs one rank a role.*n_gpus_per_node=1"):
-        Placement.colocated(["actor"], ["cuda:0", "cuda:1"]).check_local()
+def test_without_keys_all_roles_share_all_devices() -> None:
+    placement = Placement.from_config(trainer(nnodes=2, n_gpus_per_node=3), ROLES)
+    assert placement.pools == (ResourcePool("global", (3, 3)),)
+    assert placement.roles("global") == ROLES and placement.num_devices == 6
+    assert placement.infos("global", 4) == {role: RankInfo(role, 4, 6) for role in ROLES}
+    assert placement.together("actor", "critic")
 
 
-def test_placements_that_contradict_themselves() -> None:
-    with pytest.raises(ConfigError, match="no devices"):
-        ResourcePool("empty", ())
-    with pytest.raises(ConfigError, match="twice"):
-        ResourcePool("double", ("cpu", "cpu"))
-    one = ResourcePool("one", ("cuda:0",))
-    with pytest.raises(ConfigError, match="pool 'two', which does not exist"):
-        Placement((one,), {"actor": "two"})
-    with pytest.raises(ConfigError, match="in two resource pools, 'one' and 'two'"):
-        Placement((one, ResourcePool("two", ("cuda:0",))), {})
+def test_a_supervised_run_has_one_pool() -> None:
+    placement = Placement.from_config(SFTTrainerConfig(nnodes=1, n_gpus_per_node=2), ["sft"])
+    assert placement == Placement.colocated(["sft"], [2])
+
+
+def test_roles_not_named_live_in_the_first_pool() -> None:
+    keys = trainer(resource_pools={"train": [2, 1], "values": [1]}, placement={"critic": "values"})
+    placement = Placement.from_config(keys, ROLES)
+    assert placement.pools_of("actor") == (ResourcePool("train", (2, 1)),)
+    assert placement.roles("train") == ["actor", "rollout"] and placement.roles("values") == ["critic"]
+    assert placement.together("actor", "rollout") and not placement.together("actor", "critic")
+    assert placement.infos("values", 0) == {"critic": RankInfo("critic", 0, 1)}
+
+
+def test_the_rollout_may_span_pools_and_counts_its_ranks_through() -> None:
+    keys = trainer(resource_pools={"train": [2], "more": [1, 1]}, placement={"rollout": ["train", "more"]})
+    placement = Placement.from_config(keys, ROLES)
+    assert placement.ranks("rollout") == [("train", 0), ("train", 1), ("more", 0), ("more", 1)]
+    assert placement.infos("more", 1) == {"rollout": RankInfo("rollout", 3, 4)}
+    assert placement.infos("train", 1)["rollout"] == RankInfo("rollout", 1, 4)
+    assert placement.infos("train", 1)["actor"] == RankInfo("actor", 1, 2)
+    assert placement.together("actor", "rollout")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"placement": {"critic": "valeus"}}, r"placement\.critic is resource pool 'valeus', which does not exist.*did you mean values\?"),
+        ({"placement": {"critik": "values"}}, r"placement\.critik names a role.*actor, rollout, critic; did you mean critic\?"),
+        ({"placement": {"reference": "values"}}, r"placement\.reference names a role that this run does not have"),
+        ({"placement": {"critic": []}}, r"'critic' has no devices.*trainer\.placement\.critic.*train, values"),
+        ({"placement": {"critic": ["train", "values"]}}, r"'critic' is placed on 2 pools.*only the rollout.*trainer\.placement\.critic"),
+        ({"placement": {"rollout": ["train", "train"]}}, r"names a pool twice"),
+        ({"placement": {}}, r"no role lives on resource pool values.*trainer\.placement.*take it out of trainer\.resource_pools"),
+        ({"resource_pools": {"train": [2], "values": []}}, r"'values' has no devices.*resource_pools\.values=\[1\]"),
+        (
+            {"resource_pools": {"train": [2, 0], "values": [1]}},
+            r"'train' has \[2, 0\] devices.*leave 0 out of.*resource_pools\.train",
+        ),
+        ({"resource_pools": {"train": [-1], "values": [1]}}, r"'train' has \[-1\] devices.*at least 1"),
+    ],
+)
+def test_placements_that_cannot_be(keys: dict[str, Any], message: str) -> None:
+    sound: dict[str, Any] = {"resource_pools": {"train": [2], "values": [1]}, "placement": {"critic": "values"}}
+    Placement.from_config(trainer(**sound), ROLES)
+    with pytest.raises(ConfigError, match=message):
+        Placement.from_config(trainer(**{**sound, **keys}), ROLES)
+
+
+def test_a_placement_on_the_only_pool_and_on_none() -> None:
+    Placement.from_config(trainer(placement={"critic": "global"}), ROLES)
+    with pytest.raises(ConfigError, match="'train', which does not exist: there are global"):
+        Placement.from_config(trainer(placement={"critic": "train"}), ROLES)
     with pytest.raises(ConfigError, match="share a name"):
-        Placement((one, ResourcePool("one", ("cuda:1",))), {})
+        Placement((ResourcePool("one", (1,)), ResourcePool("one", (1,))), {"actor": ("one",)})
+
+
+def test_local_controller_has_one_process() -> None:
+    Placement.colocated(["actor"], [1]).check_local()
+    with pytest.raises(ConfigError, match=r"controller=local.*2 devices \(global \[2\]\): set.*controller=ray"):
+        Placement.colocated(["actor"], [2]).check_local()

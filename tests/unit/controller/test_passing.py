@@ -1,0 +1,110 @@
+"""Results as arguments: by reference where both calls deal alike, by value where not."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.controller import Call, Dispatch, Future, MeshInfo, Part
+from hybridflow.controller.dealing import PerRank
+from hybridflow.controller.future import Source
+from hybridflow.controller.passing import pass_on
+from hybridflow.protocol import DataProto, Workload
+
+FOUR = MeshInfo(4)
+GRID = MeshInfo(4, (("dp", 2), ("tp", 2)), Workload())
+PAIR = MeshInfo(2, workload=Workload())
+
+
+def rows(*lengths: int) -> DataProto:
+    mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+    return DataProto.from_dict({"x": torch.arange(len(lengths)), "attention_mask": mask})
+
+
+def future(dispatch: Dispatch, mesh: MeshInfo, call: Call, results: list[Any] | None = None) -> Future[Any]:
+    """Of a call that every rank it went to answered: with `results`, or the rank's own first argument."""
+    dealt = dispatch.split(call, mesh)
+    parts: dict[int, Part] = {}
+    for rank, each in enumerate(dealt.calls):
+        if each is not None:
+            parts[rank] = concurrent.futures.Future()
+            parts[rank].set_result(each.args[0] if results is None else results[rank])
+    taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
+    source = Source(dispatch, mesh, dealt)
+    return Future(parts, lambda found: dispatch.collect(found, mesh, dealt), role="a", method="m", taken=taken, source=source)
+
+
+def test_rows_pass_from_leader_to_all_ranks_of_the_part() -> None:
+    batch = rows(9, 1, 3, 5)
+    earlier = future(Dispatch.DP_COMPUTE_PROTO, PAIR, Call((batch,)))
+    dealt = Dispatch.DP_COMPUTE_METRICS.split(pass_on(Call((batch,), {"more": earlier}), Dispatch.DP_COMPUTE_METRICS, GRID), GRID)
+    calls = [call for call in dealt.calls if call is not None]
+    assert [call.kwargs["more"] for call in calls] == [earlier.parts[0], earlier.parts[0], earlier.parts[1], earlier.parts[1]]
+    assert calls[0].arguments_id == calls[1].arguments_id
+    assert [call.args[0].batch["x"].tolist() for call in calls] == [[0], [0], [1, 2, 3], [1, 2, 3]]
+
+
+def test_other_rows_follow_the_plan_of_those_that_are_passed_on() -> None:
+    earlier = future(Dispatch.DP_COMPUTE_PROTO, MeshInfo(2), Call((rows(9, 1, 3, 5),)))  # by number: rows 0, 1 and 2, 3
+    dealt = Dispatch.DP_COMPUTE_PROTO.split(pass_on(Call((earlier, rows(9, 1, 3, 5))), Dispatch.DP_COMPUTE_PROTO, PAIR), PAIR)
+    assert [call.args[1].batch["x"].tolist() for call in dealt.calls if call] == [[0, 1], [2, 3]]
+
+
+def test_rows_that_were_dealt_otherwise_come_by_value() -> None:
+    batch = rows(9, 1, 3, 5)
+    by_cost, by_number = (future(Dispatch.DP_COMPUTE_PROTO, mesh, Call((batch,))) for mesh in (PAIR, MeshInfo(2)))
+    call = pass_on(Call((by_cost, by_number)), Dispatch.DP_COMPUTE_PROTO, PAIR)
+    assert isinstance(call.args[0], PerRank) and isinstance(call.args[1], DataProto)
+    calls = [call for call in Dispatch.DP_COMPUTE_PROTO.split(call, PAIR).calls if call]
+    assert [call.args[1].batch["x"].tolist() for call in calls] == [[0], [1, 2, 3]]
+    more_parts = pass_on(Call((by_cost,)), Dispatch.DP_COMPUTE_PROTO, FOUR)
+    assert more_parts.args[0].batch["x"].tolist() == [0, 1, 2, 3]
+    everywhere = pass_on(Call((by_cost,)), Dispatch.ONE_TO_ALL, PAIR)
+    assert everywhere.args[0].batch["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_items_pass_part_by_part_in_the_first_place_only() -> None:
+    earlier = future(Dispatch.DP_DEAL, PAIR, Call(([1, 2, 3],)))
+    call = pass_on(Call((earlier,), {"all": earlier}), Dispatch.DP_DEAL, PAIR)
+    assert call.kwargs == {"all": [1, 2, 3]}
+    dealt = Dispatch.DP_DEAL.split(call, PAIR)
+    assert [call.args[0] for call in dealt.calls if call] == [earlier.parts[0], earlier.parts[1]]
+    assert dealt.order == earlier.source.dealt.order  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_result_of_every_rank_goes_rank_by_rank_where_there_are_as_many(nested: bool) -> None:
+    earlier = future(Dispatch.ONE_TO_ALL, FOUR, Call(("x",)), ["a", "b", "c", "d"])
+    call = Call(({"state": [earlier]} if nested else earlier, "same"))
+
+    def first(rank_call: Call | None) -> Any:
+        assert rank_call is not None and rank_call.args[1] == "same"
+        return rank_call.args[0]["state"][0] if nested else rank_call.args[0]
+
+    same = Dispatch.ONE_TO_ALL.split(pass_on(call, Dispatch.ONE_TO_ALL, GRID), GRID)
+    assert [first(rank_call) for rank_call in same.calls] == [earlier.parts[rank] for rank in range(4)]
+    fewer = Dispatch.ONE_TO_ALL.split(pass_on(call, Dispatch.ONE_TO_ALL, PAIR), PAIR)
+    assert [first(rank_call) for rank_call in fewer.calls] == [earlier.parts[0]] * 2
+    with_rows = Dispatch.DP_COMPUTE_PROTO.split(pass_on(Call((rows(1, 1), earlier)), Dispatch.DP_COMPUTE_PROTO, GRID), GRID)
+    assert [rank_call.args[1] for rank_call in with_rows.calls if rank_call] == [earlier.parts[rank] for rank in range(4)]
+
+
+def test_a_list_goes_to_all_or_entry_by_entry() -> None:
+    earlier = future(Dispatch.ALL_TO_ALL, PAIR, Call((["a", "b"],)))
+    everywhere = Dispatch.ONE_TO_ALL.split(pass_on(Call((earlier,)), Dispatch.ONE_TO_ALL, GRID), GRID)
+    assert [call.args[0] for call in everywhere.calls if call] == [[earlier.parts[0], earlier.parts[1]]] * 4
+    assert len({call.arguments_id for call in everywhere.calls if call}) == 1
+    each = Dispatch.ALL_TO_ALL.split(pass_on(Call((earlier,)), Dispatch.ALL_TO_ALL, PAIR), PAIR)
+    assert [call.args[0] for call in each.calls if call] == [earlier.parts[0], earlier.parts[1]]
+    leaders = future(Dispatch.ALL_TO_LIST, GRID, Call(("x",)), ["a", "b", "c", "d"])
+    assert pass_on(Call((leaders,)), Dispatch.ONE_TO_ALL, PAIR).args[0] == [leaders.parts[0], leaders.parts[2]]
+    ranks = future(Dispatch.ONE_TO_ALL, PAIR, Call(("x",)), ["a", "b"])
+    assert pass_on(Call((ranks,)), Dispatch.ALL_TO_ALL, PAIR).args[0] == [ranks.parts[0], ranks.parts[1]]
+
+
+def test_a_call_without_futures_stays_as_it_is() -> None:
+    call = Call((rows(1), [1, {"a": 2}]), {"b": 3})
+    assert pass_on(call, Dispatch.DP_COMPUTE_PROTO, PAIR) is call

@@ -5,6 +5,8 @@ hosting(trainer, ray_kwargs, roles) ──devices are there──► start(make,
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -16,6 +18,9 @@ from hybridflow.controller.local import LocalBackend
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.resource_pool import Placement
 from hybridflow.controller.worker_host import Make
+from hybridflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Meshes: TypeAlias = Callable[[Placement], Mapping[str, MeshInfo]]
 """How the ranks of each role are arranged on a placement."""
@@ -24,19 +29,20 @@ Start: TypeAlias = Callable[[Make, Meshes], Backend]
 
 
 @contextmanager
-def hosting(trainer: TrainerConfig | SFTTrainerConfig, ray: RayConfig, roles: Sequence[str]) -> Iterator[Start]:
+def hosting(trainer: TrainerConfig | SFTTrainerConfig, ray: RayConfig, roles: Sequence[str], *, patience: float = 0.0) -> Iterator[Start]:
     """Make sure that there are devices for `roles`, before anything is loaded; all that was started ends with the context.
 
+    `patience`: seconds to wait for devices that are not there yet, after a node was lost.
     Raises ConfigError for a placement that cannot be, for a cluster that is not there, and for devices that it does not have.
     """
     if trainer.controller == "local":
-        yield lambda make, meshes: LocalBackend(make)
+        yield lambda make, meshes: _local(make, roles)
         return
     placement = Placement.from_config(trainer, roles)
     from hybridflow.controller.ray.backend import RayBackend
     from hybridflow.controller.ray.cluster import Cluster
 
-    cluster = Cluster.connect(ray, device=trainer.device, wanted=placement.num_devices)
+    cluster = Cluster.connect(ray, device=trainer.device, wanted=placement.num_devices, num_nodes=_most_nodes(placement))
     backends: list[RayBackend] = []
 
     def start(make: Make, meshes: Meshes) -> Backend:
@@ -55,9 +61,33 @@ def hosting(trainer: TrainerConfig | SFTTrainerConfig, ray: RayConfig, roles: Se
         return backend
 
     try:
-        cluster.check(placement, cluster.device)
+        _wait_for_devices(lambda: cluster.check(placement, cluster.device), patience)
         yield start
     finally:
         for backend in backends:
             backend.shutdown()
         cluster.shutdown()
+
+
+def _local(make: Make, roles: Sequence[str]) -> LocalBackend:
+    backend = LocalBackend(make)
+    for role in roles:  # now, not in the first step
+        backend.worker(role)
+    return backend
+
+
+def _most_nodes(placement: Placement) -> int:
+    return max(len(pool.devices_per_node) for pool in placement.pools)
+
+
+def _wait_for_devices(check: Callable[[], None], patience: float) -> None:
+    """Until `check` is content, at most `patience` seconds; then its ConfigError."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return check()
+        except ConfigError as error:
+            if time.monotonic() >= deadline:
+                raise
+            logger.warning("waiting up to %.0f s for devices: %s", deadline - time.monotonic(), error)
+            time.sleep(min(5.0, patience))

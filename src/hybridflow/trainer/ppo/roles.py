@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
+from hybridflow.controller import Backend
 from hybridflow.workers import ActorGroup, CriticGroup, ProcessRewardGroup, ReferenceGroup, RolloutGroup, TeacherGroup
 from hybridflow.workers.bridge import find_estimator, find_policy_loss
 
@@ -24,6 +26,18 @@ class Roles:
     def together(self, first: str, second: str) -> bool:
         """Whether two roles share processes, so that their calls take turns."""
         return self.actor.backend.together(first, second)
+
+
+def groups(backend: Backend, names: Sequence[str]) -> Roles:
+    """The groups of the roles `names` on a backend."""
+    return Roles(
+        actor=ActorGroup(backend, "actor"),
+        rollout=RolloutGroup(backend, "rollout"),
+        reference=ReferenceGroup(backend, "reference") if "reference" in names else None,
+        critic=CriticGroup(backend, "critic") if "critic" in names else None,
+        teacher=TeacherGroup(backend, "teacher") if "teacher" in names else None,
+        process_reward=ProcessRewardGroup(backend, "process_reward") if "process_reward" in names else None,
+    )
 
 
 def needed_roles(config: PPOConfig) -> list[str]:

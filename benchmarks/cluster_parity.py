@@ -1,0 +1,240 @@
+"""Do two processes learn what one learns? Each way of spreading a model, by GRPO and PPO, against one process.
+
+    python benchmarks/cluster_parity.py [--only grpo/fsdp …] [--steps 20]     (`make cluster-parity`; about an hour on 2 cores)
+
+From one warm model (the demo's), four comparisons of a run on two processes under Ray with the same run on one:
+
+  step      the first step on the same rollouts: |Δloss| ≤ 1e-5, gradient norm 1e-4 relative, updated weights 1e-5
+  replay    20 steps on the rollouts of the one process: gradient norm 1e-3 relative, |Δloss| ≤ 1e-4
+  tokens    5 steps running freely, where only the sharding differs: the same tokens
+  curve     20 steps running freely: the mean score of the steps within 0.05
+
+Prints a table, writes `benchmarks/results/cluster_parity.json` and `.md`, and ends with status 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.models.tiny import create_tiny_model
+from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.trainer.demo.warm_up import WarmUpOptions, warm_up
+from hybridflow.trainer.ppo.build import build
+
+RESULT = Path(__file__).parent / "results" / "cluster_parity.json"
+ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
+SPREADS: dict[str, tuple[str, ...]] = {
+    "fsdp": (),
+    "hsdp": (f"{ACTOR}.fsdp_config.fsdp_size=1", f"{CRITIC}.fsdp_config.fsdp_size=1"),
+    "offload": tuple(f"{role}.fsdp_config.{key}=true" for role in (ACTOR, CRITIC) for key in ("param_offload", "optimizer_offload")),
+    "offload_policy": (f"{ACTOR}.fsdp_config.offload_policy=true", f"{CRITIC}.fsdp_config.offload_policy=true"),
+    "ulysses": (f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{CRITIC}.ulysses_sequence_parallel_size=2"),
+    "tp": (f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{CRITIC}.fsdp_config.tensor_parallel_size=2"),
+    "lora": (),
+}
+ONLY_SHARDED = ("fsdp", "hsdp", "offload", "offload_policy", "lora")
+"""Where only the sharding differs, so that free runs give the same tokens at first."""
+LORA = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", f"{ACTOR}.optim.lr=3e-3")
+SIZE = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=16", "trainer.test_freq=-1", "data.task.val_size=0", "trainer.logger=[]")
+LOSSES = ("actor/pg_loss", "critic/vf_loss")
+NORMS = ("actor/grad_norm", "critic/grad_norm")
+SCORE = "critic/score/mean"
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    lines: list[dict[str, float]] = field(default_factory=list)
+    """The metrics of each step."""
+    tokens: list[Tensor] = field(default_factory=list)
+    """`responses` of each step, in the order of `row_id`."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """The actor's and the critic's parameters after the last step."""
+
+
+def overrides(algorithm: str, spread: str, model: Path, folder: Path, steps: int, processes: int) -> list[str]:
+    """The run's keys; only those of `spread` differ between one process and two."""
+    keys = [*SIZE, f"actor_rollout_ref.model.path='{model}'", f"trainer.default_local_dir='{folder}'", "trainer.seed=0"]
+    keys += [f"trainer.total_training_steps={steps}", "trainer.resume_mode=disable", "trainer.save_freq=-1"]
+    keys += LORA if spread == "lora" else ()
+    if algorithm == "ppo":
+        keys += ["trainer.critic_warmup=0"]
+    if processes > 1:
+        keys += [
+            f"trainer.n_gpus_per_node={processes}",
+            *(key for key in SPREADS[spread] if algorithm == "ppo" or not key.startswith(CRITIC)),
+        ]
+    return keys
+
+
+def execute(algorithm: str, keys: Sequence[str], *, replay: Path | None = None, record: Path | None = None) -> Run:
+    """One run; `record`: keep its rollouts there, `replay`: train on those in place of its own."""
+    config = prepare_config(PPOConfig, list(keys), recipe=f"tiny/{algorithm}").config
+    run = Run()
+    with build(config) as trainer:
+        own = trainer.trajectories.for_training
+
+        def rollouts(prompts: Iterator[Any], step: int) -> tuple[DataProto, Metrics]:
+            if replay is not None:
+                batch, metrics = DataProto.load_from_disk(replay / str(step)), Metrics()
+            else:
+                batch, metrics = own(prompts, step)
+            if record is not None:
+                batch.save_to_disk(record / str(step))
+            order = torch.argsort(batch.batch["row_id"])
+            run.tokens.append((batch.batch["responses"] * batch.batch["response_mask"])[order])
+            return batch, metrics
+
+        trainer.trajectories.for_training = rollouts  # type: ignore[method-assign]
+
+        def after(step: int, logged: dict[str, float]) -> bool:
+            run.lines.append(logged)
+            return False
+
+        trainer.fit(after_step=after)
+        groups = {"actor": trainer.step.roles.actor, "critic": trainer.step.roles.critic}
+        for role, group in groups.items():
+            if group is not None:
+                run.weights |= {f"{role}/{name}": tensor for name, tensor in group.full_weights().items()}
+    return run
+
+
+def largest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference between two sets of weights."""
+    assert one.keys() == other.keys(), f"other parameters: {sorted(one.keys() ^ other.keys())[:4]}"
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def differences(one: Run, other: Run, names: Sequence[str], *, relative: bool) -> float:
+    """The largest difference of some metrics over all steps that both have."""
+    worst = 0.0
+    for left, right in zip(one.lines, other.lines, strict=True):
+        for name in names:
+            if name in left or name in right:
+                worst = max(worst, abs(left[name] - right[name]) / (abs(left[name]) if relative else 1.0))
+    return worst
+
+
+def same_tokens(one: Run, other: Run, steps: int) -> int:
+    """How many of the first `steps` steps have the same tokens, from the first on."""
+    for step, (left, right) in enumerate(zip(one.tokens[:steps], other.tokens[:steps], strict=True)):
+        if left.shape != right.shape or not torch.equal(left, right):
+            return step
+    return min(steps, len(one.tokens))
+
+
+def compare(algorithm: str, spread: str, model: Path, folder: Path, base: dict[str, Run], rollouts: Path, steps: int) -> dict[str, Any]:
+    """The four comparisons of one cell."""
+
+    def two(name: str, steps: int, replay: Path | None) -> Run:
+        return execute(algorithm, overrides(algorithm, spread, model, folder / f"{algorithm}_{spread}_{name}", steps, 2), replay=replay)
+
+    first, replayed, free = two("step", 1, rollouts), two("replay", steps, rollouts), two("free", steps, None)
+    scores = [[line[SCORE] for line in run.lines] for run in (base["free"], free)]
+    return {
+        "algorithm": algorithm,
+        "spread": spread,
+        "step_loss": differences(base["step"], first, LOSSES, relative=False),
+        "step_grad_norm": differences(base["step"], first, NORMS, relative=True),
+        "step_weights": largest(base["step"].weights, first.weights),
+        "replay_loss": differences(base["free"], replayed, LOSSES, relative=False),
+        "replay_grad_norm": differences(base["free"], replayed, NORMS, relative=True),
+        "same_tokens": same_tokens(base["free"], free, min(5, steps)),
+        "curve": abs(sum(scores[0]) - sum(scores[1])) / len(scores[0]),
+        "curve_worst_step": max(abs(left - right) for left, right in zip(*scores, strict=True)),
+        "scores_one": scores[0],
+        "scores_two": scores[1],
+    }
+
+
+def missed(row: dict[str, Any], steps: int) -> list[str]:
+    """The bars that a cell does not meet."""
+    bars = {"step_loss": 1e-5, "step_grad_norm": 1e-4, "step_weights": 1e-5, "replay_loss": 1e-4, "replay_grad_norm": 1e-3, "curve": 0.05}
+    found = [f"{name} {row[name]:.2e} > {bar}" for name, bar in bars.items() if not row[name] <= bar]
+    if row["spread"] in ONLY_SHARDED and row["same_tokens"] < min(5, steps):
+        found.append(f"tokens differ from step {row['same_tokens'] + 1}")
+    return [f"{row['algorithm']}/{row['spread']}: {text}" for text in found]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The cells as Markdown."""
+    names = ("step_loss", "step_grad_norm", "step_weights", "replay_loss", "replay_grad_norm", "curve")
+    lines = ["| run | " + " | ".join(names) + " | same tokens |", "|---|" + "---|" * (len(names) + 1)]
+    for row in rows:
+        numbers = " | ".join(f"{row[name]:.1e}" for name in names)
+        lines.append(f"| {row['algorithm']}, {row['spread']} | {numbers} | {row['same_tokens']} steps |")
+    return "\n".join(lines)
+
+
+def cells(only: Sequence[str]) -> list[tuple[str, str]]:
+    """(algorithm, spread) of all that are asked for."""
+    every = [(algorithm, spread) for algorithm in ("grpo", "ppo") for spread in SPREADS]
+    return [cell for cell in every if not only or "/".join(cell) in only]
+
+
+def main() -> int:
+    """Exit status: 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="cells such as grpo/fsdp; left out: all")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the longer runs")
+    options = parser.parse_args()
+    setup_logging()
+    torch.set_num_threads(1)
+    rows, problems = [], []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = warm_up(create_tiny_model(folder / "tiny", seed=0), folder / "sft", seed=0, options=WarmUpOptions(0.5)).model
+        base: dict[tuple[str, bool], dict[str, Run]] = {}
+        for algorithm, spread in cells(options.only):
+            key = (algorithm, spread == "lora")
+            rollouts = folder / f"rollouts_{algorithm}_{spread == 'lora'}"
+            if key not in base:
+                one = {"free": (options.steps, None, rollouts), "step": (1, rollouts, None)}
+                base[key] = {
+                    name: execute(
+                        algorithm,
+                        overrides(algorithm, spread, model, folder / f"one_{algorithm}_{spread}_{name}", steps, 1),
+                        replay=replay,
+                        record=record,
+                    )
+                    for name, (steps, replay, record) in one.items()
+                }
+            row = compare(algorithm, spread, model, folder, base[key], rollouts, options.steps)
+            rows.append(row)
+            problems += missed(row, options.steps)
+            sys.stdout.write(table([row]).splitlines()[-1] + "\n")
+            sys.stdout.flush()
+    sys.stdout.write(table(rows) + "\n" + "\n".join(problems or ["every bar is met"]) + "\n")
+    if not options.only:
+        about = {
+            "command": "python benchmarks/cluster_parity.py",
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} thread a process",
+            "steps": options.steps,
+        }
+        RESULT.write_text(json.dumps({**about, "problems": problems, "cells": rows}, indent=1) + "\n")
+        heading = f"Two processes against one, {options.steps} steps; {about['date']}, torch {about['torch']}: `{about['command']}`"
+        RESULT.with_suffix(".md").write_text(f"{heading}\n\n{table(rows)}\n\n" + "\n".join(problems or ["Every bar is met."]) + "\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,63 @@
+"""How each role of a run is spread over the processes that host it: sizes for its engine, the mesh for its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
+from hybridflow.controller import MeshInfo, Placement
+from hybridflow.distributed.sizes import ParallelSizes
+from hybridflow.models.build import count_parameters, load_config
+from hybridflow.models.flops import workload_of
+from hybridflow.protocol.balancing import Workload
+
+
+def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelConfig]:
+    """(how it is sharded, ranks that share the tokens of a row, its model) of a role that has an engine.
+
+    The teacher and the process reward model are spread as the actor is.
+    """
+    roles = config.actor_rollout_ref
+    if role == "critic":
+        return config.critic.fsdp_config, config.critic.ulysses_sequence_parallel_size, config.critic.model
+    if role == "reference":
+        return roles.ref.fsdp_config, roles.ref.ulysses_sequence_parallel_size or 1, roles.model
+    models = {"teacher": config.distillation.teacher_model, "process_reward": config.reward.process_reward_model.model}
+    return roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, models.get(role, roles.model)
+
+
+def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
+    """How the engine of a role uses `world_size` processes."""
+    if role == "reference" and config.actor_rollout_ref.model.lora_rank:
+        role = "actor"  # it is the actor's own module
+    fsdp, sequence, _ = engine_keys(config, role)
+    return ParallelSizes(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
+
+
+def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Mapping[str, MeshInfo]:
+    """The ranks of each role, with what a row costs it; `trainer.balance_batch=false` leaves the cost out: rows are dealt by number."""
+    found: dict[str, MeshInfo] = {}
+    costs: dict[str, Workload] = {}
+    for role in roles:
+        world = sum(pool.world_size for pool in placement.pools_of(role))
+        if role == "rollout":
+            tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            found[role] = MeshInfo(world, (("dp", world // tensor), ("tp", tensor)))
+            continue
+        model = engine_keys(config, role)[2]
+        if config.trainer.balance_batch and str(model.path) not in costs:
+            costs[str(model.path)] = row_cost(model)
+        found[role] = MeshInfo(world, sizes(config, role, world).axes(), costs.get(str(model.path)))
+    return found
+
+
+def row_cost(model: ModelConfig) -> Workload:
+    """What a row costs a model, from its configuration alone."""
+    shape = load_config(str(model.path), trust_remote_code=model.trust_remote_code, override_config=model.override_config)
+    text = shape.get_text_config()
+    parameters = count_parameters(shape, trust_remote_code=model.trust_remote_code)
+    if not getattr(text, "tie_word_embeddings", False):
+        parameters -= text.vocab_size * text.hidden_size  # a token is looked up in the input embedding, not multiplied with it
+    return workload_of(shape, parameters)

@@ -1,0 +1,77 @@
+"""A run that outlives its workers: when a process or a node is lost, all workers are built anew and the run goes on from its newest
+checkpoint, as often as `trainer.max_restarts` allows.
+
+    for attempt in Attempts(config):
+        with attempt, build(attempt.config, attempt.patience) as trainer:
+            trainer.fit()                    # a WorkerLost ends this attempt, and the next one resumes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from hybridflow.checkpoint.manifest import read_manifest
+from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.errors import WorkerLost
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", PPOConfig, SFTConfig)
+
+
+class Attempts(Generic[C]):
+    """Iterate, and run inside the context of what comes: it ends after the first attempt that is not stopped by a WorkerLost.
+
+    The last allowed WorkerLost comes through, and every other error at once.
+    """
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+        """Of the coming attempt: after a loss it resumes from what the run has saved itself."""
+        self.patience = 0.0
+        """Seconds that the coming attempt may wait for devices: none at first, since they should be there; a lost node may come back."""
+        self._allowed, self._lost, self._done = config.trainer.max_restarts, 0, False
+        self._before = _newest(config)
+
+    def __iter__(self) -> Iterator[Attempts[C]]:
+        while not self._done:
+            yield self
+
+    def __enter__(self) -> None:
+        self._done = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, WorkerLost):
+            return False
+        if self._lost == self._allowed:
+            if self._allowed:
+                error.add_note(f"that was the last of trainer.max_restarts={self._allowed} restarts")
+            return False
+        self._lost, self._done, self.patience = self._lost + 1, False, self.config.trainer.startup_timeout
+        newest = _newest(self.config)
+        if newest is not None and newest != self._before:
+            self.config = _resuming(self.config, newest[1])
+        logger.error("%s", error)
+        where = "step 1" if self.config.trainer.resume_mode == "disable" else "its newest checkpoint"
+        logger.warning("restart %d of %d: the workers are built anew and the run goes on from %s", self._lost, self._allowed, where)
+        return True
+
+
+def _newest(config: PPOConfig | SFTConfig) -> tuple[int, Path] | None:
+    """Number in the order of saving, and folder, of the newest whole checkpoint in the run folder."""
+    if not config.trainer.max_restarts:
+        return None  # nobody will ask, and looking reads every byte of it
+    folder = CheckpointStore(config.trainer.default_local_dir).latest()
+    return None if folder is None else (read_manifest(folder).sequence, folder)
+
+
+def _resuming(config: C, checkpoint: Path) -> C:
+    """The same run, going on from a checkpoint that it has saved itself, whatever it began from."""
+    trainer = dataclasses.replace(config.trainer, resume_mode="resume_path", resume_from_path=str(checkpoint))
+    return dataclasses.replace(config, trainer=trainer)

@@ -1,45 +1,191 @@
-"""A policy as an ordinary Hugging Face folder: config, safetensors, generation config, tokenizer."""
+"""A model as an ordinary Hugging Face folder: config, safetensors, generation config, tokenizer; adapters folded in, and beside it in
+peft's format.
+
+    shards on the ranks ─a layer at a time─► whole tensors ─► model-0000i-of-0000n.safetensors, each file by one rank ─► index
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
+from hybridflow.errors import ModelError
+from hybridflow.models.adapter_folder import write_adapter_config, write_adapter_weights
+from hybridflow.models.lora import PlainEntry, adapter_config, adapter_tensors, has_adapters, plain_state
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.progress import without_progress_bars
+from hybridflow.models.value import ValueModel
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedTokenizerBase
 
+ADAPTER_FOLDER = "lora_adapter"
+"""Below a Hugging Face folder: not in it, since a loader that finds an adapter's configuration wants an adapter."""
+MAX_FILE_BYTES = 4 * 2**30
 
-def save_hf(
-    policy: PolicyModel,
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def save_hf(policy: PolicyModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """Write the policy's weights, in their dtype, and its tokenizer to `folder`; `AutoModelForCausalLM` reads it anywhere."""
+    folder = Path(folder)
+    if has_adapters(policy):
+        return save_hf_sharded(policy, folder, tokenizer)
+    with without_progress_bars():
+        policy.hf.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_config(model: PolicyModel | ValueModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """Write everything of the Hugging Face folder except the weights, which a checkpoint has already; of adapters their configuration."""
+    folder = Path(folder)
+    model.config.save_pretrained(folder)
+    generation = getattr(model.hf, "generation_config", None) if isinstance(model, PolicyModel) else None
+    if generation is not None:
+        generation.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if has_adapters(model):
+        write_adapter_config(folder / ADAPTER_FOLDER, adapter_config(model))
+    return folder
+
+
+def save_adapter(model: PolicyModel | ValueModel, folder: str | Path, group: ProcessGroup | None = None) -> Path:
+    """Write the adapters in peft's format; with `group`, all its ranks call this and the first writes."""
+    folder = Path(folder)
+    tensors = {name: _whole(tensor) for name, tensor in adapter_tensors(model)}
+    if group is None or dist.get_rank(group) == 0:
+        write_adapter_config(folder, adapter_config(model))
+        write_adapter_weights(folder, tensors)
+    return folder
+
+
+def save_hf_sharded(
+    model: PolicyModel,
     folder: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    group: ProcessGroup | None = None,
     *,
-    state_dict: dict[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write the policy's weights, in their dtype, and its tokenizer to `folder`; `AutoModelForCausalLM` reads it anywhere.
+    """Write a Hugging Face folder from a sharded model: all ranks of `group` call this, each writes its share of the files.
 
-    `state_dict` (names of `policy.state_dict()`) replaces the module's own tensors, for weights gathered from shards.
+    A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and written beside. `dtype`: that of
+    the floating-point weights in the files, None: their own. ModelError on every rank where one could not write.
     """
     folder = Path(folder)
-    weights = None if state_dict is None else {name.removeprefix("hf."): tensor for name, tensor in state_dict.items()}
-    with without_progress_bars():
-        policy.hf.save_pretrained(folder, state_dict=weights)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    entries = _entries(model)
+    files = _plan(entries, max_file_bytes)
+    places: dict[str, tuple[str, int]] = {}
+    error: str | None = None
+    for number, buckets in enumerate(files):
+        mine = number % world_size == rank
+        name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for bucket in buckets:
+            gathered = {each: _whole(entries[each].value(), dtype) for each in bucket}  # collective: every rank comes by here
+            if mine:
+                tensors |= {key: value.cpu() for key, value in revert_weight_conversion(model.hf, gathered).items()}
+        if mine and error is None:
+            try:
+                save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as caught:  # the other ranks wait for this one in the next gather: it goes on
+                error = f"{folder / name}: {caught}"
+        places |= {key: (name, value.numel() * value.element_size()) for key, value in tensors.items()}
+    _agree(places, error, group)
+    if rank == 0:
+        _write_rest(model, folder, tokenizer, places, dtype, indexed=len(files) > 1)
+    if has_adapters(model):
+        save_adapter(model, folder / ADAPTER_FOLDER, group)
+    if group is not None:
+        dist.barrier(group)
     return folder
 
 
-def save_config(policy: PolicyModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """Write everything of the Hugging Face folder except the weights, which a checkpoint has already."""
-    folder = Path(folder)
-    policy.config.save_pretrained(folder)
-    if policy.hf.generation_config is not None:
-        policy.hf.generation_config.save_pretrained(folder)
+def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
+    """What the files hold, by Hugging Face names: tied weights once, as transformers writes them."""
+    first: dict[int, str] = {}
+    tied = {name for name, parameter in model.hf.named_parameters(remove_duplicate=False) if first.setdefault(id(parameter), name) != name}
+    skipped = [re.compile(pattern) for pattern in model.hf._keys_to_ignore_on_save or ()]
+    plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
+    return {name: entry for name, entry in plain.items() if name not in tied and not any(each.search(name) for each in skipped)}
+
+
+def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]]]:
+    """Files of buckets of names. A bucket is a layer: what a file stores otherwise than the module (experts) is made from a whole layer."""
+    buckets: dict[str, list[str]] = {}
+    for name in entries:
+        match = _LAYER.match(name)
+        buckets.setdefault(match.group(1) if match else name, []).append(name)
+    files: list[list[list[str]]] = [[]]
+    filled = 0
+    for names in buckets.values():
+        size = sum(entries[name].tensor.numel() * entries[name].tensor.element_size() for name in names)
+        if files[-1] and filled + size > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(names)
+        filled += size
+    return files
+
+
+@torch.no_grad()
+def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _agree(places: dict[str, tuple[str, int]], error: str | None, group: ProcessGroup | None) -> None:
+    """Let every rank know where all tensors are; ModelError on all where one failed."""
+    reports: list[Any] = [(places, error)]
+    if group is not None:
+        reports = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, (dict(places), error), group=group)
+    failed = [each for _, each in reports if each is not None]
+    if failed:
+        raise ModelError(f"cannot write the model: {failed[0]}. Make room or give another folder")
+    for theirs, _ in reports:
+        places.update(theirs)
+
+
+def _write_rest(
+    model: PolicyModel,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    places: dict[str, tuple[str, int]],
+    dtype: torch.dtype | None,
+    *,
+    indexed: bool,
+) -> None:
+    if indexed:
+        content = {
+            "metadata": {"total_size": sum(size for _, size in places.values())},
+            "weight_map": {key: places[key][0] for key in sorted(places)},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    config: Any = deepcopy(model.config)
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.architectures = [type(model.hf).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if model.hf.generation_config is not None:
+        model.hf.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    return folder

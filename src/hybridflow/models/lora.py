@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers.pytorch_utils import Conv1D
 
 from hybridflow.config.model import ModelConfig
+from hybridflow.distributed.shards import local, own_slices
 from hybridflow.errors import ModelError, install_extra
 from hybridflow.models.adapter_folder import AdapterFile, read_adapter
 from hybridflow.models.policy import PolicyModel
@@ -126,7 +127,7 @@ def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
                 raise ModelError(
                     f"adapter {settings.adapter_path}: {name} has a part of {tuple(value.shape)} there and of {tuple(own.shape)} here"
                 )
-            assign(own, value)
+            local(own).copy_(value[own_slices(own)])
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -198,22 +199,41 @@ def fold(weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, transposed: bo
     return weight.to(kind) + (change.T if transposed else change)
 
 
-@torch.no_grad()
-def plain_state(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tensor]]:
-    """The state of the model without adapters that computes the same, entry by entry, each folded when it is asked for.
+@dataclass(frozen=True)
+class PlainEntry:
+    """An entry of the state of the model without adapters that computes the same."""
 
-    Names are those of the model before `add_lora`; a folded weight has its layer's dtype; sharded tensors stay sharded.
-    """
-    layers = {f"{_path(model)}.{name}.weight": layer for name, layer in _relative(model).items()}
-    for name, tensor in model.state_dict().items():
-        if is_adapter(name):
-            continue
-        plain = base_name(name)
-        if plain in layers:
-            layer = layers[plain]
-            parts = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-            tensor = fold(tensor, *parts, layer.scaling[ADAPTER], transposed=layer.fan_in_fan_out).to(tensor.dtype)
-        yield plain, tensor
+    tensor: Tensor
+    """The base's; what is folded into it has its shape and dtype."""
+    layer: Any = None
+    """peft's layer around it, None: the tensor as it is."""
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """The entry, folded now; sharded where the base is."""
+        if self.layer is None:
+            return self.tensor
+        parts = (self.layer.lora_A[ADAPTER].weight, self.layer.lora_B[ADAPTER].weight)
+        folded = fold(self.tensor, *parts, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
+        return folded.to(self.tensor.dtype)
+
+
+def plain_state(model: PolicyModel | ValueModel) -> dict[str, PlainEntry]:
+    """The state that the model without adapters would have, by the names that it had before `add_lora`."""
+    path = "hf" if isinstance(model, PolicyModel) else "backbone"
+    layers = {f"{path}.{name}.weight": layer for name, layer in _root(model)[0].named_modules() if _adapted(layer)}
+    named = ((base_name(name), tensor) for name, tensor in model.state_dict().items() if not is_adapter(name))
+    return {name: PlainEntry(tensor, layers.get(name)) for name, tensor in named}
+
+
+@torch.no_grad()
+def fold_adapters(model: PolicyModel | ValueModel) -> None:
+    """Fold the adapters into the base in place: afterwards it is a plain model."""
+    root, _ = _root(model)
+    for name, layer in [(name, module) for name, module in root.named_modules() if _adapted(module)]:
+        layer.base_layer.weight.copy_(PlainEntry(layer.base_layer.weight, layer).value())
+        root.set_submodule(name, layer.base_layer)
+    del root.peft_config
 
 
 def adapter_tensors(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tensor]]:
@@ -235,17 +255,6 @@ def adapter_config(model: PolicyModel | ValueModel) -> Any:
     return config
 
 
-@torch.no_grad()
-def assign(parameter: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into a parameter, or into the part of it that this rank holds."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(value)
-        return
-    mesh = parameter.device_mesh
-    own = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-    parameter.to_local().copy_(own.to_local())
-
-
 def _whereabouts(model: PolicyModel | ValueModel) -> str | None:
     """Where the base came from: a hub name, or the whole path of a folder."""
     name = str(model.config.name_or_path or "")
@@ -258,15 +267,6 @@ def _root(model: PolicyModel | ValueModel) -> tuple[Any, str]:
     if isinstance(model, PolicyModel):
         return model.hf, ""
     return model.backbone, f"{model.backbone.base_model_prefix}."
-
-
-def _path(model: PolicyModel | ValueModel) -> str:
-    return "hf" if isinstance(model, PolicyModel) else "backbone"
-
-
-def _relative(model: PolicyModel | ValueModel) -> dict[str, Any]:
-    _, prefix = _root(model)
-    return {name.removeprefix(prefix): layer for name, layer in adapted_layers(model).items()}
 
 
 def _linear_layers(root: Any, prefix: str) -> dict[str, nn.Module]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridflow.protocol import Workload
+
 # Dense bfloat16 peaks in FLOP/s, from the vendors' data sheets (SXM parts where there are several).
 _PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "B200": 2250e12}
 _PEAKS |= {"A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12}
@@ -37,11 +39,21 @@ def matmul_parameters(hf: PreTrainedModel) -> int:
 def forward_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:
     """FLOPs of one forward pass over rows of these lengths; `num_parameters` is `matmul_parameters`."""
     text = config.get_text_config()
-    heads: int = text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    dims = (getattr(text, "qk_head_dim", None) or dim) + (getattr(text, "v_head_dim", None) or dim)
     attended: float = sum(_attended_pairs(length, window) for window in _windows(text) for length in lengths)
-    return float(2 * num_parameters * sum(lengths) + 2 * heads * dims * attended)
+    return float(2 * num_parameters * sum(lengths) + 2 * _attention_width(text) * attended)
+
+
+def workload_of(config: PretrainedConfig, num_parameters: int) -> Workload:
+    """What a row costs, in FLOPs of a forward pass, to deal rows to ranks by; `num_parameters` is `matmul_parameters`.
+
+    A layer with a sliding window counts as linear, as for rows much longer than its window.
+    """
+    text = config.get_text_config()
+    pair = 2 * _attention_width(text)  # FLOPs of one query-key pair
+    longest = getattr(text, "max_position_embeddings", None)
+    windows = [None if window is None or (longest and window >= longest) else window for window in _windows(text)]
+    linear = 2 * num_parameters + pair * sum(window for window in windows if window is not None)
+    return Workload(float(linear), float(pair * windows.count(None) / 2))
 
 
 def training_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:
@@ -55,6 +67,15 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+def _attention_width(config: PretrainedConfig) -> int:
+    """heads · (D + Dv): multiplications for one query-key pair in one layer."""
+    heads: int = config.num_attention_heads
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query: int = getattr(config, "qk_head_dim", None) or dim
+    value: int = getattr(config, "v_head_dim", None) or dim
+    return heads * (query + value)
 
 
 def _windows(config: PretrainedConfig) -> list[int | None]:

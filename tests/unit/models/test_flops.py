@@ -7,7 +7,13 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from hybridflow.models.flops import forward_flops, workload_of
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SIZES), MistralConfig(**SIZES, sliding_window=4_096, max_position_embeddings=4_096)])

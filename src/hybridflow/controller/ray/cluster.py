@@ -32,6 +32,7 @@ from hybridflow.config.cluster import RayConfig
 from hybridflow.controller.ray.preflight import (
     UNIT,
     NodeInfo,
+    answers,
     assign,
     check_own,
     check_port_free,
@@ -43,7 +44,7 @@ from hybridflow.controller.ray.preflight import (
 )
 from hybridflow.controller.resource_pool import Placement, ResourcePool
 from hybridflow.distributed.device import resolve_device
-from hybridflow.errors import ConfigError, WorkerError
+from hybridflow.errors import ConfigError, WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,10 @@ class PlacedPool:
 
     def free(self) -> None:
         """Give the devices back; this ends processes that still run on them."""
-        while self.groups:
-            remove_placement_group(self.groups.pop())
+        groups, self.groups[:] = list(self.groups), []
+        if ray.is_initialized() and answers(ray.get_runtime_context().gcs_address):
+            for group in groups:
+                remove_placement_group(group)
 
 
 class Cluster:
@@ -158,7 +161,12 @@ class Cluster:
         return cls(device=device, address=address, owns=True, leaves=True, temp_dir=temp_dir, timeline=config.timeline_json_file)
 
     def nodes(self) -> list[NodeInfo]:
-        """The living nodes, with what is free and there in all of GPUs for cuda, of CPUs for cpu."""
+        """The living nodes, with what is free and there in all of GPUs for cuda, of CPUs for cpu.
+
+        Raises WorkerLost where the cluster's head does not answer: Ray itself would wait for it for a minute and then end the process.
+        """
+        if not answers(self.address):
+            raise WorkerLost(f"the head node of the Ray cluster at {self.address} is gone: start the cluster again, then the run")
         unit, free = UNIT[self.device], available_resources_per_node()
         alive = [node for node in ray.nodes() if node["Alive"]]
         names = [_name(node) for node in alive]
@@ -263,7 +271,8 @@ class Cluster:
         atexit.unregister(self.shutdown)
         try:
             if ray.is_initialized():
-                self._write_timeline()
+                if answers(self.address):
+                    self._write_timeline()
                 for placed in self._placed if not self.owns else []:
                     placed.free()
                 if self._leaves:

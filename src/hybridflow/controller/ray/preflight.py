@@ -61,6 +61,16 @@ def reach(address: str, *, source: str, greet: bool = True) -> None:
     _check_node_here(host, port, source)
 
 
+def answers(address: str) -> bool:
+    """Whether anything listens at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
 def _parse(address: str, source: str) -> tuple[str, int]:
     scheme, _, rest = address.rpartition("://")
     if scheme == "ray":

@@ -42,6 +42,8 @@ class TrainEngine(Protocol):
 
     module: nn.Module
     device: torch.device
+    compute: torch.dtype | None
+    """The dtype it computes in where its parameters are wider; None: theirs."""
 
     def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
         """Outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is predicted."""

@@ -39,7 +39,7 @@ def build_policy(
     `probe` compares its log-probs with plain attention once, so that an architecture we would run wrongly is refused.
     Raises ModelError saying what is missing from the folder, or why the architecture cannot be used.
     """
-    hf = _load(path, device, dtype, trust_remote_code, override_config)
+    hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
     policy = PolicyModel(hf)
     if probe:
         probe_policy(policy)
@@ -59,7 +59,7 @@ def build_value(
     probe: bool = True,
 ) -> ValueModel:
     """Load the backbone of a causal LM with a fresh scalar head that says 0; arguments and errors are `build_policy`'s."""
-    hf = _load(path, device, dtype, trust_remote_code, override_config)
+    hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
     if probe:
         probe_policy(PolicyModel(hf))
     if gradient_checkpointing:
@@ -113,9 +113,8 @@ def enable_gradient_checkpointing(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _load(
-    path: str | Path, device: torch.device | str, dtype: str, trust_remote_code: bool, override_config: dict[str, Any] | None
-) -> PreTrainedModel:
+def causal_config(path: str | Path, *, trust_remote_code: bool, override_config: dict[str, Any] | None) -> tuple[PretrainedConfig, str]:
+    """The configuration of a causal LM whose weights can be read, and where they are; ModelError says what is wrong."""
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
         raise ModelError(f"model {path!r} has model_type {config.model_type!r}, which is no causal language model of transformers")
@@ -125,12 +124,20 @@ def _load(
         other = [p.name for p in folder.glob("*.bin")]
         hint = f"; {other[0]} is a pickle, which is never loaded: convert it to safetensors" if other else f" (found: {_listing(folder)})"
         raise ModelError(f"model folder {folder} has no weights: *.safetensors is missing{hint}")
+    return config, str(folder) if folder.is_dir() else path
+
+
+def load_whole(
+    path: str | Path, device: torch.device | str, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any] | None
+) -> PreTrainedModel:
+    """The causal LM with all of its weights on `device`, without dropout and with eager attention; errors are `build_policy`'s."""
+    config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     try:
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder) if folder.is_dir() else path,
+                where,
                 config=config,
-                dtype=resolve_dtype(dtype, device),
+                dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 attn_implementation="eager",
@@ -146,12 +153,12 @@ def _load(
         )
     if info.get("mismatched_keys"):
         raise ModelError(f"model {path!r}: weights of another shape than its configuration says: {sorted(info['mismatched_keys'])[:3]}")
-    _without_dropout(hf)
+    without_dropout(hf)
     model: PreTrainedModel = hf.to(device)
     return model
 
 
-def _without_dropout(hf: PreTrainedModel) -> None:
+def without_dropout(hf: PreTrainedModel) -> None:
     """Dropout would make the log-probs of training differ from those of rollout, so it is switched off."""
     names = {
         name for name in vars(hf.config) if name.endswith(("dropout", "pdrop", "drop")) and isinstance(getattr(hf.config, name), float)

@@ -66,5 +66,5 @@ class ValueModel(nn.Module):
         """Values [M] of the predicted tokens, in reward units, float32 or better."""
         cut = sequence_cut(packed, self.sequence_group, self.config)
         states = packed_hidden(self.backbone, packed, self.device, cut)
-        values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0]
+        values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0].clone()  # FSDP warns of modules that return views
         return values if cut is None else cut.gather([values])[0]

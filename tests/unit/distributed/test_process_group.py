@@ -7,11 +7,11 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 
 from hybridflow.distributed import process_group
 from hybridflow.distributed.mesh import ParallelSizes, engine_mesh
 from hybridflow.errors import WorkerError
+from ranks import Ranks
 
 
 def free_port() -> int:

@@ -1,35 +1,45 @@
-"""One model in training: packed micro-batches, one optimizer step for each mini-batch, a guard against numbers that are not finite."""
+"""One model in training: packed micro-batches, one optimizer step for each mini-batch, a guard against numbers that are not finite.
+
+On one rank the module is as it was built. On several, each holds a shard of it (`sharding`), and what every rank must do alike is agreed
+upon: the number of micro-batches, the gradient norm with the loss (one message for both), and so whether a step is taken.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
+from hybridflow.distributed.mesh import EngineMesh
+from hybridflow.distributed.process_group import max_over
+from hybridflow.distributed.shards import local, piece_for, placed_like
 from hybridflow.engines.base import BatchLimits, ForwardFn, LossFn
+from hybridflow.engines.fsdp.micro_batches import MicroBatch, nothing, plan
+from hybridflow.engines.fsdp.nonfinite import NonfiniteGuard
+from hybridflow.engines.fsdp.offload import ActivationOffload, Residence
 from hybridflow.engines.fsdp.optimizer import MasterAdamW
 from hybridflow.engines.fsdp.schedule import learning_rate
+from hybridflow.engines.fsdp.sharding import before_micro_batch, reshard
 from hybridflow.errors import CheckpointError, TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.balancing import split_micro_batches
-from hybridflow.protocol.packing import pack
-
-logger = logging.getLogger(__name__)
 
 
 class FSDPEngine:
-    """Implements `TrainEngine` for one process.
+    """Implements `TrainEngine`.
 
     `name` prefixes the metrics (`actor`, `critic`). An optimizer step whose loss or gradient norm is not finite changes nothing: it is
     reported, its rows are written to `dump_dir`, and after `max_nonfinite_steps` of them in a row a TrainingError ends the run.
+    With a `mesh`, `module` is sharded over it and `device` is where it computes; `narrow` names the parameters that are gathered in a
+    narrower dtype than their shards have. All ranks then call `forward`, `train_mini_batch` and the rest together.
     """
 
     def __init__(
@@ -42,99 +52,138 @@ class FSDPEngine:
         grad_clip: float | None = None,
         max_nonfinite_steps: int = 3,
         dump_dir: Path | None = None,
+        fsdp: FSDPConfig = FSDPConfig(),  # noqa: B008  (frozen)
+        mesh: EngineMesh | None = None,
+        device: torch.device | None = None,
+        narrow: Mapping[str, torch.dtype] | None = None,
+        activations: ActivationOffload | None = None,
     ) -> None:
-        self.module, self.name, self.optim = module, name, optim
-        self.device = next(module.parameters()).device
-        self.optimizer = None if optim is None else MasterAdamW(module.named_parameters(), optim)
+        self.module, self.name, self.optim, self.fsdp, self.mesh = module, name, optim, fsdp, mesh
+        self.device = next(module.parameters()).device if device is None else device
+        self.narrow = narrow or {}
+        self.optimizer = None if optim is None else MasterAdamW(module.named_parameters(), optim, narrow=self.narrow)
         self.total_steps = total_steps if optim is None or optim.total_training_steps < 0 else optim.total_training_steps
         self.grad_clip = grad_clip
-        self.max_nonfinite_steps, self.dump_dir = max_nonfinite_steps, dump_dir
+        part = "" if mesh is None else f"_rank{mesh.rank}" if mesh.is_leader else None
+        self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, part)
+        self.residence = Residence(module, self.optimizer, self.device, fsdp)
+        self.activations = activations
         self.num_steps = 0  # optimizer steps applied
-        self.nonfinite_in_a_row = 0
 
     @torch.no_grad()
     def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
-        """Outputs of all rows without gradients, each [B, R] float on the CPU."""
+        """Outputs of all rows without gradients, each [B, R] float on the CPU; no rows give [0, R] under the same names."""
         self.module.eval()
         results: dict[str, Tensor] = {}
-        with _memory_named(self.name, limits):
-            for indices, micro in self._micro_batches(batch, limits):
-                packed = pack(micro)
-                for key, value in forward(self.module, packed).items():
-                    rows = packed.unpack(value).cpu()
-                    whole = results.setdefault(key, rows.new_zeros(len(batch), rows.shape[1]))
-                    whole[indices] = rows
+        width = batch.batch["responses"].shape[1]
+        with self.residence.parameters():
+            with _memory_named(self.name, limits):
+                for micro in self._plan(batch, limits, at_least=1):
+                    packed = micro.pack()
+                    for key, value in forward(self.module, packed).items():
+                        rows = packed.unpack(value).cpu()
+                        whole = results.setdefault(key, rows.new_zeros(len(batch), width))
+                        if micro.indices is not None:
+                            whole[micro.indices] = rows
+            self._reshard()
         return results
 
     def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> Metrics:
-        """One optimizer step on the rows of `batch`."""
+        """One optimizer step on the rows of `batch`, which are this rank's part of the mini-batch."""
         assert self.optimizer is not None and self.optim is not None, f"{self.name} was built without an optimizer"
         self.module.train()
         self.optimizer.zero_grad()
         metrics = Metrics()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with _memory_named(self.name, limits):
-            for _, micro in self._micro_batches(batch, limits):
-                packed = pack(micro)
-                outputs = {key: packed.unpack(value) for key, value in forward(self.module, packed).items()}
-                share, micro_metrics = loss(outputs, micro)
-                share.backward()
-                total += share.detach()
-                metrics.update(micro_metrics)
-        return self._step(batch, float(total), metrics)
+        with self.residence.parameters(), self.residence.masters():
+            with _memory_named(self.name, limits):
+                micros = self._plan(batch, limits)
+                for number, micro in enumerate(micros, start=1):
+                    self._before(last=number == len(micros))
+                    packed = micro.pack()
+                    with nullcontext() if self.activations is None else self.activations.kept():
+                        named = forward(self.module, packed)
+                    if micro.rows is None:
+                        nothing(named).backward()
+                        continue
+                    outputs = {key: packed.unpack(value) for key, value in named.items()}
+                    share, micro_metrics = loss(outputs, micro.rows)
+                    share.backward()
+                    total += share.detach()
+                    metrics.update(micro_metrics)
+                self._reshard()
+            return self._step(batch, total, metrics)
 
-    def _micro_batches(self, batch: DataProto, limits: BatchLimits) -> list[tuple[list[int], DataProto]]:
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        groups = batch.batch["group_ids"].tolist() if limits.keep_groups else None
-        bins = split_micro_batches(lengths, max_tokens=limits.max_tokens, max_rows=limits.max_rows, groups=groups)
-        return [(indices, batch.select_idxs(indices).to(self.device)) for indices in bins]
+    def onload(self) -> None:
+        """Bring the parameters to the device, for whoever reads them outside of this engine's own calls."""
+        self.residence.onload()
 
-    def _step(self, batch: DataProto, loss: float, metrics: Metrics) -> Metrics:
+    def offload(self) -> None:
+        """Send the parameters back to where they rest (`fsdp_config.param_offload`)."""
+        self.residence.offload()
+
+    def _plan(self, batch: DataProto, limits: BatchLimits, *, at_least: int = 0) -> list[MicroBatch]:
+        return plan(batch, limits, self.device, None if self.mesh is None else max_over, at_least=at_least)
+
+    def _before(self, *, last: bool) -> None:
+        if self.mesh is not None:
+            before_micro_batch(self.module, last=last, keep_gathered=not self.fsdp.reshard_after_forward)
+
+    def _reshard(self) -> None:
+        """Every parameter is this rank's shard again."""
+        if self.mesh is not None:
+            reshard(self.module)
+
+    def _measure(self, total: Tensor) -> tuple[float, Tensor]:
+        """The mini-batch's loss and its gradient norm (0-d): the same numbers on every rank."""
+        assert self.optimizer is not None
+        if self.mesh is None:
+            return float(total), self.optimizer.gradient_norm()
+        self.optimizer.collect_shards()
+        mine = total if self.mesh.is_leader else torch.zeros_like(total)  # ranks that share rows have the same loss
+        numbers = torch.stack([mine, self.optimizer.gradient_square(self.mesh.sizes.world_size, self.device)])
+        dist.all_reduce(numbers)
+        return float(numbers[0]), numbers[1].sqrt()
+
+    def _step(self, batch: DataProto, total: Tensor, metrics: Metrics) -> Metrics:
         assert self.optimizer is not None and self.optim is not None
-        norm = self.optimizer.gradient_norm()
+        loss, norm = self._measure(total)
         grad_norm = float(norm)
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        metrics.add_sum(f"{self.name}/num_updates", 1.0 if finite else 0.0)
-        metrics.add_sum(f"{self.name}/num_skipped_steps", 0.0 if finite else 1.0)
+        counts = self.mesh is None or self.mesh.rank == 0  # what is true of the step, not of a rank's rows, is said once
+        if counts:
+            metrics.add_sum(f"{self.name}/num_updates", 1.0 if finite else 0.0)
+            metrics.add_sum(f"{self.name}/num_skipped_steps", 0.0 if finite else 1.0)
         if not finite:
             self.optimizer.zero_grad()
-            self._report_not_finite(batch, loss, grad_norm)
+            self.guard.report(batch, loss, grad_norm, self.num_steps)
             return metrics
-        self.nonfinite_in_a_row = 0
-        metrics.add_mean(f"{self.name}/grad_norm", grad_norm)
-        metrics.add_last(f"{self.name}/lr", lr)
+        self.guard.in_a_row = 0
+        if counts:
+            metrics.add_mean(f"{self.name}/grad_norm", grad_norm)
+            metrics.add_last(f"{self.name}/lr", lr)
         if self.grad_clip is not None and grad_norm > self.grad_clip:
             self.optimizer.scale_gradients(self.grad_clip / (norm + 1e-6))
-        self.optimizer.step(lr)
+        with self.residence.moments():
+            self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.num_steps += 1
         return metrics
 
-    def _report_not_finite(self, batch: DataProto, loss: float, grad_norm: float) -> None:
-        self.nonfinite_in_a_row += 1
-        where = "not written (no folder given)"
-        if self.dump_dir is not None:
-            folder = self.dump_dir / f"{self.name}_after_update_{self.num_steps}_{self.nonfinite_in_a_row}"
-            batch.save_to_disk(folder)
-            where = str(folder)
-        text = (
-            f"{self.name}: optimizer step skipped, loss {loss}, gradient norm {grad_norm} "
-            f"({self.nonfinite_in_a_row} in a row of at most {self.max_nonfinite_steps}); its rows: {where}"
-        )
-        if self.nonfinite_in_a_row >= self.max_nonfinite_steps:
-            raise TrainingError(
-                f"{text}. The run stops. Look for a broken reward or a learning rate that is too high; "
-                "trainer.max_nonfinite_steps sets how many are allowed."
-            )
-        logger.warning(text)
-
     def state_dict(self) -> dict[str, Any]:
-        """Module, optimizer and counters."""
+        """Module, optimizer and counters; sharded tensors are DTensors, all else is equal on all ranks."""
+        model = dict(self.module.state_dict())
+        rounded: dict[int, Tensor] = {}  # tied parameters stay one tensor
+        for key, dtype in self.narrow.items():
+            shard = local(model[key])
+            if shard.data_ptr() not in rounded or shard.numel() == 0:
+                rounded[shard.data_ptr()] = placed_like(shard.to(dtype), model[key])
+            model[key] = rounded[shard.data_ptr()]
         return {
-            "model": dict(self.module.state_dict()),
+            "model": model,
             "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
-            "scheduler": {"num_steps": self.num_steps, "nonfinite_in_a_row": self.nonfinite_in_a_row},
+            "scheduler": {"num_steps": self.num_steps, "nonfinite_in_a_row": self.guard.in_a_row},
         }
 
     @torch.no_grad()
@@ -149,7 +198,7 @@ class FSDPEngine:
                 self.optimizer.copy_from_parameters()
         if "scheduler" in state:
             self.num_steps = int(state["scheduler"]["num_steps"])
-            self.nonfinite_in_a_row = int(state["scheduler"]["nonfinite_in_a_row"])
+            self.guard.in_a_row = int(state["scheduler"]["nonfinite_in_a_row"])
 
     def _load_module(self, saved: dict[str, Tensor]) -> None:
         own = self.module.state_dict()
@@ -160,7 +209,7 @@ class FSDPEngine:
             if own[key].shape != value.shape:
                 raise CheckpointError(f"{self.name}: {key} is {tuple(value.shape)} in the checkpoint and {tuple(own[key].shape)} here.")
         for key, value in saved.items():
-            own[key].copy_(value)
+            local(own[key]).copy_(piece_for(own[key], value))
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""Between a whole tensor and what a rank holds of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds, detached, in the same memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where `local(tensor)` lies in the whole: one slice for each dim, empty ones where this rank holds nothing."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for size, start in zip(sizes, starts, strict=True))
+
+
+def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
+    """`part`, this rank's piece, as a tensor spread over ranks as `tensor` is; `part` itself where `tensor` is whole."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def piece_for(tensor: Tensor, value: Tensor) -> Tensor:
+    """The piece of `value` that belongs to this rank's part of `tensor`, of equal shape; all ranks ask together where layouts differ."""
+    if isinstance(value, DTensor):
+        if isinstance(tensor, DTensor) and value.device_mesh == tensor.device_mesh and value.placements == tensor.placements:
+            return local(value)
+        value = value.full_tensor()
+    return value.detach()[own_slices(tensor)]
+
+
+def replicas(tensor: Tensor, world_size: int) -> int:
+    """How many of the `world_size` ranks hold the same piece."""
+    if not isinstance(tensor, DTensor):
+        return world_size
+    pieces = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        pieces *= 1 if placement.is_replicate() else size
+    return world_size // pieces
+
+
+def empty_like_piece(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for another tensor of this rank's piece."""
+    return torch.empty_like(local(tensor), dtype=dtype)

@@ -1,0 +1,103 @@
+"""A rank's rows as packed micro-batches, as many on each rank, since every forward gathers parameters from all of them.
+
+A rank with fewer micro-batches first splits its heaviest ones; what is then still missing are dummies, two tokens whose outputs count
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.engines.base import BatchLimits
+from hybridflow.errors import HybridFlowError, TrainingError
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.balancing import karmarkar_karp, split_micro_batches
+from hybridflow.protocol.packing import PackedBatch, pack
+
+Agree = Callable[[Sequence[int]], list[int]]
+"""The largest of each number over all ranks."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward; None for both: a dummy."""
+
+    indices: list[int] | None
+    rows: DataProto | None
+
+    def pack(self) -> PackedBatch:
+        """The tokens of the forward pass."""
+        return dummy() if self.rows is None else pack(self.rows)
+
+
+def plan(batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agree | None, *, at_least: int = 0) -> list[MicroBatch]:
+    """The micro-batches of `batch` on `device`; under `agree`, equally many on all ranks, and `at_least` so many.
+
+    Raises ConfigError for a row or group above the limits; then every other rank raises TrainingError, and none is left waiting.
+    """
+    lengths = batch.batch["attention_mask"].sum(-1).tolist()
+    groups = batch.batch["group_ids"].tolist() if limits.keep_groups else None
+    failure: HybridFlowError | None = None
+    bins: list[list[int]] = []
+    try:
+        bins = split_micro_batches(lengths, max_tokens=limits.max_tokens, max_rows=limits.max_rows, groups=groups)
+    except HybridFlowError as error:
+        if agree is None:
+            raise
+        failure = error
+    count = max(len(bins), at_least)
+    if agree is not None:
+        count, failed = agree([count, int(failure is not None)])
+        if failed:
+            raise failure or TrainingError("the rows of another rank do not fit its micro-batches; its message says why")
+        bins = split_further(bins, lengths, groups, count)
+    found = [MicroBatch(indices, batch.select_idxs(indices).to(device)) for indices in bins]
+    return found + [MicroBatch(None, None)] * (count - len(found))
+
+
+def split_further(bins: list[list[int]], lengths: Sequence[int], groups: Sequence[int] | None, count: int) -> list[list[int]]:
+    """Halve the heaviest of `bins` until there are `count` or each is one row (or group): the ranks wait for the slowest each time."""
+    bins = [list(rows) for rows in bins]
+    while len(bins) < count:
+        whole = [bin_units(rows, groups) for rows in bins]
+        splittable = [index for index, units in enumerate(whole) if len(units) > 1]
+        if not splittable:
+            break
+        heaviest = max(splittable, key=lambda index: sum(lengths[row] for row in bins[index]))
+        units = whole[heaviest]
+        halves = karmarkar_karp([sum(lengths[row] for row in unit) for unit in units], 2)
+        bins[heaviest : heaviest + 1] = [sorted(row for unit in half for row in units[unit]) for half in halves]
+    return sorted(bins)
+
+
+def bin_units(rows: Sequence[int], groups: Sequence[int] | None) -> list[list[int]]:
+    """Rows that must stay together, of a micro-batch."""
+    units: dict[int, list[int]] = {}
+    for row in rows:
+        units.setdefault(row if groups is None else groups[row], []).append(row)
+    return list(units.values())
+
+
+def dummy() -> PackedBatch:
+    """One row of two tokens, the second predicted: the least that goes through a model."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return PackedBatch(
+        input_ids=torch.zeros(2, dtype=torch.int64),
+        position_ids=torch.arange(2),
+        lengths=(2,),
+        predict_index=zero,
+        targets=zero,
+        rows=zero,
+        columns=zero,
+        shape=(1, 1),
+    )
+
+
+def nothing(outputs: dict[str, Tensor]) -> Tensor:
+    """A loss of 0 whose backward goes through all of the model."""
+    total: Tensor = sum((value * 0.0).sum() for value in outputs.values() if value.requires_grad)  # type: ignore[assignment]
+    return total

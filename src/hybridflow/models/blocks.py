@@ -1,0 +1,48 @@
+"""The decoder blocks of a model: the unit in which it is sharded, gathered and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hybridflow.errors import ModelError
+from hybridflow.models.attention import attention
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
+
+
+def decoder_blocks(model: PolicyModel | ValueModel) -> list[nn.Module]:
+    """The blocks in the order of the forward pass; ModelError for an architecture that has no list of them."""
+    backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
+    whole = {str(name) for name in getattr(backbone, "_no_split_modules", None) or ()}
+    lists = list(_lists(backbone, backbone.config.get_text_config().num_hidden_layers))
+    for blocks in lists:
+        if all(type(block).__name__ in whole or isinstance(block, GradientCheckpointingLayer) for block in blocks):
+            return blocks
+    if lists:
+        return lists[0]
+    raise ModelError(
+        f"{type(backbone).__name__} (model_type {backbone.config.model_type!r}) keeps its layers in no list, so it cannot be sharded or "
+        "compiled by layer: train it on one rank (trainer.n_gpus_per_node=1) with use_torch_compile=false"
+    )
+
+
+def _lists(backbone: nn.Module, count: int) -> Iterator[list[nn.Module]]:
+    for module in backbone.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            yield list(module)
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block's forward in place; names of parameters, hooks and checkpointing stay as they are.
+
+    The attention function stays outside of the graphs: it reads how rows are packed, which differs from one micro-batch to the next.
+    """
+    attention._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets, without its wrapper
+    attention._torchdynamo_disable_msg = "rows are packed differently in each micro-batch"  # type: ignore[attr-defined]
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True)

@@ -1,0 +1,56 @@
+"""The probe of an architecture whose weights are spread over ranks: a small twin with random weights stands in for it.
+
+The probe runs rows through transformers' eager attention, which calls submodules that only the model's own forward would gather. What it
+tests is the architecture, not the weights, so a twin with the first layers of each kind and few tokens says the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.probe import probe_policy
+
+logger = logging.getLogger(__name__)
+
+MAX_PARAMETERS = 2_000_000_000
+_VOCABULARY = 512
+
+
+def probe_twin(config: PretrainedConfig, device: torch.device, *, trust_remote_code: bool = False) -> float | None:
+    """`probe_policy` of a float32 twin of the model that `config` describes; None where even the twin would be too large.
+
+    The global random stream is left as it was.
+    """
+    twin = twin_config(config)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(twin, trust_remote_code=trust_remote_code).parameters())
+    if size > MAX_PARAMETERS:
+        logger.info("a layer of %s is too large to probe apart from the model (%.1f B parameters)", config.model_type, size / 1e9)
+        return None
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        hf = AutoModelForCausalLM.from_config(
+            twin, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+        ).to(device)
+    return probe_policy(PolicyModel(hf.eval()))
+
+
+def twin_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The same architecture with fewer layers and tokens, and weights so large that attention moves the log-probs."""
+    twin = copy.deepcopy(config)
+    text = twin.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or [])
+    wanted = max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
+    layers = min(text.num_hidden_layers, max(2, wanted))
+    text.num_hidden_layers = layers
+    if kinds:
+        text.layer_types = kinds[:layers]
+    text.vocab_size = min(text.vocab_size, _VOCABULARY)
+    text.pad_token_id = None
+    text.initializer_range = float(text.hidden_size) ** -0.5
+    return twin

@@ -1,0 +1,202 @@
+"""A model that no rank ever holds whole: parameters on the meta device, then each rank reads its own slices from the files.
+
+    meta_model ─► placements (tensor parallel, adapters, shards) ─► materialise ─► load_weights
+
+Buffers are real from the start: rotary frequencies are in no file. Where the files hold other names or shapes than the model (experts
+that transformers fuses, renamed layers), every rank loads the model whole on its CPU, one after the other, and keeps its slices.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils.hub import cached_file
+
+from hybridflow.distributed.shards import local, own_slices
+from hybridflow.errors import ModelError
+from hybridflow.models.build import causal_config, enable_gradient_checkpointing, load_whole, without_dropout
+from hybridflow.models.lora import base_name
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
+
+logger = logging.getLogger(__name__)
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A model without memory for its parameters, and where they come from."""
+
+    module: PolicyModel | ValueModel
+    config: PretrainedConfig
+    sources: Mapping[str, tuple[str, ...]]
+    """Name of a parameter or saved buffer of `module` -> its names in the files: several where weights are tied, any of them will do."""
+    where: str
+    """Folder or hub name."""
+    dtype: torch.dtype
+    """The compute dtype; weights are rounded to it as they are read, as they are on one rank."""
+    direct: bool
+    """The files hold these names, so far as the architecture says."""
+    load_whole: Callable[[], PreTrainedModel]
+
+
+def meta_model(
+    kind: Literal["policy", "value"],
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
+) -> MetaModel:
+    """The model of `path` with parameters of `dtype` on the meta device and buffers on the CPU; ModelError as `build_policy`."""
+    config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    with parameters_on_meta():
+        hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code)
+    hf.eval()
+    _read_generation_config(hf, where)
+    without_dropout(hf)
+    direct = not get_model_conversion_mapping(hf, add_legacy=False) and not hasattr(config, "quantization_config")
+    if gradient_checkpointing:
+        enable_gradient_checkpointing(hf)
+    names: dict[int, list[str]] = {}
+    for name, tensor in hf.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    module = PolicyModel(hf) if kind == "policy" else ValueModel(hf)
+    sources: dict[str, tuple[str, ...]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in names:
+            sources[name] = tuple(names[id(tensor)])
+
+    def whole() -> PreTrainedModel:
+        return load_whole(path, "cpu", dtype, trust_remote_code, override_config)
+
+    return MetaModel(module, config, sources, where, dtype, direct, whole)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, every parameter that a module gets goes to the meta device; what was tied stays so, and buffers are made as ever."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialise(module: nn.Module, device: torch.device, buffers: torch.device) -> None:
+    """Memory for the parameters on `device`, unwritten, and the buffers as they are on the device `buffers`."""
+    kept = {id(owner): dict(owner._buffers) for owner in module.modules()}
+    module.to_empty(device=device)
+    for owner in module.modules():
+        for name, buffer in kept[id(owner)].items():
+            owner._buffers[name] = None if buffer is None else buffer.to(buffers)
+
+
+@torch.no_grad()
+def load_weights(model: MetaModel) -> None:
+    """Write this rank's slices of all weights; parameters that are in no file (adapters, a value head) are left to others.
+
+    Raises ModelError for weights that are missing, of another shape or not finite, and for files that cannot be read.
+    """
+    wanted: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.module.state_dict(keep_vars=True).items():
+        if base_name(name) in model.sources:
+            wanted.setdefault(id(tensor), (base_name(name), tensor))
+    with ExitStack() as stack:
+        read = _file_reader(model, list(wanted.values()), stack) if model.direct else None
+        if read is None:
+            logger.info("the files of %s hold other names than the model: it is loaded whole, then cut", model.where)
+            read = _whole_reader(model.load_whole())
+        for name, tensor in wanted.values():
+            piece = local(tensor)
+            if piece.numel() == 0:
+                continue
+            value = read(model.sources[name], own_slices(tensor)).to(model.dtype)
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise ModelError(f"model {model.where!r}: {model.sources[name][0]} holds NaN or infinity (read as {model.dtype})")
+            piece.copy_(value)
+
+
+Read = Callable[[tuple[str, ...], tuple[slice, ...]], Tensor]
+"""(names in the files, the slices wanted) -> that part of the tensor, on the CPU."""
+
+
+def _whole_reader(hf: PreTrainedModel) -> Read:
+    state = hf.state_dict()
+    return lambda names, where: state[names[0]][where]
+
+
+def _file_reader(model: MetaModel, wanted: list[tuple[str, Tensor]], stack: ExitStack) -> Read | None:
+    """Reads slices straight from the files; None where a weight is not in them under its own name and shape."""
+    files = _weight_files(model.where)
+    try:
+        handles = {file: stack.enter_context(safe_open(file, framework="pt")) for file in sorted(set(files.values()))}
+        for name, tensor in wanted:
+            found = next((source for source in model.sources[name] if source in files), None)
+            if found is None or tuple(handles[files[found]].get_slice(found).get_shape()) != tuple(tensor.shape):
+                return None
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot load model {model.where!r}: {' '.join(str(error).split())[:400]}") from error
+
+    def read(names: tuple[str, ...], where: tuple[slice, ...]) -> Tensor:
+        name = next(source for source in names if source in files)
+        value: Tensor = handles[files[name]].get_slice(name)[where] if where else handles[files[name]].get_tensor(name)
+        return value
+
+    return read
+
+
+def _weight_files(where: str) -> dict[str, str]:
+    """Name of each tensor in the model's safetensors -> the file that holds it; empty where there are none by the usual names."""
+    index, single = _file(where, _INDEX), _file(where, _SINGLE)
+    try:
+        if single is not None:
+            with safe_open(single, framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), single)
+        if index is None:
+            return {}
+        weights: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"cannot load model {where!r}: {' '.join(str(error).split())[:400]}") from error
+    paths = {name: _file(where, name) for name in set(weights.values())}
+    missing = sorted(name for name, path in paths.items() if path is None)
+    if missing:
+        raise ModelError(f"cannot load model {where!r}: {_INDEX} names {len(missing)} files that are not there, the first {missing[0]}")
+    return {tensor: str(paths[name]) for tensor, name in weights.items()}
+
+
+def _file(where: str, name: str) -> str | None:
+    """Local path of one of the model's files, downloaded where `where` is a hub name; None if there is no such file."""
+    if Path(where).is_dir():
+        path = Path(where) / name
+        return str(path) if path.is_file() else None
+    found = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else str(found)
+
+
+def _read_generation_config(hf: PreTrainedModel, where: str) -> None:
+    """What `from_pretrained` does beside loading weights: chat models have their end tokens in generation_config.json."""
+    try:
+        hf.generation_config = GenerationConfig.from_pretrained(where)
+    except OSError:
+        logger.debug("%s has no generation_config.json", where)

@@ -1,0 +1,136 @@
+"""The same training on one rank and on two: what is built, what it is fed, and what comes back to be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_zoo import ask_policy, ask_value, tiny_llama, training_rows
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.critic import CriticConfig
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import OptimConfig
+from hybridflow.distributed.mesh import ParallelSizes
+from hybridflow.engines import BatchLimits, ForwardFn, LossFn
+from hybridflow.engines.build import build_engine
+from hybridflow.engines.fsdp import FSDPEngine
+from hybridflow.models.lora import LoraSettings
+from hybridflow.protocol import DataProto
+from hybridflow.workers.bridge import critic_loss, find_policy_loss, policy_loss
+
+OPTIM = OptimConfig(lr=1e-2, eps=1e-5)
+"""A gradient that is nothing but rounding must not become a step of full size."""
+EVEN = ((0, 2, 4, 6), (1, 3, 5))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of the tiny model: how it is spread, and how rows are dealt."""
+
+    folder: str
+    kind: str = "policy"
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    sizes: dict[str, int] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    deal: tuple[tuple[int, ...], ...] = EVEN
+    """Rows of each part."""
+    limits: BatchLimits = BatchLimits(24)
+    steps: int = 2
+    activation_offload: bool = False
+    lora: LoraSettings | None = None
+    grad_clip: float | None = 0.5
+    optim: OptimConfig | None = OPTIM
+
+
+def save_tiny(folder: Path, *, tied: bool) -> str:
+    """A model folder, its weights in several files with an index where they are not tied."""
+    model = tiny_llama(tied=tied, seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # norms that are not all ones, so that a mix-up shows
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    model.save_pretrained(folder, **({} if tied else {"max_shard_size": "12KB"}))
+    return str(folder)
+
+
+def build(run: Run, world_size: int) -> FSDPEngine:
+    arguments = {"path": run.folder, "device": torch.device("cpu"), "dtype": "auto", "gradient_checkpointing": False, **run.model}
+    torch.manual_seed(0)  # a value head is given weights below
+    engine = build_engine(
+        "policy" if run.kind == "policy" else "value",
+        arguments,
+        name="actor",
+        optim=run.optim,
+        grad_clip=run.grad_clip,
+        fsdp=run.fsdp,
+        sizes=ParallelSizes(world_size=world_size, **run.sizes) if world_size > 1 else ParallelSizes(),
+        activation_offload=run.activation_offload,
+        lora=run.lora,
+    )
+    if run.kind == "value":
+        state = engine.state_dict()["model"]
+        head = torch.randn(state["head.weight"].shape, generator=torch.Generator().manual_seed(5)) * 0.1
+        engine.load_state_dict({"model": {**state, "head.weight": head}})
+    return engine
+
+
+def ask(run: Run) -> ForwardFn:
+    return ask_policy(with_entropy=True, temperature=0.8) if run.kind == "policy" else ask_value
+
+
+def loss_of(run: Run, rows: DataProto) -> LossFn:
+    """Normalised by the counts of all rows."""
+    scale = LossScale.count(rows.batch["loss_mask"])
+    config = ActorConfig(entropy_coeff=0.1, loss_agg_mode="seq-mean-token-mean")
+    return policy_loss(config, scale, find_policy_loss(config)) if run.kind == "policy" else critic_loss(CriticConfig(), scale, None)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: whole(tensor) for name, tensor in engine.state_dict()["model"].items()}
+
+
+def train(rank: int, run: Run, world_size: int = 2) -> dict[str, Any]:
+    """Log-probs or values before, `steps` optimizer steps, and what came of them; run it on each rank, or with world_size 1 alone."""
+    engine = build(run, world_size)
+    return go(engine, rank, run, world_size)
+
+
+def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, Any]:
+    everyone = sorted(row for part in run.deal for row in part)
+    part = everyone if world_size == 1 else run.deal[0 if engine.mesh is None else engine.mesh.data_rank]
+    rows = training_rows(dtype=torch.float32)
+    batch, loss = rows.select_idxs(list(part)), loss_of(run, rows.select_idxs(everyone))
+    shares: list[float] = []
+
+    def noting(outputs: dict[str, Tensor], micro: DataProto) -> Any:
+        assert int(micro.batch["attention_mask"].sum()) <= run.limits.max_tokens
+        share, metrics = loss(outputs, micro)
+        shares.append(float(share.detach()))
+        return share, metrics
+
+    before = engine.forward(batch, ask(run), run.limits)
+    metrics, losses = [], []
+    for _ in range(run.steps):
+        shares.clear()
+        metrics.append(engine.train_mini_batch(batch, ask(run), noting, run.limits).to_floats())
+        losses.append(sum(shares))
+    return {
+        "rows": list(part),
+        "before": before,
+        "losses": losses,
+        "metrics": metrics,
+        "weights": weights_of(engine),
+        "state": {name: {key: whole(value) for key, value in entry.items()} for name, entry in engine.state_dict()["optimizer"].items()},
+        "requires_grad": {name: parameter.requires_grad for name, parameter in engine.module.named_parameters()},
+        "shapes": {name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for name, p in engine.module.named_parameters()},
+    }

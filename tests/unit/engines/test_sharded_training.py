@@ -1,0 +1,112 @@
+"""Two ranks train as one does: losses, gradient norms and weights, whatever is sharded, offloaded or recomputed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sharded_runs import Run, save_tiny, train
+
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.engines import BatchLimits
+from ranks import Ranks
+
+CLOSE = 2e-6
+"""Float32 on both sides; what is left is the order of sums."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: save_tiny(tmp_path_factory.mktemp(name), tied=name == "tied") for name in ("tied", "untied")}
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, str]) -> Any:
+    """The same run on one rank, once for each."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def find(run: Run) -> dict[str, Any]:
+        single = replace(run, fsdp=FSDPConfig(), sizes={}, activation_offload=False)
+        return known.setdefault(repr(single), train(0, single, 1)) if repr(single) not in known else known[repr(single)]
+
+    return find
+
+
+def compare(ranks: list[dict[str, Any]], one: dict[str, Any], bound: float = CLOSE, *, same_rows: bool = False) -> None:
+    for step, expected in enumerate(one["losses"]):
+        found = ranks[0]["losses"][step] if same_rows else sum(rank["losses"][step] for rank in ranks)
+        assert abs(found - expected) < bound
+        assert ranks[0]["metrics"][step]["actor/grad_norm"] == pytest.approx(one["metrics"][step]["actor/grad_norm"], rel=10 * bound)
+        assert ranks[0]["metrics"][step]["actor/num_updates"] == 1.0
+        assert not {"actor/num_updates", "actor/grad_norm", "actor/lr"} & set(ranks[1]["metrics"][step]), "said once, not by rank"
+    for rank in ranks:
+        assert rank["weights"].keys() == one["weights"].keys() and rank["state"].keys() == one["state"].keys()
+        for name, tensor in one["weights"].items():
+            assert (rank["weights"][name] - tensor).abs().max() < bound, name
+        for name, entry in one["state"].items():
+            assert rank["state"][name].keys() == entry.keys()
+            for key, value in entry.items():
+                assert rank["state"][name][key].dtype == value.dtype and (rank["state"][name][key] - value).abs().max() < bound, (name, key)
+        for key, values in one["before"].items():
+            rows = [sorted(one["rows"]).index(row) for row in rank["rows"]]
+            assert rank["before"][key].shape == (len(rows), values.shape[1])
+            assert len(rows) == 0 or (rank["before"][key] - values[rows]).abs().max() < bound
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full shard": {},
+    "one forward each": {"limits": BatchLimits(1000)},
+    "untied": {"folder": "untied"},
+    "value model": {"kind": "value", "folder": "untied"},
+    "two copies": {"sizes": {"fsdp_size": 1}},
+    "kept gathered": {"fsdp": FSDPConfig(reshard_after_forward=False)},
+    "kept gathered, value model": {"fsdp": FSDPConfig(reshard_after_forward=False), "kind": "value"},
+    "two copies, kept gathered": {"fsdp": FSDPConfig(reshard_after_forward=False), "sizes": {"fsdp_size": 1}},
+    "prefetch": {"fsdp": FSDPConfig(forward_prefetch=True), "folder": "untied"},
+    "all on the CPU": {"fsdp": FSDPConfig(offload_policy=True)},
+    "at rest between phases": {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True)},
+    "recomputed": {"model": {"gradient_checkpointing": True}},
+    "recomputed, activations offloaded": {"model": {"gradient_checkpointing": True}, "activation_offload": True},
+    "activations offloaded": {"activation_offload": True, "folder": "untied"},
+    "three rows": {"deal": ((0, 1), (2,))},
+    "no rows on a rank": {"deal": ((0, 1, 3), ())},
+    "one row a forward": {"limits": BatchLimits(1000, max_rows=1), "deal": ((0,), (1, 2, 3, 4, 5, 6))},
+    "whole groups": {"limits": BatchLimits(45, keep_groups=True), "deal": ((0, 1), (2, 3, 4, 5, 6))},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one(name: str, two_ranks: Ranks, folders: dict[str, str], alone: Any) -> None:
+    settings = dict(CASES[name])
+    run = Run(folders[settings.pop("folder", "tied")], **settings)
+    ranks = two_ranks.run(train, run)
+    compare(ranks, alone(run))
+    held = [sum(math.prod(shape) for shape in rank["shapes"].values()) for rank in ranks]
+    assert sum(held) == (2 if run.sizes else 1) * sum(math.prod(shape) for shape in alone(run)["shapes"].values())
+    assert max(held) <= (1.0 if run.sizes else 0.51) * sum(held)
+
+
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_bfloat16_stays_close(kind: str, two_ranks: Ranks, folders: dict[str, str], alone: Any) -> None:
+    run = Run(folders["tied"], kind=kind, model={"dtype": "bfloat16"}, steps=1)
+    one, ranks = alone(run), two_ranks.run(train, run)
+    assert sum(rank["losses"][0] for rank in ranks) == pytest.approx(one["losses"][0], abs=2e-3)
+    assert ranks[0]["metrics"][0]["actor/grad_norm"] == pytest.approx(one["metrics"][0]["actor/grad_norm"], rel=0.02)
+    for name, tensor in one["weights"].items():
+        assert ranks[0]["weights"][name].dtype == tensor.dtype, "a state has the same dtypes on any number of ranks"
+        assert (ranks[0]["weights"][name].float() - tensor.float()).abs().max() < 0.03
+    assert {name: set(entry) for name, entry in ranks[0]["state"].items()} == {name: set(entry) for name, entry in one["state"].items()}
+    master = ranks[0]["state"]["hf.model.norm.weight" if kind == "policy" else "backbone.norm.weight"]["master"]
+    assert master.dtype == torch.float32
+
+
+def test_weights_are_those_of_the_files(two_ranks: Ranks, folders: dict[str, str], alone: Any) -> None:
+    for kind in ("policy", "value"):
+        run = Run(folders["untied"], kind=kind, steps=0, optim=None)
+        one, ranks = alone(run), two_ranks.run(train, run)
+        for rank in ranks:
+            assert all(torch.equal(rank["weights"][name], tensor) for name, tensor in one["weights"].items())
+            assert not any(rank["requires_grad"].values())

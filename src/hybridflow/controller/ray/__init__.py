@@ -1,1 +1,11 @@
 """Workers in processes of their own, on this machine and others, through Ray: the only room that imports it."""
+
+from hybridflow.errors import ConfigError, install_extra
+
+try:
+    import ray  # noqa: F401
+except ImportError as error:
+    raise ConfigError(
+        f"more than one process needs ray, which is not here ({error}): {install_extra('ray')}, "
+        "or run as one process with trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.controller=local"
+    ) from error

@@ -18,6 +18,7 @@ from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError
 
 CONNECT_SECONDS = 2.0
+MAX_TRIES = 10_000  # of laying pools out on nodes: far more than any cluster needs that has room
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 UNIT = {"cpu": "CPU", "cuda": "GPU"}
 
@@ -188,17 +189,53 @@ def assign(pools: Sequence[ResourcePool], nodes: Sequence[NodeInfo], *, by_total
     whole machines stay whole for those who need them. Among equal wishes of a pool nodes go by ip, so that a run started
     again has its ranks in the same places.
     """
-    left = {node.id: node.total if by_total else node.free for node in nodes}
-    chosen: dict[str, list[NodeInfo | None]] = {pool.name: [None] * len(pool.devices_per_node) for pool in pools}
-    wishes = [(count, pool.name, place) for pool in pools for place, count in enumerate(pool.devices_per_node)]
-    for count, name, place in sorted(wishes, key=lambda wish: -wish[0]):
-        fits = [node for node in nodes if left[node.id] >= count and node not in chosen[name]]
-        if not fits:
-            return None
-        node = min(fits, key=lambda node: (left[node.id], node.ip, node.id))
-        left[node.id] -= count
-        chosen[name][place] = node
-    return {pool.name: _by_ip(pool.devices_per_node, [node for node in chosen[pool.name] if node]) for pool in pools}
+    wishes = [Wish(count, pool.name, place) for pool in pools for place, count in enumerate(pool.devices_per_node)]
+    hosts = [Host(node, node.total if by_total else node.free) for node in sorted(nodes, key=_ip_key)]
+    chosen = _fit(sorted(wishes, key=lambda wish: -wish.count), hosts, [MAX_TRIES])
+    if chosen is None:
+        return None
+    return {
+        pool.name: _by_ip(pool.devices_per_node, [chosen[pool.name, place] for place in range(len(pool.devices_per_node))])
+        for pool in pools
+    }
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Devices that a pool wants on one node."""
+
+    count: int
+    pool: str
+    place: int
+
+
+@dataclass
+class Host:
+    """A node while pools are being laid out."""
+
+    node: NodeInfo
+    left: int
+    pools: frozenset[str] = frozenset()
+
+
+def _fit(wishes: Sequence[Wish], hosts: Sequence[Host], tries: list[int]) -> dict[tuple[str, int], NodeInfo] | None:
+    """Depth first, best fit first; hosts in the same state are tried once. Gives up after so many tries."""
+    if not wishes:
+        return {}
+    wish, *rest = wishes
+    tried: set[tuple[int, frozenset[str]]] = set()
+    for host in sorted(hosts, key=lambda host: host.left):
+        state = host.left, host.pools
+        if host.left < wish.count or wish.pool in host.pools or state in tried or tries[0] <= 0:
+            continue
+        tried.add(state)
+        tries[0] -= 1
+        host.left, host.pools = host.left - wish.count, host.pools | {wish.pool}
+        found = _fit(rest, hosts, tries)
+        if found is not None:
+            return {**found, (wish.pool, wish.place): host.node}
+        host.left, host.pools = state
+    return None
 
 
 def _by_ip(counts: Sequence[int], nodes: Sequence[NodeInfo]) -> list[NodeInfo]:

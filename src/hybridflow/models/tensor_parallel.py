@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -50,9 +50,11 @@ def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> 
     assert mesh.ndim == 1, f"tensor parallelism takes a mesh of one dimension, got {mesh}"
     backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
     styles = tensor_styles(backbone)
-    _check_sizes(backbone, styles, mesh.size())
+    check_sizes(backbone, styles, mesh.size())
     for name, style in styles.items():
         parallelize_module(backbone.get_submodule(name), mesh, _parallel_style(style), src_data_rank=None)
+    for parent in _colwise_parents(styles):
+        backbone.get_submodule(parent).register_forward_pre_hook(functools.partial(_shared_input, mesh), with_kwargs=True)
 
 
 def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
@@ -89,6 +91,29 @@ def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
     return slices
 
 
+def check_sizes(hf: PreTrainedModel, styles: dict[str, Style], ranks: int, *, key: str = KEY) -> None:
+    """Raise ModelError naming the sizes that `ranks` does not divide and the numbers that would do; `styles` are `tensor_styles(hf)`."""
+    config: PretrainedConfig = hf.config.get_text_config()
+    sizes: dict[str, int] = {}
+    for name, style in styles.items():
+        module = hf.get_submodule(name)
+        if style == "colwise" and hasattr(hf.get_submodule(name.rpartition(".")[0]), "layer_idx"):
+            sizes["num_attention_heads"] = config.num_attention_heads
+            sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        elif isinstance(module, nn.Linear):
+            size = module.out_features if style.startswith("colwise") else module.in_features
+            known = size == getattr(config, "intermediate_size", None)
+            sizes["intermediate_size" if known else f"{_generic(name)} {'outputs' if style.startswith('colwise') else 'inputs'}"] = size
+    wrong = {name: size for name, size in sizes.items() if size % ranks}
+    if wrong:
+        largest = math.gcd(*sizes.values())
+        fitting = [str(number) for number in range(1, min(largest, 2 * ranks) + 1) if largest % number == 0]
+        raise ModelError(
+            f"{key}={ranks} does not divide {', '.join(f'{name}={size}' for name, size in wrong.items())} of this "
+            f"{config.model_type!r} model; set it to {' or '.join(fitting)}"
+        )
+
+
 def _published_plan(backbone: PreTrainedModel) -> dict[str, str]:
     """What transformers says of the modules and parameters inside blocks: names with `*` for the block's number."""
     published = getattr(backbone.config.get_text_config(), "base_model_tp_plan", None) or getattr(backbone, "_tp_plan", None) or {}
@@ -111,32 +136,24 @@ def _cannot(backbone: PreTrainedModel, why: str) -> ModelError:
 
 def _check_covered(backbone: PreTrainedModel, styles: dict[str, Style]) -> None:
     """A parameter between cut layers that the plan does not name would meet slices of what it was made for."""
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"):
+    for parent in _colwise_parents(styles):
         for name, _ in backbone.get_submodule(parent).named_parameters(prefix=parent):
             if name.rpartition(".")[0] not in styles:
                 raise _cannot(backbone, f"its plan says nothing of {name}")
 
 
-def _check_sizes(backbone: PreTrainedModel, styles: dict[str, Style], ranks: int) -> None:
-    config: PretrainedConfig = backbone.config.get_text_config()
-    sizes: dict[str, int] = {}
-    for name, style in styles.items():
-        module = backbone.get_submodule(name)
-        if style == "colwise" and hasattr(backbone.get_submodule(name.rpartition(".")[0]), "layer_idx"):
-            sizes["num_attention_heads"] = config.num_attention_heads
-            sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        elif isinstance(module, nn.Linear):
-            size = module.out_features if style.startswith("colwise") else module.in_features
-            known = size == getattr(config, "intermediate_size", None)
-            sizes["intermediate_size" if known else f"{_generic(name)} {'outputs' if style.startswith('colwise') else 'inputs'}"] = size
-    wrong = {name: size for name, size in sizes.items() if size % ranks}
-    if wrong:
-        largest = math.gcd(*sizes.values())
-        fitting = [str(number) for number in range(1, largest + 1) if largest % number == 0]
-        raise ModelError(
-            f"{KEY}={ranks} does not divide {', '.join(f'{name}={size}' for name, size in wrong.items())} of this "
-            f"{config.model_type!r} model; set it to {' or '.join(fitting)}"
-        )
+def _colwise_parents(styles: dict[str, Style]) -> list[str]:
+    """Attentions and MLPs, whose forward feeds one input to layers that are cut."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"))
+
+
+def _shared_input(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Hand all layers of `module` one DTensor, so that the gradients they send back are added up before they cross ranks, not after."""
+    if args and isinstance(args[0], Tensor):
+        return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
+    if isinstance(states := kwargs.get("hidden_states"), Tensor):
+        return args, {**kwargs, "hidden_states": DTensor.from_local(states, mesh, [Replicate()], run_check=False)}
+    return args, kwargs
 
 
 def _parallel_style(style: Style) -> ParallelStyle:

@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from zoo import packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
@@ -42,6 +45,19 @@ def _run(model: nn.Module, packed: PackedBatch, settings: dict[str, Any]) -> tup
     return [x.detach() for x in values], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def _summed(grad: Tensor) -> Tensor:
+    dist.all_reduce(grad)
+    return grad
+
+
+def _shard(model: nn.Module) -> None:
+    """Parameters sharded over the ranks that also share the sequences, gradients summed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh).set_gradient_divide_factor(1.0)
+
+
 def cut_against_uncut(
     rank: int, kind: str, model_type: str, changes: dict[str, Any], rows: tuple[tuple[int, int], ...], options: dict[str, Any]
 ) -> tuple[float, float, int]:
@@ -56,10 +72,11 @@ def cut_against_uncut(
     settings = options.get("settings", {})
     wanted, wanted_grads = _run(model, packed, settings)
     model.sequence_group = dist.group.WORLD
+    if options.get("shard"):
+        _shard(model)
     got, grads = _run(model, packed, settings)
     assert grads.keys() == wanted_grads.keys(), "every rank has every gradient"
-    for grad in grads.values():
-        dist.all_reduce(grad)
+    grads = {name: grad.full_tensor() if isinstance(grad, DTensor) else _summed(grad) for name, grad in grads.items()}
     scale = max(float(grad.abs().max()) for grad in wanted_grads.values())
     apart = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
     return apart, max(float((grads[name] - wanted_grads[name]).abs().max()) for name in grads) / scale, len(grads)
@@ -106,6 +123,12 @@ def test_float32_and_checkpointing(two_ranks: Ranks) -> None:
     _check(two_ranks, "policy", "gpt_oss", checkpointing=True)
 
 
+def test_sharded_parameters(two_ranks: Ranks) -> None:
+    """One rank has no target at all, and still gathers the head and sums its gradient."""
+    _check(two_ranks, "policy", "qwen2", rows=((20, 1),), shard=True)
+    _check(two_ranks, "value", "llama", shard=True, checkpointing=True)
+
+
 @pytest.fixture(scope="module")
 def three_ranks() -> Iterator[Ranks]:
     ranks = Ranks(3)
@@ -113,6 +136,7 @@ def three_ranks() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.mark.slow
 def test_three_ranks(three_ranks: Ranks) -> None:
     """Neither 4 heads, nor 2 key-value heads, nor 38 tokens, nor 2 tokens divide by three."""
     _check(three_ranks, "policy", "gpt_oss")

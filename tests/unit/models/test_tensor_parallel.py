@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from zoo import packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
@@ -125,6 +126,22 @@ def test_checkpointing(two_ranks: Ranks) -> None:
 def test_sharded_on_the_other_dimension(two_ranks: Ranks, meta: bool) -> None:
     _check(two_ranks, "llama", BIASED, shard=True, meta=meta)
     _check(two_ranks, "qwen3", {"tie_word_embeddings": True}, shard=True, meta=meta, checkpointing=True)
+
+
+def collectives(rank: int, model_type: str) -> tuple[int, int]:
+    model = _build("policy", model_type, {}, torch.float32)
+    apply_tensor_parallel(model, init_device_mesh("cpu", (2,)))
+    with CommDebugMode() as forward:
+        log_probs = model(packed_rows(tiny_rows())).log_probs
+    with CommDebugMode() as backward:
+        log_probs.sum().backward()
+    return forward.get_total_counts(), backward.get_total_counts()
+
+
+def test_two_sums_a_block_each_way(two_ranks: Ranks) -> None:
+    """One after attention and one after the MLP; in the backward pass one before each, not one for each of its five layers."""
+    assert two_ranks.run(collectives, "llama") == [(4, 4), (4, 4)]
+    assert two_ranks.run(collectives, "qwen3") == [(4, 8), (4, 8)]  # and one for each norm of heads, of one head's size
 
 
 def own_sizes(rank: int) -> dict[str, tuple[int, ...]]:

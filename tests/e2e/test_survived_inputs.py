@@ -25,7 +25,7 @@ from wrong_inputs import (
     rows_with,
 )
 
-from hybridflow.checkpoint.state import load_tree
+from hybridflow.checkpoint.shard_index import read_tensors
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.main_ppo import main as main_ppo
 
@@ -93,7 +93,7 @@ def test_steps_that_are_not_finite_are_skipped_and_kept(inputs: Inputs, tmp_path
     assert [line["actor/num_skipped_steps"] for line in metrics_of(tmp_path / "run").values()] == [2, 2]
     dumped = DataProto.load_from_disk(tmp_path / "run" / "nonfinite" / "actor_after_update_0_1")
     assert len(dumped) == 4 and dumped.batch["advantages"].isnan().any()
-    policy, start = load_tree(tmp_path / "run" / "global_step_2" / "actor")["model"], load_file(inputs.model / "model.safetensors")
+    policy, start = read_tensors(tmp_path / "run" / "global_step_2" / "actor", "model"), load_file(inputs.model / "model.safetensors")
     assert all(policy[f"hf.{name}"].equal(tensor) for name, tensor in start.items())
 
 

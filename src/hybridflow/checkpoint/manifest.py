@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.layout import MANIFEST
+from hybridflow.checkpoint.layout import MANIFEST, SHARDS
 from hybridflow.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
+
+HASHING_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -34,31 +37,47 @@ class Manifest:
     sequence: int
     """1 for the first checkpoint that a run saved, then 2 and so on: a run that went back saves lower steps later."""
     roles: tuple[str, ...]
-    """Top-level parts that hold a state."""
+    """Folders that hold a state of the driver (`state.py`)."""
     files: Mapping[str, FileDigest]
     """By path below the checkpoint folder."""
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Folders that hold an engine's state (`shard_index.py`)."""
+        return tuple(name.removesuffix(f"/{SHARDS}") for name in self.files if name.endswith(f"/{SHARDS}"))
+
     def damage(self, folder: Path, *, below: str = "") -> str | None:
         """What is wrong with the first file that differs (with `below`, of those in that folder), None where all are as written."""
-        for name, wanted in self.files.items():
-            if not name.startswith(f"{below}/" if below else ""):
-                continue
-            path = folder / name
+        wanted = {folder / name: digest for name, digest in self.files.items() if name.startswith(f"{below}/" if below else "")}
+        for path, digest in wanted.items():
             if not path.is_file():
                 return f"{path} is missing"
             size = path.stat().st_size
-            if size != wanted.size:
-                return f"{path} has {size} bytes, the manifest says {wanted.size}"
-            got = file_digest(path)
-            if got != wanted.sha256:
-                return f"{path} has SHA-256 {got}, the manifest says {wanted.sha256}"
+            if size != digest.size:
+                return f"{path} has {size} bytes, the manifest says {digest.size}"
+        for (path, digest), got in zip(wanted.items(), _digests(wanted), strict=True):
+            if got != digest.sha256:
+                return f"{path} has SHA-256 {got}, the manifest says {digest.sha256}"
         return None
 
 
-def write_manifest(folder: Path, *, step: int, sequence: int, roles: tuple[str, ...]) -> None:
-    """Write the manifest of all files that are in the folder now."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_digest(path)} for path in paths}
+def write_manifest(folder: Path, *, step: int, sequence: int, roles: tuple[str, ...], known: Mapping[str, FileDigest]) -> None:
+    """Write the manifest of all files that are in the folder now; those in `known` are not read again.
+
+    CheckpointError where a known one is not there as its writer left it.
+    """
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name, digest in known.items():
+        size = paths[name].stat().st_size if name in paths else None
+        if size != digest.size:
+            seen = "is not there" if size is None else f"has {size} bytes"
+            raise CheckpointError(
+                f"{name} {seen}, though a rank wrote {digest.size} bytes of it into {folder}: trainer.default_local_dir must be on a file "
+                "system that all nodes share"
+            )
+    unknown = {name: path for name, path in paths.items() if name not in known}
+    digests = {name: FileDigest(path.stat().st_size, digest) for (name, path), digest in zip(unknown.items(), _digests(unknown.values()))}
+    files = {name: asdict(known[name] if name in known else digests[name]) for name in paths}
     content = {"format": FORMAT, "step": step, "sequence": sequence, "roles": list(roles), "files": files}
     (folder / MANIFEST).write_text(_text(content), encoding="utf-8")
 
@@ -88,6 +107,12 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file in hexadecimal, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digests(paths: Iterable[Path]) -> Iterator[str]:
+    """In the order of the paths; several at a time, since hashing keeps no other thread from running."""
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        yield from pool.map(file_digest, paths)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -37,6 +37,10 @@ Parts = Mapping[str, dict[str, Any]]
 """`model`, `optimizer`, …: each a nested state, the same names and numbers on all ranks."""
 
 
+ROOM = "Make room or set trainer.default_local_dir to a writable place"
+"""What to do about a save that failed."""
+
+
 def save_shards(folder: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> dict[str, FileDigest]:
     """Write a state into a folder; called by all ranks of the group. Gives the digests of the files that this rank wrote, by name.
 
@@ -146,9 +150,21 @@ def _plan(folder: Path, parts: Parts, group: dist.ProcessGroup | None, copies: C
         tensors = {name: tensors[name] for name in names}
     writer = ShardWriter(folder, rank, world_size, structure, None if copies is None else copies.copy)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _explained(f"cannot save the engine's state into {folder}"):
-        save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=world_size == 1)
+    with _explained(f"cannot save the engine's state into {folder}", f". {ROOM}"):
+        if world_size > 1:
+            save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        else:
+            _save_alone(tensors, writer, planner)
     return writer
+
+
+def _save_alone(tensors: dict[str, Tensor], writer: ShardWriter, planner: DefaultSavePlanner) -> None:
+    """What DCP's `save` does where there is one rank, without its log record for every tensor (half the time of a small save)."""
+    planner.set_up_planner(tensors, is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    results = writer.write_data(planner.finish_plan(plans[0]), planner).wait()
+    writer.finish(metadata, [results])
 
 
 def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: list[Tensor]) -> Tensor:
@@ -161,7 +177,7 @@ def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: lis
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(what: str, hint: str = "") -> Iterator[None]:
     """DCP's exception, which is not even an Exception, as ours; without its warning that a single process has no ranks."""
     try:
         with warnings.catch_warnings():
@@ -169,9 +185,9 @@ def _explained(what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{what}: rank {rank}: {_told(cause)}") from cause
+        raise CheckpointError(f"{what}: rank {rank}: {_told(cause)}{hint}") from cause
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{what}: {_told(error)}") from error
+        raise CheckpointError(f"{what}: {_told(error)}{hint}") from error
 
 
 def _told(error: BaseException) -> str:

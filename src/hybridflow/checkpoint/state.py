@@ -98,7 +98,7 @@ class _Encoder:
     def _keep(self, tensor: Tensor, path: str) -> str:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
             raise CheckpointError(f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: {_ACCEPTED}")
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-untyped-call]
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = own.untyped_storage()
         same = (own.device, storage.data_ptr(), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
         if own.numel() and same in self._names:

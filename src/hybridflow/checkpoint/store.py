@@ -1,6 +1,7 @@
 """Checkpoints of a run: states in, whole folders `global_step_N` out, and back.
 
-    save: .tmp_global_step_N_PID ─files─► manifest ─fsync─► rename to global_step_N ─► tracker ─► rotation
+    begin:  .tmp_global_step_N_PID ─► states of the driver, and each rank its files, at once or in a thread
+    commit: all ranks are done ─► manifest ─fsync─► rename to global_step_N ─► tracker ─► rotation
     load: newest by order of saving ─digests─► whole: its state · damaged: named, and the one before
 
 A process may be killed at any of these arrows: a folder under its final name is always whole.
@@ -12,8 +13,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from safetensors import SafetensorError
 
 from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree
 from hybridflow.checkpoint.layout import LOCK, STEP_PREFIX, TRACKER, step_folders, step_of
-from hybridflow.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from hybridflow.checkpoint.manifest import FileDigest, Manifest, read_manifest, write_manifest
+from hybridflow.checkpoint.shard_index import saved_parts
 from hybridflow.checkpoint.state import State, load_tree, save_tree
 from hybridflow.errors import CheckpointError
 
@@ -32,12 +34,34 @@ _LEFTOVER = re.compile(rf"\.(tmp|old|trash)_(({STEP_PREFIX})\d+|{re.escape(TRACK
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint, read."""
+    """A whole checkpoint."""
 
     step: int
     path: Path
     state: dict[str, State]
-    """By role."""
+    """What the driver saved, read, by folder."""
+    engines: dict[str, frozenset[str]]
+    """The parts of an engine's state that are in each role's folder; the ranks read them."""
+
+
+Fill = Callable[[Path], Mapping[str, FileDigest] | None]
+"""Writes into a folder, or begins to; gives the digests of the files in it that need not be read again, by name."""
+
+
+@dataclass
+class PendingSave:
+    """A checkpoint that is being written. It counts for nothing before `CheckpointStore.commit`."""
+
+    step: int
+    folder: Path
+    roles: tuple[str, ...]
+    known: dict[str, FileDigest]
+    held: ExitStack
+    """Holds the run folder's lock."""
+
+    def add(self, name: str, digests: Mapping[str, FileDigest]) -> None:
+        """Digests of files in the folder `name`."""
+        self.known |= {f"{name}/{file}": digest for file, digest in digests.items()}
 
 
 class CheckpointStore:
@@ -55,29 +79,57 @@ class CheckpointStore:
             except OSError as error:
                 logger.warning("cannot tidy up after an interrupted save in %s: %s", self.run_dir, error)
 
-    def save(self, step: int, state: Mapping[str, State], folders: Mapping[str, Callable[[Path], object]] | None = None) -> Path:
+    def save(self, step: int, state: Mapping[str, State], folders: Mapping[str, Fill] | None = None) -> Path:
         """Write the checkpoint of a step: `state` by role, and further folders by the functions that fill them.
 
         A step that exists is replaced. CheckpointError where it cannot be written (earlier ones stay as they were) or where another
         process is saving into the same run folder.
         """
+        return self.commit(self.begin(step, state, folders))
+
+    def begin(self, step: int, state: Mapping[str, State], folders: Mapping[str, Fill] | None = None) -> PendingSave:
+        """Like `save`, without making it count: what `folders` began may go on until `commit`. Until then no other save can begin."""
         for name in [*state, *(folders or {})]:
             assert name and not name.startswith((".", "/")) and ".." not in name.split("/"), f"{name!r} is no name of a folder"
-        try:
+        temporary = self.run_dir / f".tmp_{STEP_PREFIX}{step}_{os.getpid()}"
+        with self._explained(step), ExitStack() as stack:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            with self._lock() as free:
-                if not free:
-                    raise CheckpointError(f"another process is saving into {self.run_dir}: give each run its own trainer.default_local_dir")
-                final = self._write(step, state, folders or {})
-                self._damaged.discard(final)
-                replace_file(self.run_dir / TRACKER, str(step))
-                self._rotate()
+            if not stack.enter_context(self._lock()):
+                raise CheckpointError(f"another process is saving into {self.run_dir}: give each run its own trainer.default_local_dir")
+            shutil.rmtree(temporary, ignore_errors=True)
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            pending = PendingSave(step, temporary, tuple(state), {}, stack)
+            for role, tree in state.items():
+                (temporary / role).mkdir(parents=True)
+                save_tree(temporary / role, tree)
+            for name, fill in (folders or {}).items():
+                (temporary / name).mkdir(parents=True, exist_ok=True)
+                pending.add(name, fill(temporary / name) or {})
+            pending.held = stack.pop_all()
+        return pending
+
+    def commit(self, pending: PendingSave) -> Path:
+        """Make a save count whose files are all written. CheckpointError as for `save`."""
+        with self._explained(pending.step), pending.held:
+            final = self._publish(pending)
+            self._damaged.discard(final)
+            replace_file(self.run_dir / TRACKER, str(pending.step))
+            self._rotate()
+        return final
+
+    def abandon(self, pending: PendingSave) -> None:
+        """Remove a save that cannot become whole."""
+        pending.held.close()
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"cannot save step {step} into {self.run_dir}: {error}. Make room or set trainer.default_local_dir to a writable place; "
                 f"checkpoints there: {_steps(self.run_dir)}"
             ) from error
-        return final
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, all digests verified; None without any. Damaged ones are logged as errors."""
@@ -126,27 +178,18 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {folder} is damaged: {damage}. {there}")
         return _read(folder, manifest)
 
-    def _write(self, step: int, state: Mapping[str, State], folders: Mapping[str, Callable[[Path], object]]) -> Path:
-        final = self.run_dir / f"{STEP_PREFIX}{step}"
-        temporary = self.run_dir / f".tmp_{final.name}_{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
+    def _publish(self, pending: PendingSave) -> Path:
+        final = self.run_dir / f"{STEP_PREFIX}{pending.step}"
         old: Path | None = None
         try:
-            for role, tree in state.items():
-                (temporary / role).mkdir(parents=True)
-                save_tree(temporary / role, tree)
-            for name, fill in folders.items():
-                (temporary / name).mkdir(parents=True, exist_ok=True)
-                fill(temporary / name)
             sequence = 1 + max((_sequence(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
-            write_manifest(temporary, step=step, sequence=sequence, roles=tuple(state))
-            sync_tree(temporary)
+            write_manifest(pending.folder, step=pending.step, sequence=sequence, roles=pending.roles, known=pending.known)
+            sync_tree(pending.folder)
             if final.exists():
                 old = self._set_aside(final, "old")
-            os.replace(temporary, final)
+            os.replace(pending.folder, final)
             sync(self.run_dir)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
             if old is not None and not final.exists():
                 os.replace(old, final)
         if old is not None:
@@ -210,7 +253,8 @@ def _sequence(folder: Path) -> int | None:
 
 
 def _read(folder: Path, manifest: Manifest) -> Checkpoint:
-    return Checkpoint(manifest.step, folder, {role: load_tree(folder / role) for role in manifest.roles})
+    state = {role: load_tree(folder / role) for role in manifest.roles}
+    return Checkpoint(manifest.step, folder, state, {role: saved_parts(folder / role) for role in manifest.engines})
 
 
 def _steps(run_dir: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,20 @@ def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
         )
 
 
-def parts_to_save(state: Mapping[str, Any], contents: CheckpointContentsConfig) -> dict[str, Any]:
+def parts_to_save(contents: CheckpointContentsConfig) -> tuple[str, ...]:
     """The parts of an engine's state that `checkpoint.save_contents` names."""
-    wanted = {part for word in contents.save_contents for part in ENGINE_PARTS.get(word, ())}
-    return {part: value for part, value in state.items() if part in wanted}
+    return tuple(part for word, parts in ENGINE_PARTS.items() if word in contents.save_contents for part in parts)
 
 
-def parts_to_load(name: str, saved: Mapping[str, Any], contents: CheckpointContentsConfig) -> dict[str, Any]:
+def parts_to_load(name: str, saved: Collection[str], contents: CheckpointContentsConfig) -> tuple[str, ...]:
     """The parts that `checkpoint.load_contents` names; those that the checkpoint lacks are said, and a missing model is an error."""
-    wanted = {part for word in contents.load_contents for part in ENGINE_PARTS.get(word, ())}
-    missing = sorted(wanted - saved.keys())
+    wanted = [part for word, parts in ENGINE_PARTS.items() if word in contents.load_contents for part in parts]
+    missing = [part for part in wanted if part not in saved]
     if "model" in missing:
         raise CheckpointError(f"The checkpoint has no model of the {name}: its run saved without (checkpoint.save_contents).")
     if missing:
         logger.warning("the checkpoint has no %s of the %s (checkpoint.save_contents): it starts afresh", " and no ".join(missing), name)
-    return {part: value for part, value in saved.items() if part in wanted}
+    return tuple(part for part in wanted if part in saved)
 
 
 def say_where(done: int, total: int, path: Path) -> None:

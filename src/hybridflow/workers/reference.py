@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, TrainEngine
 from hybridflow.errors import ModelError
+from hybridflow.models.lora import adapters_off, has_adapters
 from hybridflow.protocol import DataProto
-from hybridflow.workers.actor import POLICY_COLUMNS, ActorGroup, policy_forward
+from hybridflow.workers.actor import POLICY_COLUMNS, policy_forward
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 
@@ -21,17 +24,30 @@ def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
 
 
 class ReferenceWorker(StatefulWorker):
-    """Holds a policy without an optimizer; `column` names what it gives, since a teacher is the same with other weights."""
+    """Holds a policy without an optimizer; `column` names what it gives, since a teacher is the same with other weights.
 
-    def __init__(self, engine: TrainEngine, *, temperature: float, limits: BatchLimits, column: str = "ref_log_prob") -> None:
+    With `without_adapters` the engine is that of an actor in training by LoRA: its base, which never moves, is the reference.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        *,
+        temperature: float,
+        limits: BatchLimits,
+        column: str = "ref_log_prob",
+        without_adapters: bool = False,
+    ) -> None:
         super().__init__(engine)
-        self.temperature, self.limits, self.column = temperature, limits, column
+        self.temperature, self.limits, self.column, self.without_adapters = temperature, limits, column, without_adapters
+        assert not without_adapters or has_adapters(engine.module), "a model without adapters cannot be its own reference"
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def log_probs(self, batch: DataProto) -> DataProto:
         """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
         check_token_ids(batch, self.engine)
-        outputs = self.engine.forward(batch, policy_forward(self.temperature, with_entropy=False), self.limits)
+        with adapters_off(self.engine.module) if self.without_adapters else nullcontext():
+            outputs = self.engine.forward(batch, policy_forward(self.temperature, with_entropy=False), self.limits)
         return DataProto.from_dict({self.column: outputs["log_probs"]})
 
 
@@ -41,7 +57,3 @@ class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     def log_probs(self, batch: DataProto) -> DataProto:
         """ref_log_prob [B, R]."""
         return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS], []))
-
-    def copy_from(self, actor: ActorGroup) -> None:
-        """Become what the actor is now, in place (`algorithm.ref_update_freq`)."""
-        self.load_state_dict(actor.weights())

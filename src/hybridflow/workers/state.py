@@ -1,33 +1,95 @@
-"""What every worker with an engine can do: give and take its checkpoint state."""
+"""What every worker with an engine can do: save and load its part of a checkpoint, and take over another role's weights.
+
+driver: group.save(folder, parts) ──► all ranks write their own files ──► digests of all files
+driver: group.start_save(...) ──► copies taken ··· training goes on ··· group.save_done() ──► group.finish_save() ──► digests
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybridflow.checkpoint.manifest import FileDigest
+from hybridflow.checkpoint.sharded import CpuCopies, PendingShards, load_shards, save_shards, start_shards, world_of
 from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
 from hybridflow.engines import TrainEngine
+from hybridflow.errors import CheckpointError
+
+Digests = Mapping[str, FileDigest]
+"""By name of the file in the folder."""
 
 
 class StatefulWorker(Worker):
-    """A worker that owns one training engine."""
+    """A worker that owns one training engine; the ranks of its role are those of its process group."""
+
+    _saving: PendingShards | None = None
+    _copies: CpuCopies | None = None
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def state_dict(self) -> dict[str, Any]:
-        """The engine's whole state."""
-        return self.engine.state_dict()
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def weights(self) -> dict[str, Any]:
-        """The part of the state that another role of the same model can take over: its parameters alone."""
-        return {"model": self.engine.state_dict()["model"]}
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save(self, folder: str, parts: Sequence[str]) -> Digests:
+        """Write the parts of the engine's state that are named (`model`, `optimizer`, `scheduler`); gives the digests of all ranks."""
+        return _of_all_ranks(save_shards(Path(folder), self._parts(parts)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state, or some of its parts, in place."""
-        self.engine.load_state_dict(state)
+    def start_save(self, folder: str, parts: Sequence[str]) -> None:
+        """Like `save`, until the state is copied; a thread writes the copy."""
+        assert self._saving is None, f"{self.role} is saving: call finish_save first"
+        self._copies = self._copies or CpuCopies()
+        self._saving = start_shards(Path(folder), self._parts(parts), self._copies)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_done(self) -> bool:
+        """True when no rank is writing any more."""
+        return all(_each_rank(self._saving is None or self._saving.done()))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> Digests:
+        """Wait until all ranks have written; digests as of `save`. CheckpointError names the first rank that could not and why."""
+        assert self._saving is not None, f"{self.role} is not saving: call start_save first"
+        saving, self._saving = self._saving, None
+        try:
+            mine: Digests | str = saving.wait()
+        except CheckpointError as error:
+            mine = str(error)
+        return _of_all_ranks(mine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load(self, folder: str, parts: Sequence[str]) -> None:
+        """Take over saved parts of a state, in place, each rank its share, by however many ranks it was saved."""
+        self.engine.load_state_dict(load_shards(Path(folder), self._parts(parts)))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's share of the parameters, by name."""
+        return {name: _own(tensor) for name, tensor in self.engine.state_dict()["model"].items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_weights(self, weights: dict[str, Tensor]) -> None:
+        """Become, in place, what the rank of the same number of another role gave by `weights`."""
+        model = self.engine.state_dict()["model"]
+        odd = sorted(set(model) ^ set(weights))
+        odd += [name for name in sorted(set(model) & set(weights)) if _own(model[name]).shape != weights[name].shape]
+        if odd:
+            raise CheckpointError(
+                f"{self.role} cannot take over weights: {odd[0]} is not the same on rank {self.rank} of both roles. Both must be the same "
+                "model, cut alike: give them the same fsdp_config.fsdp_size and parallel sizes"
+            )
+        with torch.no_grad():
+            new = {name: _cut_as(weights[name], tensor) for name, tensor in model.items()}
+        self.engine.load_state_dict({"model": new})
+
+    def _parts(self, parts: Sequence[str]) -> dict[str, Any]:
+        state = self.engine.state_dict()
+        return {part: state[part] for part in parts}
 
 
 W = TypeVar("W", bound=StatefulWorker)
@@ -36,14 +98,62 @@ W = TypeVar("W", bound=StatefulWorker)
 class StatefulGroup(WorkerGroup[W]):
     """The driver's view of workers with an engine."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `StatefulWorker.state_dict`."""
-        return self.call(StatefulWorker.state_dict)
+    def save(self, folder: Path, parts: Sequence[str]) -> Digests:
+        """See `StatefulWorker.save`."""
+        return self.call(StatefulWorker.save, str(folder.absolute()), parts)
 
-    def weights(self) -> dict[str, Any]:
-        """See `StatefulWorker.weights`."""
+    def start_save(self, folder: Path, parts: Sequence[str]) -> None:
+        """See `StatefulWorker.start_save`."""
+        self.call(StatefulWorker.start_save, str(folder.absolute()), parts)
+
+    def save_done(self) -> bool:
+        """See `StatefulWorker.save_done`."""
+        return self.call(StatefulWorker.save_done)
+
+    def finish_save(self) -> Digests:
+        """See `StatefulWorker.finish_save`."""
+        return self.call(StatefulWorker.finish_save)
+
+    def load(self, folder: Path, parts: Sequence[str]) -> None:
+        """See `StatefulWorker.load`."""
+        self.call(StatefulWorker.load, str(folder.absolute()), parts)
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `StatefulWorker.weights`; those of rank 0."""
         return self.call(StatefulWorker.weights)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `StatefulWorker.load_state_dict`."""
-        self.call(StatefulWorker.load_state_dict, state)
+    def copy_from(self, other: StatefulGroup[Any]) -> None:
+        """Become what another role of the same model is now; each rank's share goes to the rank of the same number, not by the driver."""
+        assert other.world_size == self.world_size, f"{other.role} has {other.world_size} ranks, {self.role} {self.world_size}"
+        self.call(StatefulWorker.take_weights, other.submit(StatefulWorker.weights).by_reference())
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cut_as(share: Tensor, tensor: Tensor) -> Tensor:
+    """A rank's share as the tensor that it is a share of."""
+    if not isinstance(tensor, DTensor):
+        return share
+    local = share.to(tensor.to_local().device)
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _each_rank(mine: Any) -> list[Any]:
+    """What every rank says, on every rank."""
+    _, world_size = world_of(None)
+    if world_size == 1:
+        return [mine]
+    every: list[Any] = [None] * world_size
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def _of_all_ranks(mine: Digests | str) -> Digests:
+    """The digests of all ranks; a rank that could not write gives the reason in their place."""
+    every = _each_rank(mine)
+    for rank, told in enumerate(every):
+        if isinstance(told, str):
+            raise CheckpointError(f"rank {rank}: {told}")
+    return {name: digest for digests in every for name, digest in digests.items()}

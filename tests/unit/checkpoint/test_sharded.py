@@ -207,5 +207,5 @@ def test_a_thread_that_cannot_write_says_so_when_asked(tmp_path: Path, monkeypat
     pending = start_shards(tmp_path, {"model": {"w": torch.ones(2)}}, CpuCopies())
     with pytest.raises(CheckpointError, match=r"No space left on device.*model_world_size_1_rank_0"):
         pending.wait()
-    with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"cannot save .*No space left"):
         sharded.save_shards(tmp_path / "other", {"model": {"w": torch.ones(2)}})

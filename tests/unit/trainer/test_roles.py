@@ -75,7 +75,7 @@ def test_a_teacher_is_another_model_and_is_never_trained(model: Path, own: Path,
         assert before[0].shape[1] == 48 and not any(parameter.requires_grad for parameter in module.parameters())
         metrics = trainer.fit()
         assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-        assert metrics and "teacher" not in trainer.store.load(trainer.state.save(trainer.store)).state
+        assert metrics and "teacher" not in trainer.store.load(trainer.state.save(trainer.store)).engines
 
 
 def test_a_teacher_must_be_given_and_read_the_same_tokens(model: Path, own: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_process_reward_model_starts_as_the_actor_or_from_its_own_path(model
         with build(ppo_config(model, tmp_path / f"run_{width}", process, *given)) as trainer:
             roles = trainer.state.roles
             assert roles.process_reward is not None
-            weights = roles.process_reward.weights()["model"]
+            weights = roles.process_reward.weights()
             assert weights["hf.model.embed_tokens.weight"].shape[1] == width
             if path is None:
-                assert all(torch.equal(value, roles.actor.weights()["model"][name]) for name, value in weights.items())
+                assert all(torch.equal(value, roles.actor.weights()[name]) for name, value in weights.items())

@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from tiny_trainer import actor_module, build, ppo_config, tiny_model
 
+from hybridflow.checkpoint.shard_index import saved_parts
+from hybridflow.checkpoint.sharded import load_shards
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.errors import CheckpointError
 from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.workers.state import StatefulGroup
 
 KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50", "data.task.size=9")
+PARTS = ("model", "optimizer", "scheduler")
 GRPO = ("algorithm.adv_estimator=grpo",)
 
 
@@ -27,10 +32,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states(trainer: SyncTrainer) -> dict[str, Any]:
     roles = trainer.state.roles
     groups = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference, "process_reward": roles.process_reward}
-    engines = {name: group.state_dict() for name, group in groups.items() if group}
-    return deepcopy(
-        {**engines, "loader": trainer.loader.state_dict(), "kl": trainer.state.kl_controller.state_dict(), "step": trainer.state.step}
-    )
+    engines = {name: engine_state(group) for name, group in groups.items() if group}
+    return {
+        **engines,
+        "loader": deepcopy(trainer.loader.state_dict()),
+        "kl": trainer.state.kl_controller.state_dict(),
+        "step": trainer.state.step,
+    }
+
+
+def engine_state(group: StatefulGroup[Any]) -> Any:
+    """All of an engine's state, as its ranks would save it."""
+    with TemporaryDirectory() as folder:
+        group.save(Path(folder), PARTS)
+        return read_engine(Path(folder))
+
+
+def read_engine(folder: Path) -> Any:
+    return load_shards(folder, {part: {} for part in saved_parts(folder)})
 
 
 def equal(ours: Any, theirs: Any) -> bool:
@@ -74,7 +93,7 @@ def test_a_checkpoint_holds_what_was_asked_for(model: Path, tmp_path: Path, word
         trainer.state.step = 1
         path = trainer.state.save(trainer.store)
     loaded = CheckpointStore(tmp_path / "run").load(path)
-    assert set(loaded.state["actor"]) == parts and set(loaded.state) == {"actor", "data", "trainer"}
+    assert loaded.engines == {"actor": parts} and set(loaded.state) == {"data", "trainer"}
     assert (path / "actor" / "huggingface" / "config.json").is_file()
     assert any((path / "actor" / "huggingface").glob("*.safetensors")) == ("hf_model" in words)
 
@@ -93,16 +112,16 @@ def test_load_contents_choose_what_is_read(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_the_checkpoint_lacks_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with build(ppo_config(model, tmp_path / "run", *GRPO)) as trainer:
-        trainer.state.step = 1
-        path = trainer.state.save(trainer.store)
-        saved = trainer.store.load(path).state
-        without = {**saved, "actor": {"model": saved["actor"]["model"]}}
-        with caplog.at_level(logging.WARNING):
-            trainer.state.take(without)
+    for words in ("model", ""):
+        with build(
+            ppo_config(model, tmp_path / f"run_{words}", *GRPO, f"actor_rollout_ref.actor.checkpoint.save_contents=[{words}]")
+        ) as trainer:
+            trainer.state.step = 1
+            trainer.state.save(trainer.store)
+    with caplog.at_level(logging.WARNING), build(ppo_config(model, tmp_path / "run_model", *GRPO)):
         assert "no optimizer and no scheduler of the actor" in caplog.text
-        with pytest.raises(CheckpointError, match="no model of the actor"):
-            trainer.state.take({**saved, "actor": {}})
+    with pytest.raises(CheckpointError, match="no model of the actor"), build(ppo_config(model, tmp_path / "run_", *GRPO)):
+        pass
 
 
 def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
@@ -154,12 +173,14 @@ def test_a_moving_reference_and_a_process_reward_model_go_on_to_the_bit(model: P
     assert not equal(whole["reference"]["model"], fresh["reference"]["model"])
     assert not equal(whole["reference"]["model"], whole["actor"]["model"]), "the third step was taken against it"
     path = tmp_path / "whole" / "global_step_2"
-    saved = CheckpointStore(tmp_path / "whole").load(path).state
-    assert set(saved) == {"actor", "reference", "process_reward", "data", "trainer"}
-    assert set(saved["reference"]) == {"model"} and set(saved["process_reward"]) == {"model", "optimizer", "scheduler"}
+    assert CheckpointStore(tmp_path / "whole").load(path).engines == {
+        "actor": set(PARTS),
+        "reference": {"model"},
+        "process_reward": set(PARTS),
+    }
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path='{path}'")
     with build(ppo_config(model, tmp_path / "resumed", *settings, *resume)) as trainer:
-        assert equal(states(trainer)["reference"]["model"], saved["reference"]["model"]) and trainer.state.step == 2
+        assert equal(states(trainer)["reference"]["model"], read_engine(path / "reference")["model"]) and trainer.state.step == 2
         trainer.fit()
         assert equal(states(trainer), whole)
 
@@ -179,7 +200,7 @@ def test_a_reference_that_moved_is_kept_where_it_moves_no_more(model: Path, tmp_
 def test_a_still_reference_is_no_part_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO, *KL)) as trainer:
         trainer.state.step = 1
-        assert "reference" not in trainer.store.load(trainer.state.save(trainer.store)).state
+        assert "reference" not in trainer.store.load(trainer.state.save(trainer.store)).engines
     wanted = r"has no 'reference'.*"
     with (
         pytest.raises(CheckpointError, match=wanted),
@@ -190,10 +211,10 @@ def test_a_still_reference_is_no_part_of_a_checkpoint(model: Path, tmp_path: Pat
 
 def test_weights_are_taken_over_in_place(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO, "trainer.save_freq=1", "trainer.total_training_steps=1")) as trainer:
-        state = deepcopy({**states(trainer)})
+        state, saved = states(trainer), trainer.state.save(trainer.store)
         trainer.fit()
+        assert not equal(states(trainer)["actor"], state["actor"])
         pointers = [parameter.data_ptr() for parameter in actor_module(trainer).parameters()]
-        kl, loader = state.pop("kl"), state.pop("loader")
-        trainer.state.take({"actor": state["actor"], "data": loader, "trainer": {"kind": "ppo", "step": 0, "seed": 1, "kl_controller": kl}})
+        trainer.state.take(trainer.store.load(saved))
         assert [parameter.data_ptr() for parameter in actor_module(trainer).parameters()] == pointers
         assert equal(states(trainer)["actor"], state["actor"]) and trainer.state.step == 0

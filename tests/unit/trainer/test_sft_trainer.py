@@ -77,7 +77,7 @@ def test_what_a_checkpoint_holds_and_a_resume_reads(model: Path, tmp_path: Path,
     with build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1", "checkpoint.save_contents=[model]")) as trainer:
         trainer.fit()
     path = tmp_path / "run" / "global_step_1"
-    assert set(CheckpointStore(tmp_path / "run").load(path).state["actor"]) == {"model"}
+    assert CheckpointStore(tmp_path / "run").load(path).engines == {"actor": {"model"}}
     folder = path / "actor" / "huggingface"
     assert (folder / "config.json").is_file() and not list(folder.glob("*.safetensors"))
     with caplog.at_level(logging.WARNING), build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer:
@@ -108,6 +108,6 @@ def test_a_run_folder_has_one_run_at_a_time(model: Path, tmp_path: Path) -> None
 def test_a_checkpoint_has_the_model_as_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:
     with build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer:
         trainer.fit()
-        weights = {name: tensor.clone() for name, tensor in trainer.group.state_dict()["model"].items()}
+        weights = {name: tensor.clone() for name, tensor in trainer.group.weights().items()}
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "global_step_1" / "actor" / "huggingface")
     assert all(torch.equal(tensor, weights[f"hf.{name}"]) for name, tensor in exported.state_dict().items())

@@ -5,19 +5,21 @@ There is no random state in it: every draw is keyed by (seed, purpose, step, row
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.layout import ACTOR, CRITIC, DATA, HF_FOLDER, PROCESS_REWARD, REFERENCE, TRAINER
-from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.checkpoint.manifest import FileDigest
+from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import CheckpointError
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.resume import check_belongs, find, parts_to_load, parts_to_save, say_where
+from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where
+from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.bridge import KLController
 
 WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=["model"])
@@ -33,13 +35,14 @@ class RunState:
     kl_controller: KLController
     contents: dict[str, CheckpointContentsConfig]
     """By role with an optimizer: what is saved and loaded."""
-    write_huggingface: Callable[[Path, bool], None]
-    """(folder, with weights) -> config, tokenizer and, if asked, the weights of the actor."""
+    write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
+    """(folder, with weights): writes config, tokenizer and, if asked, the weights of the actor; gives digests that are known already."""
     total_steps: int
     seed: int
     reference_moves: bool = False
     """True: the reference takes over the actor's weights now and then, so its own are part of the state."""
     step: int = 0
+    saves: RunSaves = field(default_factory=RunSaves)
     _roles: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,34 +57,35 @@ class RunState:
             self.contents = {**self.contents, REFERENCE: WEIGHTS_ONLY}
 
     def save(self, store: CheckpointStore) -> Path:
-        """Write a checkpoint of this step."""
+        """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is whole."""
         state: dict[str, Any] = {
             DATA: self.loader.state_dict(),
             TRAINER: {"kind": "ppo", "step": self.step, "seed": self.seed, "kl_controller": self.kl_controller.state_dict()},
         }
-        for name, group in self._roles.items():
-            state[name] = parts_to_save(group.state_dict(), self.contents[name])
+        engines = {name: SavedEngine(group, self.contents[name]) for name, group in self._roles.items()}
         with_weights = "hf_model" in self.contents[ACTOR].save_contents
-        return store.save(self.step, state, folders={f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)})
+        folders = {f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)}
+        return self.saves.save(store, self.step, state, engines, folders)
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
         """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without one."""
         loaded = find(store, mode, path)
         if loaded is None:
             return 0
-        self.take(loaded.state)
+        self.take(loaded)
         say_where(self.step, self.total_steps, loaded.path)
         return self.step
 
-    def take(self, state: dict[str, Any]) -> None:
-        """Take over a state, in place."""
+    def take(self, loaded: Checkpoint) -> None:
+        """Take over a checkpoint, in place."""
+        state = loaded.state
         check_belongs(state, kind="ppo", seed=self.seed)
-        if REFERENCE in state:  # it had moved: it must not fall back to the start weights, even where it moves no more
+        if REFERENCE in loaded.engines:  # it had moved: it must not fall back to the start weights, even where it moves no more
             self._keep_reference()
         for name, group in self._roles.items():
-            if name not in state:
+            if name not in loaded.engines:
                 raise CheckpointError(f"The checkpoint has no '{name}': it was saved by a run without one.")
-            group.load_state_dict(parts_to_load(name, state[name], self.contents[name]))
+            group.load(loaded.path / name, parts_to_load(name, loaded.engines[name], self.contents[name]))
         self.loader.load_state_dict(state[DATA])
         self.kl_controller.load_state_dict(state[TRAINER]["kl_controller"])
         self.step = int(state[TRAINER]["step"])

@@ -5,16 +5,18 @@ There is no random state in it: every draw is keyed by (seed, purpose, epoch), s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridflow.checkpoint.layout import ACTOR, DATA, HF_FOLDER, TRAINER
+from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.sft import SFTRow
-from hybridflow.trainer.resume import check_belongs, find, parts_to_load, parts_to_save, say_where
+from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where
+from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.sft import SFTGroup
 
 
@@ -26,21 +28,19 @@ class SFTState:
     loader: StatefulLoader[SFTRow]
     contents: CheckpointContentsConfig
     """What is saved and loaded."""
-    write_huggingface: Callable[[Path, bool], None]
-    """(folder, with weights) -> config, tokenizer and, if asked, the weights."""
+    write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
+    """(folder, with weights): writes config, tokenizer and, if asked, the weights; gives digests that are known already."""
     total_steps: int
     seed: int
     step: int = 0
+    saves: RunSaves = field(default_factory=RunSaves)
 
     def save(self, store: CheckpointStore) -> Path:
-        """Write a checkpoint of this step."""
-        state = {
-            ACTOR: parts_to_save(self.group.state_dict(), self.contents),
-            DATA: self.loader.state_dict(),
-            TRAINER: {"kind": "sft", "step": self.step, "seed": self.seed},
-        }
+        """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is whole."""
+        state = {DATA: self.loader.state_dict(), TRAINER: {"kind": "sft", "step": self.step, "seed": self.seed}}
         with_weights = "hf_model" in self.contents.save_contents
-        return store.save(self.step, state, folders={f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)})
+        folders = {f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)}
+        return self.saves.save(store, self.step, state, {ACTOR: SavedEngine(self.group, self.contents)}, folders)
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
         """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without one."""
@@ -48,7 +48,7 @@ class SFTState:
         if loaded is None:
             return 0
         check_belongs(loaded.state, kind="sft", seed=self.seed)
-        self.group.load_state_dict(parts_to_load("model", loaded.state[ACTOR], self.contents))
+        self.group.load(loaded.path / ACTOR, parts_to_load("model", loaded.engines[ACTOR], self.contents))
         self.loader.load_state_dict(loaded.state[DATA])
         self.step = int(loaded.state[TRAINER]["step"])
         say_where(self.step, self.total_steps, loaded.path)

@@ -1,0 +1,117 @@
+"""A run's checkpoints: what the driver holds, and each engine's state, written by its ranks at once or while the run goes on.
+
+save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
+                                                 └──`async_save`──► at the end of a later step: commit_done ─► store.commit
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridflow.checkpoint.layout import STEP_PREFIX
+from hybridflow.checkpoint.manifest import FileDigest
+from hybridflow.checkpoint.sharded import ROOM
+from hybridflow.checkpoint.store import CheckpointStore, Fill, PendingSave
+from hybridflow.config.model import CheckpointContentsConfig
+from hybridflow.errors import CheckpointError, HybridFlowError
+from hybridflow.trainer.resume import parts_to_save
+from hybridflow.workers.state import StatefulGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SavedEngine:
+    """A role whose engine's state is in a checkpoint."""
+
+    group: StatefulGroup[Any]
+    contents: CheckpointContentsConfig
+
+
+@dataclass
+class RunSaves:
+    """Saves of a run; one at a time is under way."""
+
+    _pending: PendingSave | None = None
+    _writing: dict[str, StatefulGroup[Any]] = field(default_factory=dict)
+    """By role: those whose ranks are writing in a thread."""
+
+    def save(
+        self, store: CheckpointStore, step: int, state: Mapping[str, Any], engines: Mapping[str, SavedEngine], folders: Mapping[str, Fill]
+    ) -> Path:
+        """Save a step; gives where its checkpoint is, or will be when it is whole. Waits for a save that is still under way."""
+        self.commit(store)
+        fills = {name: self._fill(name, engine) for name, engine in engines.items()}
+        try:
+            self._pending = store.begin(step, state, {**fills, **folders})
+        except BaseException:
+            self._drain()
+            raise
+        if not self._writing:
+            return self.commit(store) or store.run_dir
+        return store.run_dir / f"{STEP_PREFIX}{step}"
+
+    def commit_done(self, store: CheckpointStore) -> None:
+        """Make a save that is under way count, if all ranks have written; called at the end of a step, costs nothing without one."""
+        if self._pending is not None and all(group.save_done() for group in self._writing.values()):
+            self.commit(store)
+
+    def commit(self, store: CheckpointStore) -> Path | None:
+        """Wait for the save that is under way, if any, and make it count; CheckpointError names the role, rank and cause of a failure."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        beside = bool(self._writing)
+        try:
+            while self._writing:
+                name, group = next(iter(self._writing.items()))
+                del self._writing[name]
+                pending.add(name, self._finished(pending.step, name, group))
+        except BaseException:
+            self._drain()
+            store.abandon(pending)
+            raise
+        path = store.commit(pending)
+        if beside:
+            logger.info("the checkpoint of step %d is whole: %s", pending.step, path)
+        return path
+
+    def abandon(self, store: CheckpointStore) -> None:
+        """Give up the save that is under way, if any, where its workers are gone or the run has failed."""
+        pending, self._pending = self._pending, None
+        self._writing.clear()
+        if pending is not None:
+            store.abandon(pending)
+
+    def _fill(self, name: str, engine: SavedEngine) -> Fill:
+        parts = parts_to_save(engine.contents)
+
+        def start(folder: Path) -> None:
+            self._writing[name] = engine.group
+            engine.group.start_save(folder, parts)
+
+        def write(folder: Path) -> Mapping[str, FileDigest]:
+            return engine.group.save(folder, parts)
+
+        return start if engine.contents.async_save else write
+
+    def _finished(self, step: int, name: str, group: StatefulGroup[Any]) -> Mapping[str, FileDigest]:
+        try:
+            return group.finish_save()
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written beside the run: {name}, {error}. {ROOM}. It does not count; those "
+                "before it are as they were"
+            ) from error
+
+    def _drain(self) -> None:
+        """After a failure: wait for the other threads, whose folder is about to go."""
+        while self._writing:
+            _, group = self._writing.popitem()
+            with suppress(HybridFlowError, AssertionError):
+                group.finish_save()

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_nodes import RayNodes
+
+DRIVER = str(Path(__file__).with_name("cluster_driver.py"))
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, DRIVER, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # a signal to its group must not reach the tests
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # tests in the background ignore it
+    )
+
+
+def said(driver: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line of JSON that a driver prints; AssertionError with its stderr if it ends instead."""
+    assert driver.stdout is not None and driver.stderr is not None
+    for line in driver.stdout:
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    raise AssertionError(driver.stderr.read())
+
+
+def left_behind(temp_dir: str, pids: list[int]) -> list[str]:
+    """Processes that name the folder of a run's own Ray, and which of the pids are alive."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = command.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if temp_dir in text or int(command.parent.name) in pids:
+            found.append(f"{command.parent.name} {text[:100]}")
+    return found
+
+
+def own_and_signal(tmp_path: Path, how: signal.Signals, to_group: bool) -> tuple[dict[str, Any], int]:
+    driver = start("own", str(tmp_path / "timeline.json"))
+    try:
+        found = said(driver)
+        assert left_behind(found["temp_dir"], found["pids"])
+        os.killpg(driver.pid, how) if to_group else driver.send_signal(how)
+        status = driver.wait(timeout=30)
+        until = time.monotonic() + 10
+        while left_behind(found["temp_dir"], found["pids"]) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert left_behind(found["temp_dir"], found["pids"]) == []
+        return found, status
+    finally:
+        driver.kill()
+        driver.communicate()
+
+
+def test_a_ray_of_our_own_ends_with_the_run(tmp_path: Path) -> None:
+    """Ctrl-C in a terminal, which reaches the whole group, while a worker hangs in a call outside Python."""
+    found, status = own_and_signal(tmp_path, signal.SIGINT, to_group=True)
+    assert status != 0 and not Path(found["temp_dir"]).exists()
+    assert found["device"] == "cpu" and found["local_ranks"] == [0, 1, 2] and found["still_there"]
+    assert json.loads((tmp_path / "timeline.json").read_text())
+    message, seconds = found["too_many"]
+    assert "asks for 1000 processes, a CPU each, but this machine offers" in message and seconds < 5
+    message, seconds = found["no_room"]
+    assert message.startswith("ConfigError: the run wants 5 CPUs, but the Ray of this run's own has 4.") and seconds < 5
+    assert "pool 'rollout', 1 node × 2" in message and "ray_kwargs.ray_init.num_cpus" in message
+    assert "1 free of 4 CPUs" in found["taken"][0] and "Others hold what is missing" in found["taken"][0]
+    assert found["late"][0].startswith("WorkerError") and "1 free of 4 CPUs" in found["late"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_ray_of_our_own_ends_when_the_driver_is_killed(tmp_path: Path, how: signal.Signals) -> None:
+    found, status = own_and_signal(tmp_path, how, to_group=False)
+    assert status != 0
+    if how is signal.SIGTERM:  # after SIGKILL Ray's own reaper ends the processes, and the folder stays
+        assert not Path(found["temp_dir"]).exists()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """A head and two nodes more."""
+    started = RayNodes([1, 2, 2])
+    yield started
+    started.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_pool_spans_nodes_and_one_of_them_dies(nodes: RayNodes) -> None:
+    driver = start("spread", nodes.address)
+    assert driver.stdin is not None
+    try:
+        found = said(driver)
+        assert found["local_ranks"] == [0, 1, 0, 1] and found["as_planned"] and found["num_processes"] == 4
+        assert found["nodes"] in (["node1", "node1", "node2", "node2"], ["node2", "node2", "node1", "node1"])
+        assert found["too_many"].startswith("ConfigError: the run wants 6 CPUs, but the Ray cluster at") and found["seconds"] < 5
+        assert "3 nodes × 2" in found["too_many"] and "start more nodes" in found["too_many"]
+        nodes.kill(1)
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        found = said(driver)
+        assert found["seconds"] < 15, "a node that is gone must be noticed"
+        assert "has 3." in found["missing"] and "node1" not in found["missing"]
+        nodes.add(2)
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        assert sorted(set(said(driver)["nodes"])) == ["node2", "node3"]
+        assert not said(driver)["in_ray"]
+        assert driver.wait(timeout=30) == 0
+    finally:
+        driver.kill()
+        driver.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cluster_of_another_version_and_one_that_was_only_left(nodes: RayNodes) -> None:
+    """The driver of the test before has left; the cluster still answers."""
+    driver = start("version", nodes.address)
+    try:
+        found = said(driver)
+        assert "differ, install the same versions on all nodes" in found["message"] and "Ray: 2.0.0" in found["message"]
+        assert found["seconds"] < 5
+    finally:
+        driver.kill()
+        driver.communicate()

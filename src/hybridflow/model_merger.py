@@ -7,6 +7,7 @@ test  --backend fsdp --local_dir RUN/global_step_N/actor --test_hf_dir FOLDER   
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -15,22 +16,42 @@ from hybridflow.merger import compare, merge
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.command import ends_in_status
 
+logger = logging.getLogger(__name__)
+
 
 @ends_in_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or what `ends_in_status` makes of an error."""
     options = _parser().parse_args(arguments)
     setup_logging()
+    _check(options)
+    where = {"base_model": options.base_model, "trust_remote_code": options.trust_remote_code}
+    if options.operation == "merge":
+        merge(options.local_dir, options.target_dir, lora=options.lora, **where)
+    else:
+        sys.stdout.write(compare(options.local_dir, options.test_hf_dir, **where) + "\n")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what cannot be had, and say what does nothing."""
     if options.backend == "megatron":
         raise ConfigError(
             "--backend megatron is not supported: checkpoints of this version are written by the fsdp engine only, use --backend fsdp"
         )
-    if options.operation == "merge":
-        merge(options.local_dir, options.target_dir, trust_remote_code=options.trust_remote_code)
-    else:
-        count = compare(options.local_dir, options.test_hf_dir, trust_remote_code=options.trust_remote_code)
-        sys.stdout.write(f"{count} tensors, all equal bit for bit\n")
-    return 0
+    if options.hf_upload_path or options.private:
+        raise ConfigError("--hf_upload_path and --private: nothing is uploaded from here. Merge, then `hf upload NAME FOLDER [--private]`")
+    if options.is_value_model:
+        raise ConfigError(
+            "--is-value-model: value models are not merged, their head is no language model's. A critic goes on from its checkpoint; merge "
+            "the actor"
+        )
+    for given, what in (
+        (options.tie_word_embedding, "--tie-word-embedding: the model's configuration says whether its embeddings are tied"),
+        (options.use_cpu_initialization, "--use_cpu_initialization: merging always happens on the CPU"),
+    ):
+        if given:
+            logger.info("without effect: %s", what)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,12 +59,21 @@ def _parser() -> argparse.ArgumentParser:
     operations = parser.add_subparsers(dest="operation", required=True)
     merging = operations.add_parser("merge", help="write a Hugging Face folder")
     merging.add_argument("--target_dir", required=True, help="folder to write; must be new or empty")
-    testing = operations.add_parser("test", help="compare a Hugging Face folder with the checkpoint, bit for bit")
+    merging.add_argument(
+        "--lora", choices=["fold", "keep"], help="adapters: fold them into their base (default), or write an adapter folder of peft"
+    )
+    testing = operations.add_parser("test", help="compare a Hugging Face folder with the checkpoint")
     testing.add_argument("--test_hf_dir", required=True, help="folder to compare")
     for each in (merging, testing):
         each.add_argument("--backend", choices=["fsdp", "megatron"], required=True, help="engine that wrote the checkpoint")
         each.add_argument("--local_dir", required=True, help="global_step_N, or its actor folder")
+        each.add_argument("--base_model", help="of adapters: folder or hub name of their base, where it is not where the run had it")
         each.add_argument("--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along")
+        each.add_argument("--tie-word-embedding", action="store_true", help="without effect: the model's configuration says it")
+        each.add_argument("--use_cpu_initialization", action="store_true", help="without effect: always so")
+        each.add_argument("--is-value-model", action="store_true", help="refused: value models are not merged")
+        each.add_argument("--hf_upload_path", help="refused: upload the folder yourself")
+        each.add_argument("--private", action="store_true", help="refused, with --hf_upload_path")
     return parser
 
 

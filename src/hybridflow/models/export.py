@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,13 +82,13 @@ def save_hf_sharded(
     tokenizer: PreTrainedTokenizerBase | None = None,
     group: ProcessGroup | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write a Hugging Face folder from a sharded model: all ranks of `group` call this, each writes its share of the files.
 
-    A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and written beside. `dtype`: that of
-    the floating-point weights in the files, None: their own. ModelError on every rank where one could not write.
+    A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and written beside. `dtypes`, by
+    names of `model.state_dict()`: of weights whose shards are wider than they are written. ModelError on every rank where one could not.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +102,8 @@ def save_hf_sharded(
         name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for bucket in buckets:
-            gathered = {each: _whole(entries[each].value(), dtype) for each in bucket}  # collective: every rank comes by here
+            # collective: every rank comes by here
+            gathered = {each: _whole(entries[each].value(), dtypes.get(f"hf.{each}")) for each in bucket}
             if mine:
                 tensors |= {key: value.cpu() for key, value in revert_weight_conversion(model.hf, gathered).items()}
         if mine and error is None:
@@ -111,7 +114,7 @@ def save_hf_sharded(
         places |= {key: (name, value.numel() * value.element_size()) for key, value in tensors.items()}
     _agree(places, error, group)
     if rank == 0:
-        _write_rest(model, folder, tokenizer, places, dtype, indexed=len(files) > 1)
+        _write_rest(model, folder, tokenizer, places, dtypes.get("hf." + next(iter(entries)), model.dtype), indexed=len(files) > 1)
     if has_adapters(model):
         save_adapter(model, folder / ADAPTER_FOLDER, group)
     if group is not None:
@@ -148,7 +151,7 @@ def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]
 
 @torch.no_grad()
 def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    if dtype is not None and tensor.is_floating_point():
+    if dtype is not None:
         tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -171,7 +174,7 @@ def _write_rest(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
     places: dict[str, tuple[str, int]],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     *,
     indexed: bool,
 ) -> None:
@@ -182,7 +185,7 @@ def _write_rest(
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     config: Any = deepcopy(model.config)
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model.hf).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
     if model.hf.generation_config is not None:

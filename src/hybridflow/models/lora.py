@@ -130,6 +130,13 @@ def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
             local(own).copy_(value[own_slices(own)])
 
 
+def load_with_peft(policy: PolicyModel, folder: Path) -> None:
+    """Put the adapter of a folder into a plain policy by peft's own loader: what whoever reads the folder will have."""
+    import peft
+
+    peft.PeftModel.from_pretrained(policy.hf, str(folder), autocast_adapter_dtype=False)
+
+
 def has_adapters(model: nn.Module) -> bool:
     """True after `add_lora`."""
     return any(_PART.search(name) for name, _ in model.named_parameters())
@@ -158,7 +165,7 @@ def _adapted(module: nn.Module) -> bool:
 
 def _switch(layers: list[Any], *, enabled: bool) -> None:
     for layer in layers:
-        # peft also says that parameters need no gradient; a sharded parameter that is gathered for the first time just then would keep it
+        # peft switches gradients as well, and on for all: what was frozen must stay so
         flags = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
         layer.enable_adapters(enabled)
         for parameter, flag in flags:
@@ -173,6 +180,11 @@ def is_adapter(name: str) -> bool:
 def adapter_names(names: Iterable[str]) -> list[str]:
     """Those of `names` that are parts of adapters."""
     return [name for name in names if is_adapter(name)]
+
+
+def adapter_part(name: str) -> str:
+    """`LAYER.lora_A` or `LAYER.lora_B` of an adapter parameter's name in a policy."""
+    return name.removeprefix("hf.").removesuffix(f".{ADAPTER}.weight")
 
 
 def base_name(name: str) -> str:
@@ -213,8 +225,8 @@ class PlainEntry:
         """The entry, folded now; sharded where the base is."""
         if self.layer is None:
             return self.tensor
-        parts = (self.layer.lora_A[ADAPTER].weight, self.layer.lora_B[ADAPTER].weight)
-        folded = fold(self.tensor, *parts, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
+        a, b = _parts(self.layer)
+        folded = fold(self.tensor, a, b, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
         return folded.to(self.tensor.dtype)
 
 
@@ -237,10 +249,16 @@ def fold_adapters(model: PolicyModel | ValueModel) -> None:
 
 
 def adapter_tensors(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tensor]]:
-    """The adapters by `LAYER.lora_A` and `LAYER.lora_B`, sharded where they are."""
+    """The adapters by `LAYER.lora_A` and `LAYER.lora_B`, in the dtype they compute in, sharded where they are."""
     for name, layer in adapted_layers(model).items():
-        yield f"{name}.lora_A", layer.lora_A[ADAPTER].weight
-        yield f"{name}.lora_B", layer.lora_B[ADAPTER].weight
+        a, b = _parts(layer)
+        yield from ((f"{name}.lora_A", a), (f"{name}.lora_B", b))
+
+
+def _parts(layer: Any) -> tuple[Tensor, Tensor]:
+    """A and B as they multiply: shards in training may be wider than the base, which is in the compute dtype."""
+    dtype = layer.base_layer.weight.dtype
+    return layer.lora_A[ADAPTER].weight.to(dtype), layer.lora_B[ADAPTER].weight.to(dtype)
 
 
 def adapter_config(model: PolicyModel | ValueModel) -> Any:

@@ -56,11 +56,10 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
             f"{type(policy.hf).__name__} gives log-probs that are not finite: look for NaN or infinity in the weights of the model's folder"
             + (" (this dtype may be too narrow for them)" if policy.dtype.itemsize < 4 else "")
         )
-    difference = _largest if policy.dtype.itemsize >= 4 else _largest_mean
-    limit = tolerance if tolerance is not None else _TOLERANCES.get(policy.dtype, 0.3)
+    limit = tolerance if tolerance is not None else probe_tolerance(policy.dtype)
     differences = {
-        "packed": max(difference(ours, theirs) for ours, theirs in zip(packed, alone, strict=True)),
-        "from the key-value cache": max(difference(ours, theirs[-1]) for ours, theirs in zip(cached, alone, strict=True)),
+        "packed": max(difference(ours, theirs, policy.dtype) for ours, theirs in zip(packed, alone, strict=True)),
+        "from the key-value cache": max(difference(ours, theirs[-1], policy.dtype) for ours, theirs in zip(cached, alone, strict=True)),
     }
     for how, worst in differences.items():
         if not worst <= limit:  # also where it is nan
@@ -71,13 +70,26 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
     return max(differences.values())
 
 
-def _largest(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max())
+@torch.no_grad()
+def probe_log_probs(policy: PolicyModel) -> Tensor:
+    """Log-probs [tokens, V] of the probe's rows, packed: by them two copies of a model are compared."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        return torch.cat(_packed(policy, _rows(policy)))
+    finally:
+        policy.train(was_training)
 
 
-def _largest_mean(ours: Tensor, theirs: Tensor) -> float:
-    """Of the positions, each the mean over its vocabulary [..., V]."""
-    return float((ours - theirs).abs().mean(-1).max())
+def probe_tolerance(dtype: torch.dtype) -> float:
+    """How far log-probs of one model may lie apart that were computed in two ways, in nats as `difference` counts them."""
+    return _TOLERANCES.get(dtype, 0.3)
+
+
+def difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
+    """The largest difference of log-probs [..., V]; for models of half precision of the means over the vocabulary."""
+    apart = (ours - theirs).abs()
+    return float(apart.max() if dtype.itemsize >= 4 else apart.mean(-1).max())
 
 
 def _rows(policy: PolicyModel) -> list[Tensor]:

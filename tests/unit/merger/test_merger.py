@@ -7,17 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from hybridflow import model_merger
 from hybridflow.checkpoint import CheckpointStore
-from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER
+from hybridflow.checkpoint.layout import ACTOR, CRITIC, HF_FOLDER
+from hybridflow.checkpoint.sharded import save_shards
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.merger import compare, merge
+from hybridflow.models.adapter_folder import CONFIG, WEIGHTS
 from hybridflow.models.build import build_policy
+from hybridflow.models.export import ADAPTER_FOLDER, save_config
+from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora, saved_names
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.probe import probe_log_probs
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.models.value import ValueModel
+from ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +41,24 @@ def trained(folder: Path, dtype: str = "float32") -> PolicyModel:
     return policy
 
 
-def save(run_dir: Path, source: Path, policy: PolicyModel, **more: Any) -> Path:
-    def configuration(folder: Path) -> None:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+def save(run_dir: Path, policy: PolicyModel, **more: Any) -> Path:
+    """A checkpoint as a run writes it."""
+    names = saved_names(policy)
+    model = {name: tensor for name, tensor in policy.state_dict().items() if names is None or name in names}
+    parts = {"model": model, "optimizer": {"m": torch.zeros(3)}, "scheduler": {"num_steps": 1}, **more}
+    tokenizer = load_tokenizer(str(policy.config.name_or_path))
 
-    state = {ACTOR: {"model": dict(policy.state_dict()), "optimizer": {"m": torch.zeros(3)}, "scheduler": {"num_steps": 1}, **more}}
-    return CheckpointStore(run_dir).save(4, state, folders={f"{ACTOR}/{HF_FOLDER}": configuration})
+    def configuration(folder: Path) -> None:
+        save_config(policy, folder, tokenizer)
+
+    fill = {ACTOR: lambda folder: save_shards(folder, parts), f"{ACTOR}/{HF_FOLDER}": configuration}
+    return CheckpointStore(run_dir).save(4, {}, folders=fill)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_merged_folder_is_the_trained_model(tmp_path: Path, tiny_folder: Path, dtype: str) -> None:
     policy = trained(tiny_folder, dtype)
-    step = save(tmp_path / "run", tiny_folder, policy)
+    step = save(tmp_path / "run", policy)
     target = merge(step, tmp_path / "out" / "merged")
     again = build_policy(target, device="cpu", dtype=dtype)
     for name, tensor in policy.state_dict().items():
@@ -52,12 +66,14 @@ def test_the_merged_folder_is_the_trained_model(tmp_path: Path, tiny_folder: Pat
     assert json.loads((target / "config.json").read_text())["dtype"] == dtype
     assert load_tokenizer(target).decode(load_tokenizer(target).encode("1 + 2 = ?")) == "1 + 2 = ?"
     assert sorted(path.name for path in target.parent.iterdir()) == ["merged"], "nothing is left beside it"
-    assert compare(step / ACTOR, target) == len(policy.state_dict())
+    assert compare(step / ACTOR, target) == f"{len(policy.state_dict())} tensors, all equal bit for bit"
 
 
-def test_untied_weights_and_plain_names(tmp_path: Path, tiny_folder: Path) -> None:
+def test_a_state_in_one_file(tmp_path: Path, tiny_folder: Path) -> None:
+    """As one process writes a state whole; with the names of the Hugging Face module."""
     policy = build_policy(tiny_folder, device="cpu", dtype="float32", probe=False)
-    step = save(tmp_path / "run", tiny_folder, policy, model=dict(policy.hf.state_dict()))
+    fill = {f"{ACTOR}/{HF_FOLDER}": lambda folder: save_config(policy, folder, None) and None}
+    step = CheckpointStore(tmp_path / "run").save(4, {ACTOR: {"model": dict(policy.hf.state_dict())}}, folders=fill)
     merged = load_file(merge(step / ACTOR, tmp_path / "merged") / "model.safetensors")
     original = load_file(tiny_folder / "model.safetensors")
     assert merged.keys() == original.keys(), "tied weights are written once, as transformers writes them"
@@ -65,7 +81,7 @@ def test_untied_weights_and_plain_names(tmp_path: Path, tiny_folder: Path) -> No
 
 
 def test_damage_and_what_is_missing(tmp_path: Path, tiny_folder: Path) -> None:
-    step = save(tmp_path / "run", tiny_folder, trained(tiny_folder))
+    step = save(tmp_path / "run", trained(tiny_folder))
     with pytest.raises(CheckpointError, match=r"no actor to merge at .*: there is no such folder"):
         merge(tmp_path / "run" / "global_step_5", tmp_path / "merged")
     with pytest.raises(CheckpointError, match=r"no actor to merge at .*: it holds .*global_step_4"):
@@ -78,7 +94,7 @@ def test_damage_and_what_is_missing(tmp_path: Path, tiny_folder: Path) -> None:
     (alone / HF_FOLDER / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         merge(alone, tmp_path / "merged")
-    tensors = step / ACTOR / "state.safetensors"
+    (tensors,) = (step / ACTOR).glob("model_*.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(CheckpointError, match="is damaged"):
         merge(step, tmp_path / "merged")
@@ -92,7 +108,7 @@ def test_a_checkpoint_without_the_model(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    step = save(tmp_path / "run", tiny_folder, trained(tiny_folder))
+    step = save(tmp_path / "run", trained(tiny_folder))
     source = ["--backend", "fsdp", "--local_dir", str(step / ACTOR)]
     target = tmp_path / "merged"
     assert model_merger.main(["merge", *source, "--target_dir", str(target)]) == 0
@@ -102,3 +118,111 @@ def test_the_command(tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFi
     assert "differs from the checkpoint's" in capsys.readouterr().err
     assert model_merger.main(["merge", "--backend", "megatron", "--local_dir", str(step), "--target_dir", str(tmp_path / "x")]) == 1
     assert "use --backend fsdp" in capsys.readouterr().err
+
+
+def with_adapters(folder: Path, dtype: str = "float32") -> PolicyModel:
+    policy = build_policy(folder, device="cpu", dtype=dtype, probe=False)
+    add_lora(policy, LoraSettings(rank=4, alpha=8, target_modules=("q_proj", "down_proj")))
+    with torch.no_grad():
+        for number, layer in enumerate(adapted_layers(policy).values()):
+            b = layer.lora_B["default"].weight
+            b.copy_(torch.rand(b.shape, generator=torch.Generator().manual_seed(number)) - 0.5)
+    return policy
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_folded_into_their_base(tmp_path: Path, tiny_folder: Path, dtype: str) -> None:
+    policy = with_adapters(tiny_folder, dtype)
+    step = save(tmp_path / "run", policy)
+    target = merge(step, tmp_path / "merged", lora="fold")
+    assert not (target / ADAPTER_FOLDER).exists() and not (target / CONFIG).exists()
+    again, base = (build_policy(folder, device="cpu", dtype=dtype) for folder in (target, tiny_folder))
+    live, merged, before = (probe_log_probs(each) for each in (policy, again, base))
+    moved, apart = float((live - before).abs().mean()), float((live - merged).abs().mean())
+    assert apart < (1e-6 if dtype == "float32" else moved / 3) and moved > 0.01
+    assert "log-probs of a probe batch within" in compare(step, target)
+    if dtype == "float32":
+        with pytest.raises(CheckpointError, match="do not give the same log-probs"):
+            compare(step, tiny_folder)
+
+
+def test_adapters_are_kept(tmp_path: Path, tiny_folder: Path) -> None:
+    policy = with_adapters(tiny_folder)
+    step = save(tmp_path / "run", policy)
+    target = merge(step, tmp_path / "kept", lora="keep")
+    assert json.loads((target / CONFIG).read_text())["base_model_name_or_path"] == str(tiny_folder.resolve())
+    assert not (target / "config.json").exists() and (target / "tokenizer_config.json").exists()
+    again = build_policy(tiny_folder, device="cpu", probe=False)
+    add_lora(again, LoraSettings(0, adapter_path=str(target)))
+    assert probe_log_probs(again).equal(probe_log_probs(policy))
+    assert compare(step, target) == "8 tensors, all equal bit for bit"
+    weights = load_file(target / WEIGHTS)
+    save_file({name: tensor + 1 if "layers.1.mlp" in name else tensor for name, tensor in weights.items()}, target / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.lora_A\.weight in .* differs from the checkpoint's"):
+        compare(step, target)
+
+
+def test_the_base_is_gone_or_another(tmp_path: Path, tiny_folder: Path) -> None:
+    there = shutil.copytree(tiny_folder, tmp_path / "base")
+    step = save(tmp_path / "run", with_adapters(there))
+    there.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=rf"adapters of the model {there}, which is not there.*--base_model"):
+        merge(step, tmp_path / "merged")
+    merge(step, tmp_path / "merged", base_model=str(tmp_path / "moved"))
+    assert merge(step, tmp_path / "kept", lora="keep", base_model=str(tiny_folder)).is_dir()
+    assert json.loads((tmp_path / "kept" / CONFIG).read_text())["base_model_name_or_path"] == str(tiny_folder)
+    shutil.rmtree(step / ACTOR / HF_FOLDER / ADAPTER_FOLDER)
+    (step / "manifest.json").unlink()
+    with pytest.raises(ModelError, match=r"cannot read adapter_config\.json"):
+        merge(step, tmp_path / "third")
+
+
+def test_what_is_not_merged(tmp_path: Path, tiny_folder: Path) -> None:
+    plain = trained(tiny_folder)
+    step = save(tmp_path / "run", plain)
+    with pytest.raises(ConfigError, match=r"--lora keep: .* holds no adapters"):
+        merge(step, tmp_path / "merged", lora="keep")
+    save_shards(tmp_path / CRITIC, {"model": dict(ValueModel(plain.hf).state_dict())})
+    with pytest.raises(CheckpointError, match="holds a value model"):
+        merge(tmp_path / CRITIC, tmp_path / "merged")
+
+
+def save_on_rank(rank: int, folder: str, source: str, adapters: bool) -> None:
+    policy = with_adapters(Path(source)) if adapters else trained(Path(source))
+    mesh, names = init_device_mesh("cpu", (2,)), saved_names(policy)
+    model = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in policy.state_dict().items()}
+    save_shards(Path(folder) / ACTOR, {"model": {name: model[name] for name in model if names is None or name in names}})
+    if rank == 0:
+        save_config(policy, Path(folder) / ACTOR / HF_FOLDER)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_what_two_ranks_saved_becomes_one_folder(two_ranks: Ranks, tmp_path: Path, tiny_folder: Path, adapters: bool) -> None:
+    two_ranks.run(save_on_rank, str(tmp_path), str(tiny_folder), adapters)
+    again = build_policy(merge(tmp_path, tmp_path / "merged"), device="cpu", probe=False)
+    live = with_adapters(tiny_folder) if adapters else trained(tiny_folder)
+    assert torch.allclose(probe_log_probs(again), probe_log_probs(live), atol=1e-5)
+
+
+def test_weights_are_staged_in_pieces(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridflow.merger.source.STAGED_BYTES", 4096)
+    step = save(tmp_path / "run", trained(tiny_folder))
+    assert compare(step, merge(step, tmp_path / "merged")).endswith("equal bit for bit")
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "text"),
+    [
+        (["--tie-word-embedding", "--use_cpu_initialization"], 0, ""),
+        (["--hf_upload_path", "me/model", "--private"], 1, "nothing is uploaded from here"),
+        (["--is-value-model"], 1, "value models are not merged"),
+        (["--lora", "fold"], 1, "holds no adapters"),
+    ],
+)
+def test_flags_of_the_command(
+    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], status: int, text: str
+) -> None:
+    step = save(tmp_path / "run", trained(tiny_folder))
+    source = ["merge", "--backend", "fsdp", "--local_dir", str(step / ACTOR), "--target_dir", str(tmp_path / "merged")]
+    assert model_merger.main([*source, *flags]) == status
+    assert text in capsys.readouterr().err and (tmp_path / "merged").exists() == (status == 0)

@@ -1,0 +1,161 @@
+"""What a checkpoint holds of a role's model: tensors that are read one at a time, its configuration, its adapters.
+
+global_step_N or a role's folder ──manifest, digests──► Source ──stage──► a folder that `build_policy` reads
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER, MANIFEST, MODEL, SHARDS, STRUCTURE
+from hybridflow.checkpoint.manifest import read_manifest
+from hybridflow.checkpoint.shard_index import SavedTensors, read_tensors
+from hybridflow.checkpoint.state import load_tree
+from hybridflow.errors import CheckpointError
+from hybridflow.models.adapter_folder import CONFIG, read_adapter_config, write_adapter_weights
+from hybridflow.models.export import ADAPTER_FOLDER
+from hybridflow.models.lora import adapter_part, is_adapter
+
+logger = logging.getLogger(__name__)
+
+STAGED_BYTES = 2**30
+"""At most so much is in memory while tensors go from a checkpoint into a folder, one tensor more."""
+
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+_WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model of a role in a checkpoint."""
+
+    folder: Path
+    tensors: Mapping[str, Tensor]
+    """By the names of the module in training; read when asked for."""
+
+    @classmethod
+    def open(cls, path: Path) -> Source:
+        """Of a `global_step_N` folder (its actor) or a role's folder. CheckpointError where it is damaged or holds no policy."""
+        folder = _role_folder(path)
+        if (folder.parent / MANIFEST).is_file():
+            damage = read_manifest(folder.parent).damage(folder.parent, below=folder.name)
+            if damage is not None:
+                raise CheckpointError(f"checkpoint {folder.parent} is damaged: {damage}. Merge another step")
+        else:
+            logger.warning("%s has no %s beside it: its files cannot be verified", folder, MANIFEST)
+        source = cls(folder, _tensors(folder))
+        if any(name.startswith("backbone.") for name in source.tensors):
+            raise CheckpointError(
+                f"{folder} holds a value model, whose head is no language model's: only policies become Hugging Face folders. Give the "
+                f"{ACTOR} folder"
+            )
+        return source
+
+    @property
+    def hf_folder(self) -> Path:
+        """Configuration and tokenizer."""
+        return self.folder / HF_FOLDER
+
+    @property
+    def with_adapters(self) -> bool:
+        """True where only adapters were trained: nothing else is in the checkpoint."""
+        return any(is_adapter(name) for name in self.tensors)
+
+    @property
+    def dtype(self) -> str:
+        """That of most of the numbers, as `build_policy` names it."""
+        sizes: Counter[torch.dtype] = Counter()
+        for name in self.tensors:
+            saved = self.tensors if isinstance(self.tensors, SavedTensors) else None
+            dtype = self.tensors[name].dtype if saved is None else saved.dtype(name)
+            if dtype in _DTYPE_NAMES:
+                sizes[dtype] += self.tensors[name].numel() if saved is None else math.prod(saved.shape(name))
+        return _DTYPE_NAMES[max(sizes, key=lambda each: sizes[each], default=torch.float32)]
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by their Hugging Face names, one at a time."""
+        for name in self.tensors:
+            yield name.removeprefix("hf."), self.tensors[name]
+
+    def base(self, given: str | None) -> str:
+        """Where the base of the adapters is: `given`, or what stands in the checkpoint; CheckpointError where that is gone."""
+        if given is not None:
+            return given
+        config = read_adapter_config(self.hf_folder / ADAPTER_FOLDER)
+        written = str(config.get("base_model_name_or_path") or "")
+        if not written or (written.startswith("/") and not Path(written).is_dir()):
+            raise CheckpointError(
+                f"{self.folder} holds adapters of the model {written or '(unknown)'}, which is not there: a checkpoint of a LoRA run holds "
+                "only what was trained. Name the folder of that model with --base_model"
+            )
+        return written
+
+    def stage_config(self, target: Path) -> None:
+        """Copy configuration and tokenizer without any weights."""
+        if not (self.hf_folder / "config.json").is_file():
+            raise CheckpointError(f"{self.hf_folder / 'config.json'} is missing: without the model's configuration nothing can be merged")
+        shutil.copytree(self.hf_folder, target, dirs_exist_ok=True, ignore=_weights_and_adapter)
+
+    def stage_weights(self, target: Path) -> None:
+        """Write all tensors into safetensors files that transformers reads, a gigabyte at a time."""
+        batch: dict[str, Tensor] = {}
+        places: dict[str, str] = {}
+        for name, tensor in self.items():
+            if sum(each.numel() * each.element_size() for each in batch.values()) >= STAGED_BYTES:
+                _write_part(target, batch, places)
+            batch[name] = tensor
+        _write_part(target, batch, places)
+        index = {"metadata": {}, "weight_map": places}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+    def write_adapter(self, folder: Path, base: str) -> None:
+        """Write the adapters in peft's format, with the configuration that the checkpoint has and the base named."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {**read_adapter_config(self.hf_folder / ADAPTER_FOLDER), "base_model_name_or_path": base}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_adapter_weights(folder, {adapter_part(name): self.tensors[name] for name in self.tensors})
+
+
+def _write_part(target: Path, batch: dict[str, Tensor], places: dict[str, str]) -> None:
+    name = f"part-{len(set(places.values()))}.safetensors"
+    seen: set[int] = set()
+    apart = {}
+    for key, tensor in batch.items():  # tied weights may be one tensor here and are two entries in the file
+        apart[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    save_file(apart, target / name, metadata={"format": "pt"})
+    places |= dict.fromkeys(batch, name)
+    batch.clear()
+
+
+def _role_folder(path: Path) -> Path:
+    for folder in (path / ACTOR, path):
+        if (folder / STRUCTURE).is_file():
+            return folder
+    what = f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}" if path.is_dir() else "there is no such folder"
+    raise CheckpointError(f"no actor to merge at {path}: {what}. Give a global_step_N folder or the {ACTOR} folder in it")
+
+
+def _tensors(folder: Path) -> Mapping[str, Tensor]:
+    if (folder / SHARDS).is_file():
+        return read_tensors(folder, MODEL)
+    try:  # a state that one process wrote whole
+        model: dict[str, Tensor] = load_tree(folder, only=MODEL)
+    except KeyError:
+        raise CheckpointError(f"the state in {folder} has no model: it was saved without 'model' in checkpoint.save_contents") from None
+    return model
+
+
+def _weights_and_adapter(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(_WEIGHTS) or name == ADAPTER_FOLDER]

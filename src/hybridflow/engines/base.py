@@ -7,7 +7,7 @@ The engine never sees an algorithm: what the module is asked for is a `ForwardFn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,8 +42,8 @@ class TrainEngine(Protocol):
 
     module: nn.Module
     device: torch.device
-    compute: torch.dtype | None
-    """The dtype it computes in where its parameters are wider; None: theirs."""
+    narrow: Mapping[str, torch.dtype]
+    """The dtypes in which it computes with parameters that it keeps in a wider one, by name."""
 
     def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
         """Outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is predicted."""

@@ -69,6 +69,16 @@ class GenerationRequest:
     seed: int
     """Key of this request's draws, for example `derive_seed(seed, "rollout", step, row)`; nothing else enters its random numbers."""
 
+    @property
+    def deal_key(self) -> tuple[int, ...]:
+        """Requests of one prompt stay together when they are dealt to replicas: they share its prefill."""
+        return self.prompt_token_ids
+
+    @property
+    def deal_cost(self) -> float:
+        """What the request may cost, in tokens; how long a response becomes is not known before."""
+        return float(len(self.prompt_token_ids) + self.sampling.max_tokens)
+
 
 @dataclass(frozen=True)
 class GenerationOutput:
@@ -94,9 +104,22 @@ class RolloutStats:
     prefill_tokens: int = 0
     """Prompt tokens computed; prompts that several requests share count once."""
     decode_steps: int = 0
+    """Of all replicas."""
     max_rows: int = 0
-    """Most rows that were decoded together."""
+    """Most rows that one replica decoded together."""
     seconds: float = 0.0
+
+    @classmethod
+    def join(cls, parts: Sequence[RolloutStats], *, together: bool) -> RolloutStats:
+        """What several calls did: replicas that worked `together` took the time of the slowest, calls in a row the sum of theirs."""
+        seconds = [part.seconds for part in parts]
+        return cls(
+            generated_tokens=sum(part.generated_tokens for part in parts),
+            prefill_tokens=sum(part.prefill_tokens for part in parts),
+            decode_steps=sum(part.decode_steps for part in parts),
+            max_rows=max((part.max_rows for part in parts), default=0),
+            seconds=max(seconds, default=0.0) if together else sum(seconds),
+        )
 
     def as_metrics(self) -> dict[str, float]:
         """Under the names that go to the trackers."""
@@ -108,6 +131,18 @@ class RolloutStats:
             "rollout/max_rows": float(self.max_rows),
             "perf/rollout_tokens_per_second": rate,
         }
+
+
+class WeightSource(Protocol):
+    """Where an engine's weights are while it sleeps: elsewhere, and fetched when it wakes up."""
+
+    def acquire(self, version: int) -> None:
+        """Fill the engine's module with the weights of this version; RolloutError where what arrives is not what was sent."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of the weights."""
+        ...
 
 
 class RolloutEngine(Protocol):

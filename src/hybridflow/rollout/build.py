@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.distributed.replica import Replica
 from hybridflow.errors import ConfigError
 from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.base import RolloutEngine
+from hybridflow.rollout.base import RolloutEngine, WeightSource
 
 
-def build_rollout_engine(config: RolloutConfig, policy: PolicyModel, eos_token_ids: Sequence[int]) -> RolloutEngine:
-    """The engine named by `rollout.name`, generating with `policy`; ConfigError for a name that is none."""
+def build_rollout_engine(
+    config: RolloutConfig,
+    policy: PolicyModel,
+    eos_token_ids: Sequence[int],
+    *,
+    source: WeightSource | None = None,
+    replica: Replica | None = None,
+) -> RolloutEngine:
+    """The engine named by `rollout.name`, generating with `policy`; ConfigError for a name that is none.
+
+    `source` fills the policy's weights while the engine is awake; left out: they are always there. `replica`: the ranks it generates with.
+    """
     if config.name == "native":
         from hybridflow.rollout.native.engine import NativeEngine
 
@@ -21,5 +32,7 @@ def build_rollout_engine(config: RolloutConfig, policy: PolicyModel, eos_token_i
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             gpu_memory_utilization=config.gpu_memory_utilization,
+            source=source,
+            replica=replica,
         )
     raise ConfigError(f"actor_rollout_ref.rollout.name={config.name!r} is not an engine of this version: use native")

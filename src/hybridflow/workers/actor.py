@@ -10,9 +10,11 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, ForwardFn, TrainEngine
+from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
+from hybridflow.weight_sync.pushed import WeightExport, WeightShare
 from hybridflow.workers.bridge import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
@@ -43,6 +45,7 @@ class ActorWorker(StatefulWorker):
         super().__init__(engine)
         self.config, self.temperature, self.log_prob_limits = config, temperature, log_prob_limits
         self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
+        self._export: WeightExport | None = None
         self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu, keep_groups=self.loss.keeps_groups)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -58,6 +61,14 @@ class ActorWorker(StatefulWorker):
         """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
         forward = policy_forward(self.temperature, with_entropy=self.config.entropy_coeff != 0.0)
         return self.engine.train_mini_batch(batch, forward, policy_loss(self.config, scale, self.loss), self.limits)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def export_buckets(self, version: int) -> WeightShare:
+        """This rank's part of the weights as they are now, called `version`, for replicas in processes of their own."""
+        if self._export is None:
+            assert isinstance(self.engine.module, PolicyModel), "the actor's module is a policy"
+            self._export = WeightExport(self.engine.module, self.engine.narrow, self.engine.device)
+        return self._export.share(version)
 
 
 class ActorGroup(StatefulGroup[ActorWorker]):

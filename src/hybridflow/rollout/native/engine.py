@@ -1,4 +1,7 @@
-"""The native engine: it drives the module that trains, so there is no second copy of the weights and nothing to send.
+"""The native engine. In one process it drives the module that trains: no second copy of the weights, nothing to send.
+
+Where training spreads the weights over ranks, its module is a twin that a `WeightSource` fills at `wake_up` and empties at `sleep`. Where
+ranks generate together (`Replica`), each runs this engine on the same requests, in lockstep.
 
 requests ──check──► errors (that request only)
     └──► Generation (scheduler, rows, slots) ──step──► outputs, as they finish
@@ -12,11 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.replica import Replica
 from hybridflow.errors import RolloutError
 from hybridflow.models.attention import PackedLayout
 from hybridflow.models.kv_cache import LayerShape, SlotCache
 from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
 from hybridflow.rollout.native.generation import Generation
 from hybridflow.rollout.native.memory import free_memory, rows_that_fit
 
@@ -24,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class NativeEngine:
-    """A `RolloutEngine` in the trainer's process. The KV cache exists from the first `generate` until `sleep`."""
+    """A `RolloutEngine` in this process. The KV cache exists from the first `generate` until `sleep`.
+
+    With a `source` the weights exist from `wake_up` until `sleep`, so the engine begins asleep.
+    """
 
     def __init__(
         self,
@@ -34,14 +41,16 @@ class NativeEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.5,
+        source: WeightSource | None = None,
+        replica: Replica | None = None,
     ) -> None:
-        self.policy = policy
+        self.policy, self.source, self.replica = policy, source, replica or Replica()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.gpu_memory_utilization = gpu_memory_utilization
         self._version = 0
         self._stats = RolloutStats()
-        self._asleep = False
+        self._asleep = source is not None
         self._running: Generation | None = None
         self._cache: SlotCache | None = None
         self._shapes: dict[int, LayerShape] | None = None
@@ -80,15 +89,19 @@ class NativeEngine:
         self._version = version
 
     def sleep(self, level: int = 1) -> None:
-        """Free the KV cache; the weights are the trainer's and stay, at every level. RolloutError while generating."""
+        """Free the KV cache, and the weights where they have a source; else they stay, at every level. RolloutError while generating."""
         if self._running is not None:
             raise RolloutError("sleep() was called while generate() is running: read its outputs to the end first")
         self._asleep, self._cache = True, None
+        if self.source is not None:
+            self.source.release()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allow generation again; the cache is made by the next `generate`, as large as its requests need."""
+        """Fetch the weights where they have a source, and allow generation; `generate` makes the cache, as large as needed."""
+        if self._asleep and self.source is not None:
+            self.source.acquire(self._version)
         self._asleep = False
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
@@ -123,6 +136,7 @@ class NativeEngine:
             return
         if self._running is not None:  # both were asked for before either began
             raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+        tokens = 0
         training = [module for module in self.policy.modules() if module.training]
         self.policy.eval()  # no dropout: log-probs must be those of the policy
         broken = False
@@ -131,7 +145,9 @@ class NativeEngine:
             while not self._running.done:
                 for output in self._running.step():
                     broken = broken or output.error is not None
+                    tokens += hash((output.request_id, *output.token_ids))
                     yield output
+            self.replica.check_same(tokens)
         finally:
             self._running = None
             if broken:  # what is not finite must not stay behind the masks of later rows
@@ -165,7 +181,7 @@ class NativeEngine:
             self._cache = None
             if self._shapes is None:
                 self._shapes = layer_shapes(self.policy)
-            budget = int(self.gpu_memory_utilization * free_memory(self.policy.device))
+            budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.policy.device)))
             rows = rows_that_fit(wanted, shapes=self._shapes.values(), capacity=capacity, budget=budget, spare=spare)
             if rows < wanted:
                 rows = rows_that_fit(wanted, shapes=self._shapes.values(), capacity=capacity, budget=budget, spare=1)

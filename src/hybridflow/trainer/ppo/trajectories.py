@@ -64,7 +64,7 @@ class Trajectories:
             batch_prompts = next(prompts)
             rows, found, first_row = self._training_rows(batch_prompts, step, first_row)
             metrics.update(found)
-            stats = _joined(stats, self.rollout.stats())
+            stats = RolloutStats.join([stats, self.rollout.stats()], together=False)
             batches, generated = batches + 1, generated + len(batch_prompts)
             if filters.enable:
                 rows = self._filtered(rows)
@@ -199,14 +199,3 @@ def _baselines_as_column(batch: DataProto, dropped: Tensor, greedy: Tensor) -> t
     baseline = torch.tensor([row_of[uid] for uid in uids])
     batch |= DataProto.from_dict({"reward_baselines": batch.batch["token_level_scores"].sum(-1)[baseline]})
     return batch.select_idxs(~greedy), (dropped | dropped[baseline])[~greedy]
-
-
-def _joined(first: RolloutStats, second: RolloutStats) -> RolloutStats:
-    """What two calls did together."""
-    return RolloutStats(
-        generated_tokens=first.generated_tokens + second.generated_tokens,
-        prefill_tokens=first.prefill_tokens + second.prefill_tokens,
-        decode_steps=first.decode_steps + second.decode_steps,
-        max_rows=max(first.max_rows, second.max_rows),
-        seconds=first.seconds + second.seconds,
-    )

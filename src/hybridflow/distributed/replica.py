@@ -1,0 +1,74 @@
+"""Ranks that generate together: each has a slice of every dense layer, and all take the same steps on the same requests.
+
+What decides a step must be the same on all of them: logits are, since partial products are summed over the ranks; random numbers are, by
+their keys; and what depends on a rank's own memory is agreed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.errors import ConfigError, RolloutError
+
+_WORD = 1 << 62
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The ranks of one replica, seen from one of them; alone unless told otherwise."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of_this_rank(cls, size: int) -> Replica:
+        """The replica of `size` consecutive ranks of this process's world; all ranks of the world call it together.
+
+        Raises ConfigError where the world cannot be divided into such replicas.
+        """
+        if size == 1:
+            return cls()
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks % size:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {ranks} rank(s) of a pool that "
+                "generates: set it to a divisor of them"
+            )
+        rank = dist.get_rank()
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
+        return cls(size, rank % size, groups[rank // size])
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replace the tensor by its sum over the ranks, the same to the bit on all of them."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def smallest(self, number: int) -> int:
+        """The least of a number over the ranks."""
+        return number if self.size == 1 else smallest_over(number, self.group)
+
+    def check_same(self, tokens: int) -> None:
+        """Raise RolloutError on all ranks where they sampled different tokens, which `tokens` stands for."""
+        if self.size == 1:
+            return
+        word = tokens % _WORD
+        if -self.smallest(-word) != self.smallest(word):
+            raise RolloutError(
+                f"the {self.size} ranks of a replica sampled different tokens from the same requests, so their logits differ. Are their "
+                "machines and their software equal? Else set actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+            )
+
+
+def smallest_over(number: int, group: dist.ProcessGroup | None = None) -> int:
+    """The least of a number over the ranks of `group` (None: all of this process's world, if it has one)."""
+    if not dist.is_initialized():
+        return number
+    value = torch.tensor(number, dtype=torch.int64)  # on the CPU: no device waits
+    dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
+    return int(value)

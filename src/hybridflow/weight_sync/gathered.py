@@ -1,0 +1,39 @@
+"""The weights of a policy that training spreads over ranks, gathered into a twin while it generates.
+
+shards of the trainer ──Reshard──► twin's parameters (all of them, or this rank's slices) ──checksums──► proven equal
+"""
+
+from __future__ import annotations
+
+from hybridflow.distributed.replica import smallest_over
+from hybridflow.errors import RolloutError
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.twin import Twin
+from hybridflow.weight_sync.checksum import explain_difference, first_difference
+from hybridflow.weight_sync.holding import Holding, trainer_parameters
+from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
+
+
+class GatheredWeights:
+    """Implements `WeightSource` for `twin`: all ranks of the process's world make it, acquire and release together."""
+
+    def __init__(self, policy: PolicyModel, twin: Twin, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.twin = twin
+        self.holding = Holding.of(twin, trainer_parameters(policy))
+        dtypes = {name: parameter.dtype for name, parameter in twin.parameters.items()}
+        self.reshard = Reshard(
+            lambda: trainer_parameters(policy), self.holding.boxes, dtypes, device=twin.device, bucket_bytes=bucket_bytes
+        )
+
+    def acquire(self, version: int) -> None:
+        """Gather the weights as they are in training now, and prove it; RolloutError on all ranks, naming a weight that differs on one."""
+        self.reshard.run(self.twin.allocate())
+        sent, arrived = self.reshard.checksums(), self.holding.checksums(self.twin.parameters)
+        first = smallest_over(first_difference(sent, arrived), self.reshard.group)
+        if first < len(sent):
+            name = list(self.holding.boxes)[first]
+            raise RolloutError(explain_difference(name, sent[first], arrived[first], version=version))
+
+    def release(self) -> None:
+        """Free what was gathered."""
+        self.twin.free()

@@ -1,0 +1,59 @@
+"""What a rank that generates holds of each parameter, and the number for what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from hybridflow.distributed.replica import Replica
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.twin import Twin
+from hybridflow.weight_sync.boxes import Box
+from hybridflow.weight_sync.checksum import bit_sum
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Boxes by name, in the order of the model; those in `cut` are slices, the ranks of `replica` have the others."""
+
+    boxes: dict[str, Box]
+    cut: frozenset[str]
+    replica: Replica
+
+    @classmethod
+    def whole(cls, policy: PolicyModel) -> Holding:
+        """All of an unsharded policy."""
+        return cls({name: Box.whole(parameter.shape) for name, parameter in policy.named_parameters()}, frozenset(), Replica())
+
+    @classmethod
+    def of(cls, twin: Twin, whole: Mapping[str, Tensor]) -> Holding:
+        """What a twin has of the parameters `whole`, of which only the shapes are looked at."""
+        boxes = {name: Box.whole(tensor.shape) for name, tensor in whole.items()}
+        for name, dim in twin.slices.items():
+            boxes[name] = boxes[name].cut(dim, twin.replica.rank, twin.replica.size)
+        odd = [name for name, box in boxes.items() if box.shape != twin.shapes[name]]
+        assert not odd, f"{odd[:3]}: the twin's slice is of another shape than what it is to hold"
+        return cls(boxes, frozenset(twin.slices), twin.replica)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """What of a whole tensor belongs here."""
+        return tensor[self.boxes[name].within(Box.whole(tensor.shape))]
+
+    @torch.no_grad()
+    def checksums(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """[number of parameters] int64 on the CPU: of each whole parameter, as the ranks of the replica, which all ask, hold it."""
+        sums = torch.stack([bit_sum(parameters[name].detach(), box) for name, box in self.boxes.items()])
+        sliced = torch.tensor([name in self.cut for name in self.boxes], device=sums.device)
+        return torch.where(sliced, self.replica.sum_(sums * sliced), sums).cpu()
+
+
+def trainer_parameters(policy: PolicyModel) -> dict[str, Tensor]:
+    """A policy's parameters as this rank holds them in training: shards, also of blocks that kept what their last forward gathered."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(policy.named_parameters())

@@ -1,0 +1,139 @@
+"""Who sends which box of which parameter to whom: decided once, from shapes alone, alike on all ranks.
+
+    held boxes of all ranks ─┐
+    wanted boxes of all ranks ┴─► a piece of a parameter at a time: routes (source, target, box) ─► rounds of bounded bytes
+
+A target takes what it holds from itself; the rest comes from one of the ranks that hold it, and targets spread over copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from hybridflow.weight_sync.boxes import Box
+
+Boxes = Mapping[str, Box]
+
+
+class Route(NamedTuple):
+    """A box that goes from one rank to another, or stays."""
+
+    source: int
+    target: int
+    box: Box
+
+
+class Piece(NamedTuple):
+    """A slab of one parameter."""
+
+    name: str
+    routes: tuple[Route, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a plan must know of a parameter: whole shape, and the dtype in which it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Round:
+    """Pieces that travel in one exchange; all of one dtype."""
+
+    dtype: torch.dtype
+    pieces: list[Piece] = field(default_factory=list)
+    load: list[int] = field(default_factory=list)
+    """Bytes by rank, sent or received, whichever are more."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rounds, and for each parameter the ranks that answer for its checksum: together they hold every element once."""
+
+    rounds: list[Round]
+    owners: dict[str, tuple[int, ...]]
+
+
+def make_plan(held: Sequence[Boxes], wanted: Sequence[Boxes], parameters: Mapping[str, Parameter], bucket_bytes: int) -> Plan:
+    """The exchange that gives each rank its wanted boxes; one entry a rank in `held` and `wanted`.
+
+    In a round no rank sends, nor receives, more than `bucket_bytes`, except where a single row of a parameter is larger.
+    """
+    rounds: list[Round] = []
+    owners = {}
+    for name, parameter in sorted(parameters.items(), key=lambda item: str(item[1].dtype)):  # stable: the model's order in each dtype
+        have = tuple(boxes.get(name) for boxes in held)
+        want = tuple(boxes.get(name) for boxes in wanted)
+        owners[name] = tuple(ranks[0] for ranks in holders(have).values())
+        for routes in _pieces(have, want, parameter, bucket_bytes):
+            load = _load(routes, len(held), parameter.dtype.itemsize)
+            last = rounds[-1] if rounds else None
+            if last is None or last.dtype != parameter.dtype or max(map(sum, zip(last.load, load))) > bucket_bytes:
+                rounds.append(Round(parameter.dtype, load=[0] * len(held)))
+            rounds[-1].pieces.append(Piece(name, routes))
+            rounds[-1].load = [a + b for a, b in zip(rounds[-1].load, load)]
+    return Plan(rounds, owners)
+
+
+@lru_cache(maxsize=1024)  # the layers of a model have the same few shapes
+def _pieces(
+    have: tuple[Box | None, ...], want: tuple[Box | None, ...], parameter: Parameter, bucket_bytes: int
+) -> tuple[tuple[Route, ...], ...]:
+    """Routes of one parameter, cut into slabs along its longest dim where they are more than a bucket."""
+    whole = Box.whole(parameter.shape)
+    routes = _routes(have, want, whole)
+    load = max(_load(routes, len(have), parameter.dtype.itemsize), default=0)
+    if load <= bucket_bytes:
+        return (routes,)
+    dim = max(range(len(parameter.shape)), key=lambda d: parameter.shape[d])
+    slabs = min(-(-load // bucket_bytes), parameter.shape[dim])
+    while slabs < parameter.shape[dim]:  # what one rank sends may lie in few of the slabs
+        cut = [_routes(have, want, whole.cut(dim, part, slabs)) for part in range(slabs)]
+        if max(max(_load(one, len(have), parameter.dtype.itemsize)) for one in cut) <= bucket_bytes:
+            break
+        slabs = min(2 * slabs, parameter.shape[dim])
+    return tuple(_routes(have, want, whole.cut(dim, part, slabs)) for part in range(slabs))
+
+
+def _routes(have: Sequence[Box | None], want: Sequence[Box | None], slab: Box) -> tuple[Route, ...]:
+    parts = holders(have)
+    routes = []
+    for target, whole in enumerate(want):
+        box = None if whole is None else whole & slab
+        if box is None:
+            continue
+        found = 0
+        for part, ranks in parts.items():
+            common = part & box
+            if common is not None:
+                # copies lie evenly over the ranks, so this is the copy nearest to the target, and each serves as many
+                source = target if target in ranks else ranks[target * len(ranks) // len(have)]
+                routes.append(Route(source, target, common))
+                found += common.numel
+        assert found == box.numel, f"{box} is wanted on rank {target}, and the ranks hold {found} of its {box.numel} elements"
+    return tuple(routes)
+
+
+def holders(have: Sequence[Box | None]) -> dict[Box, tuple[int, ...]]:
+    """The distinct boxes that are held, each with the ranks that hold it, ascending."""
+    found: dict[Box, tuple[int, ...]] = {}
+    for rank, box in enumerate(have):
+        if box is not None and box.numel:
+            found[box] = (*found.get(box, ()), rank)
+    return found
+
+
+def _load(routes: Sequence[Route], num_ranks: int, itemsize: int) -> list[int]:
+    sent, received = [0] * num_ranks, [0] * num_ranks
+    for route in routes:
+        if route.source != route.target:
+            sent[route.source] += route.box.numel * itemsize
+            received[route.target] += route.box.numel * itemsize
+    return [max(pair) for pair in zip(sent, received)]

@@ -1,0 +1,99 @@
+"""Weights for replicas in processes of their own: whole tensors out of the ranks that train, into a replica's module.
+
+ranks that train ──WeightExport──► a WeightShare of each: its part of the tensors, all checksums ──PushedWeights──► engines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import RolloutError
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.base import RolloutEngine
+from hybridflow.weight_sync.boxes import Box
+from hybridflow.weight_sync.checksum import explain_difference, first_difference
+from hybridflow.weight_sync.holding import Holding, trainer_parameters
+from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard, rank_and_size
+
+
+@dataclass(frozen=True)
+class WeightShare:
+    """What one rank sends."""
+
+    version: int
+    tensors: dict[str, Tensor]
+    """Whole tensors on the CPU in the compute dtype, by name. The shares of all ranks together have every tensor that training changes."""
+    checksums: dict[str, int]
+    """Of every tensor of the model, whoever sends it, and of those that never change."""
+
+
+class WeightExport:
+    """Puts whole tensors together on the ranks that train, each as many bytes; all ranks make it and call `share` together.
+
+    `narrow`: the dtypes in which the policy computes with parameters that are kept in a wider one, by name.
+    """
+
+    def __init__(
+        self, policy: PolicyModel, narrow: Mapping[str, torch.dtype], device: torch.device, *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        held = trainer_parameters(policy)
+        dtypes = {name: narrow.get(name, parameter.dtype) for name, parameter in held.items()}
+        rank, world_size = rank_and_size()
+        owners = deal_tensors({name: parameter.numel() for name, parameter in held.items() if parameter.requires_grad}, world_size)
+        wanted = {name: Box.whole(held[name].shape) for name, owner in owners.items() if owner == rank}
+        self.reshard = Reshard(lambda: trainer_parameters(policy), wanted, dtypes, device=device, bucket_bytes=bucket_bytes)
+
+    def share(self, version: int) -> WeightShare:
+        """This rank's part of the weights as they are now, called `version`."""
+        tensors = {name: torch.empty(box.shape, dtype=self.reshard.dtypes[name]) for name, box in self.reshard.wanted.items()}
+        self.reshard.run(tensors)
+        return WeightShare(version, tensors, dict(zip(self.reshard.boxes, self.reshard.checksums().tolist(), strict=True)))
+
+
+def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
+    """The part that each tensor goes to, in order, always to the part that has least so far."""
+    loads = [0] * parts
+    owners = {}
+    for name, size in sizes.items():
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += size
+    return owners
+
+
+class PushedWeights:
+    """Takes shares into the module of an engine that has its own weights; the ranks of a replica do it together."""
+
+    def __init__(self, policy: PolicyModel, holding: Holding) -> None:
+        self.policy, self.holding = policy, holding
+
+    def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:
+        """Make the engine's weights those of the trainer, which it then calls `version`.
+
+        Compared is what is here afterwards with what the trainer holds: a share that got lost is found, and an update that rightly
+        changed nothing passes. RolloutError names the first weight that differs, or what the shares lack.
+        """
+        before = engine.policy_version
+        odd = sorted({share.version for share in shares} - {version})
+        if odd or not shares:
+            raise RolloutError(f"update to version {version} got {f'weights of version {odd[0]}' if odd else 'no weights'}")
+        sent = shares[0].checksums
+        if set(sent) != set(self.holding.boxes):
+            lacking = sorted(set(sent) ^ set(self.holding.boxes))
+            raise RolloutError(f"the trainer's model and the one that generates have other weights: {lacking[0]} is in one of them only")
+        engine.update_weights(self._parts(shares), version)
+        arrived = self.holding.checksums(dict(self.policy.named_parameters()))
+        wanted = torch.tensor([sent[name] for name in self.holding.boxes])
+        wrong = first_difference(wanted, arrived)
+        if wrong < len(wanted):
+            engine.set_version(before)
+            name = list(self.holding.boxes)[wrong]
+            raise RolloutError(explain_difference(name, wanted[wrong], arrived[wrong], version=version))
+
+    def _parts(self, shares: Sequence[WeightShare]) -> Iterator[tuple[str, Tensor]]:
+        for share in shares:
+            for name, tensor in share.tensors.items():
+                yield name.removeprefix("hf."), self.holding.part(name, tensor)

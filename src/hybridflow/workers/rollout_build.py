@@ -1,0 +1,70 @@
+"""From the configuration to the rollout worker of a rank: which weights it generates with, and how they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.distributed.replica import Replica
+from hybridflow.engines import TrainEngine
+from hybridflow.models.build import build_policy, resolve_dtype
+from hybridflow.models.lora import LoraSettings, add_lora
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.twin import Twin
+from hybridflow.rollout.build import build_rollout_engine
+from hybridflow.weight_sync.gathered import GatheredWeights
+from hybridflow.weight_sync.holding import Holding
+from hybridflow.weight_sync.pushed import PushedWeights
+from hybridflow.workers.rollout import RolloutWorker
+
+
+def build_rollout_worker(
+    config: RolloutConfig,
+    *,
+    actor_engine: TrainEngine | None,
+    model: dict[str, Any],
+    eos_token_ids: Sequence[int],
+    lora: LoraSettings | None = None,
+) -> RolloutWorker:
+    """The rollout worker of this rank; all ranks of its process group build it together.
+
+    `actor_engine`: the actor's, where it lives in this process. `model`: the arguments of `build_policy`, for a rank without the actor;
+    its dtype must then be the one in which the actor computes. Raises ConfigError where `tensor_model_parallel_size` does not divide the
+    ranks, ModelError where it does not suit the model.
+    """
+    replica = Replica.of_this_rank(config.tensor_model_parallel_size)
+    if actor_engine is None:
+        return _standalone(config, model, eos_token_ids, lora, replica)
+    policy = actor_engine.module
+    assert isinstance(policy, PolicyModel), "the actor's module is a policy"
+    if replica.size == 1 and not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
+        return RolloutWorker(build_rollout_engine(config, policy, eos_token_ids))
+    dtypes = {name: actor_engine.narrow.get(name, parameter.dtype) for name, parameter in policy.named_parameters()}
+    twin = Twin(policy, dtypes=dtypes, device=actor_engine.device, lora=lora, replica=replica)
+    source = GatheredWeights(policy, twin)
+    return RolloutWorker(build_rollout_engine(config, twin.policy, eos_token_ids, source=source, replica=replica))
+
+
+def _standalone(
+    config: RolloutConfig, model: dict[str, Any], eos_token_ids: Sequence[int], lora: LoraSettings | None, replica: Replica
+) -> RolloutWorker:
+    device = torch.device(model["device"])
+    dtype = resolve_dtype(model["dtype"], device)
+    where = {"device": device if replica.size == 1 else "cpu", "dtype": str(dtype).removeprefix("torch.")}
+    policy = build_policy(**{**model, **where}, probe=False).requires_grad_(False)  # the actor's ranks probe the same model
+    if lora is not None:
+        add_lora(policy, lora)
+    holding = Holding.whole(policy)
+    if replica.size > 1:
+        whole = dict(policy.named_parameters())
+        twin = Twin(policy, dtypes={name: tensor.dtype for name, tensor in whole.items()}, device=device, lora=lora, replica=replica)
+        holding = Holding.of(twin, whole)
+        for name, own in twin.allocate().items():
+            own.copy_(holding.part(name, whole[name].detach()))
+        policy = twin.policy
+    engine = build_rollout_engine(config, policy, eos_token_ids, replica=replica)
+    return RolloutWorker(engine, PushedWeights(policy, holding))

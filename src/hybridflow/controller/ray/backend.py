@@ -104,9 +104,10 @@ class RayBackend:
 
     def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
         """Like `run` without waiting: by rank called, the result to come (None where it does not return) or its exception."""
+        assert self._watch is not None, f"{role}.{method}: the backend is shut down"
         world_size = self.mesh(role).world_size
         assert len(calls) == world_size, f"{role}.{method} was dispatched to {len(calls)} ranks; there are {world_size}"
-        made: dict[tuple[int, int], tuple[Packet | None, list[ray.ObjectRef]]] = {}
+        made: dict[tuple[int, int], tuple[Packet | None, list[Any]]] = {}
         arguments = {}
         for rank, call in enumerate(calls):
             if call is not None:
@@ -140,7 +141,8 @@ class RayBackend:
         return max(1.0, self._until - time.monotonic())
 
     def _start(self, placed: PlacedPool, runtime_env: dict[str, Any] | None) -> None:
-        actor_class = ray.remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankProcess)
+        remote: Any = ray.remote  # its annotations leave concurrency groups out
+        actor_class = remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankProcess)
         more = {"runtime_env": runtime_env} if runtime_env else {}
         size = placed.pool.world_size
         for rank, (options, node, node_id, local) in enumerate(zip(placed.bundles, placed.nodes, placed.node_ids, placed.local_ranks)):
@@ -207,7 +209,7 @@ class RayBackend:
         return parts
 
 
-def _arguments(call: Call) -> tuple[Packet | None, list[ray.ObjectRef]]:
+def _arguments(call: Call) -> tuple[Packet | None, list[Any]]:
     """A call's arguments on their way: in the packet, or None and the packet's reference first, then those of earlier results."""
     references: list[Any] = []
 

@@ -21,7 +21,6 @@ from ray import cloudpickle
 from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost
 
-
 _MACHINERY = (os.path.dirname(ray.__file__) + os.sep, os.path.join(os.path.dirname(__file__), "process.py"), threading.__file__)
 
 
@@ -51,12 +50,17 @@ class Failure:
         text = f"{type(error).__name__}: {error}"
         return cls(pickled, text, "".join(trace.format()).rstrip(), place, os.getpid(), time.time())
 
-    def exception(self, role: str, method: str, rank: int) -> Exception:
-        """What the rank raised, to be raised in the driver; WorkerError where it cannot be had itself."""
-        error: Exception = WorkerError(self.text, role=role, rank=rank, method=method)
+    def original(self) -> Exception:
+        """What was raised; WorkerError with its text where it cannot be had itself."""
         if self.error is not None:
             with contextlib.suppress(Exception):  # its class may not be to be had in this process
-                error = pickle.loads(self.error)
+                error: Exception = pickle.loads(self.error)
+                return error
+        return WorkerError(self.text)
+
+    def exception(self, role: str, method: str, rank: int) -> Exception:
+        """What is raised in the driver: the original, with notes of where it was and of its traceback there."""
+        error = self.original()
         notes = getattr(error, "__notes__", [])
         if not any(f"{role}.{method}, rank {rank}" in note for note in notes):
             error.add_note(f"in {role}.{method}, rank {rank}")

@@ -160,7 +160,9 @@ class RankProcess:
 
 def _result(packet: Packet | Failure, role: str, method: str) -> Any:
     if isinstance(packet, Failure):
-        raise RuntimeError(f"{role}.{method} waits for the result of a call that failed: {packet.text}")
+        error = packet.original()
+        error.add_note(f"{role}.{method} was to take its result")
+        raise error
     return decode(packet)
 
 

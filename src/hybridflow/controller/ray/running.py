@@ -68,12 +68,16 @@ class Running:
             self.failed_at = self.failed_at or time.monotonic()
 
     def first_error(self) -> Exception:
-        """The failure to report, with a note of the others."""
-        order = sorted(self.errors, key=lambda rank: (not isinstance(self.errors[rank][1], WorkerLost), self.errors[rank][0], rank))
-        error = self.errors[order[0]][1]
-        others = [f"rank {rank}: {type(self.errors[rank][1]).__name__}: {self.errors[rank][1]}" for rank in order[1:]]
+        """The failure to report, with a note of the others. Of ranks that all failed alike, the lowest speaks."""
+        text = {rank: f"{type(error).__name__}: {error}".partition("\n")[0] for rank, (_, error) in self.errors.items()}
+        first = min(self.errors, key=lambda rank: (not isinstance(self.errors[rank][1], WorkerLost), self.errors[rank][0], rank))
+        alike = sorted(rank for rank in text if text[rank] == text[first])
+        error = self.errors[alike[0]][1]
+        if len(alike) > 1:
+            error.add_note(f"the same on ranks {alike[1:]}")
+        others = [f"rank {rank}: {text[rank]}" for rank in sorted(text) if rank not in alike]
         if others:
-            error.add_note("after it failed too, " + "; ".join(text.splitlines()[0] for text in others))
+            error.add_note("then failed " + "; ".join(others))
         if self.waiting:
             error.add_note(f"{self} did not end on ranks {sorted(self.waiting)}, which waited for it; their processes were ended")
         return error

@@ -56,7 +56,7 @@ def encode(value: Any) -> Packet:
             buffers.append(raw)
         return raw.nbytes < SMALL_BYTES  # true: into the pickled bytes
 
-    _Pickler(file, protocol=5, buffer_callback=keep).dump(value)
+    _Pickler(file, protocol=5, buffer_callback=keep).dump(value)  # type: ignore[no-untyped-call]
     return Packet(file.getvalue(), tuple(buffers))
 
 
@@ -65,18 +65,18 @@ def decode(packet: Packet) -> Any:
     return pickle.loads(packet.pickled, buffers=packet.buffers)
 
 
-class _Pickler(CloudPickler):  # type: ignore[misc]  # Ray's, so that classes and functions of a script travel as they do in Ray
+class _Pickler(CloudPickler):  # Ray's, so that classes and functions of a script travel as they do in Ray
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
             assert not hasattr(obj, "to_local"), "a DTensor cannot leave its ranks: send its to_local() or its full_tensor()"
             if type(obj) in (Tensor, torch.nn.Parameter) and obj.layout is torch.strided and not (obj.is_meta or obj.is_quantized):
                 return _reduce(obj)
-        return super().reducer_override(obj)
+        return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
 
 def _reduce(tensor: Tensor) -> tuple[Any, ...]:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    raw = flat.view(torch.uint8).numpy()  # bytes, because numpy has no bfloat16 and no float8
+    raw: Any = flat.view(torch.uint8).numpy()  # bytes, because numpy has no bfloat16 and no float8
     return _rebuild, (pickle.PickleBuffer(raw), tensor.dtype, tuple(tensor.shape))
 
 

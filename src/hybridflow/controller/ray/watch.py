@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -52,7 +53,7 @@ class Watch:
 
     # ---- what the backend says ----------------------------------------------------------------------------------
 
-    def follow(self, running: Running, statuses: dict[int, ray.ObjectRef]) -> None:
+    def follow(self, running: Running, statuses: dict[int, ray.ObjectRef[Any]]) -> None:
         """Look after a call whose ranks answer by `statuses`."""
         with self._lock:
             self._running.append(running)

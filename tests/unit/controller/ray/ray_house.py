@@ -1,0 +1,103 @@
+"""Workers and backends of the tests on Ray, in a module that the processes can import."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from house import Counter
+
+from hybridflow.controller import (
+    Dispatch,
+    Factories,
+    MeshInfo,
+    Placement,
+    RankInfo,
+    ResourcePool,
+    Worker,
+    WorkerGroup,
+    WorkerHost,
+    register,
+)
+from hybridflow.controller.ray.backend import RayBackend
+from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.protocol import DataProto
+
+
+class Prober(Counter):
+    """Looks around where it lives, and fails in all ways."""
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def look(self) -> tuple[int, int, int, int]:
+        """Process, rank of the role, rank and size of the torch.distributed world (0 without one)."""
+        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 0)
+        return os.getpid(), self.rank, *world
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sum_of_ranks(self) -> float:
+        """Over the torch.distributed world."""
+        tensor = torch.tensor([float(self.rank + 1)])
+        dist.all_reduce(tensor)
+        return float(tensor)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def echo(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def span(self, seconds: float) -> tuple[float, float]:
+        """When it began and when it ended."""
+        began = time.time()
+        time.sleep(seconds)
+        return began, time.time()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_alone(self, rank: int) -> None:
+        """One rank raises, the others wait for it in a collective."""
+        if self.rank == rank:
+            raise Picky("it was me", code=7)
+        self.sum_of_ranks()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def bad_result(self) -> object:
+        return (number for number in range(3))  # a generator cannot travel
+
+
+class Picky(Exception):
+    """Cannot be pickled: its constructor wants more than its text."""
+
+    def __init__(self, text: str, *, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def make_workers(host: WorkerHost) -> Factories:
+    def prober(info: RankInfo) -> Worker:
+        return Prober(10)
+
+    return dict.fromkeys(("counter", "other", "critic", "rollout"), prober)
+
+
+def make_broken(host: WorkerHost) -> Factories:
+    def broken(info: RankInfo) -> Worker:
+        raise ValueError(f"no model for rank {info.rank}")
+
+    return {"counter": broken}
+
+
+def start(cluster: Cluster, sizes: Mapping[str, int], pools: Mapping[str, str], make=make_workers, **settings: float) -> RayBackend:
+    """A backend with pools of these sizes on one node each; `pools` names the pool of each role, or several."""
+    names = {role: tuple(names.split()) for role, names in pools.items()}
+    placement = Placement(tuple(ResourcePool(name, (size,)) for name, size in sizes.items()), names)
+    meshes = {role: MeshInfo(sum(sizes[name] for name in where)) for role, where in names.items()}
+    times = {"call_timeout": 60.0, "heartbeat_timeout": 30.0, "startup_timeout": 100.0} | settings
+    path = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])}  # of this file and house.py
+    return RayBackend(cluster, placement, meshes, make, device="cpu", num_threads=1, runtime_env={"env_vars": path}, **times)
+
+
+def ask(backend: RayBackend, role: str = "counter") -> WorkerGroup[Prober]:
+    return WorkerGroup(backend, role)

@@ -1,0 +1,192 @@
+"""The conformance suite on two processes, and what only processes can do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import ray
+import torch
+from house import Counter, CounterGroup
+from ray_house import Prober, ask, make_broken, start
+from test_backend_conformance import *  # noqa: F403 the tests of the suite, with the fixtures below in the place of theirs
+
+from hybridflow.controller.ray.backend import RayBackend
+from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.errors import WorkerError, WorkerLost
+from hybridflow.protocol import DataProto
+
+
+@pytest.fixture
+def make_backend(backend: RayBackend) -> Callable[[], RayBackend]:
+    return lambda: backend
+
+
+@pytest.fixture
+def group(backend: RayBackend) -> CounterGroup:
+    """The suite's own would shut the backend down after each test."""
+    return CounterGroup(backend, "counter")
+
+
+def big(rows: int = 64) -> DataProto:
+    """256 KiB: too large to travel inside a call."""
+    return DataProto.from_dict({"x": torch.randn(rows, 1024), "flag": torch.arange(rows) % 2 == 0}, {"uid": [f"u{i}" for i in range(rows)]})
+
+
+def test_roles_of_a_pool_share_processes_and_pools_are_worlds(backend: RayBackend) -> None:
+    seen = {role: ask(backend, role).call_list(Prober.look) for role in ("counter", "other", "critic", "rollout")}
+    assert seen["counter"] == seen["other"]
+    assert [look[1:] for look in seen["counter"]] == [(0, 0, 2), (1, 1, 2)]
+    assert [look[1:] for look in seen["critic"]] == [(0, 0, 0)]  # alone: no group to join
+    assert [look[0] for look in seen["rollout"]] == [look[0] for look in (*seen["counter"], *seen["critic"])]
+    assert [look[1] for look in seen["rollout"]] == [0, 1, 2]
+    assert os.getpid() not in [look[0] for look in seen["rollout"]]
+    assert backend.together("counter", "rollout") and not backend.together("counter", "critic")
+    assert ask(backend).call(Prober.sum_of_ranks) == 3.0
+
+
+def test_large_batches_go_and_come_back(backend: RayBackend) -> None:
+    batch = big()
+    back = ask(backend).call(Prober.echo, batch)
+    assert torch.equal(back.batch["x"], batch.batch["x"]) and torch.equal(back.batch["flag"], batch.batch["flag"])
+    assert list(back.non_tensor_batch["uid"]) == list(batch.non_tensor_batch["uid"])
+
+
+def test_writing_into_large_arguments_is_refused(backend: RayBackend) -> None:
+    batch = big()
+    before = batch.batch["x"].clone()
+    with pytest.raises(AssertionError, match=r"counter\.scribble wrote in place into .*x of its arguments"):
+        ask(backend).call(Counter.scribble, batch)
+    assert torch.equal(batch.batch["x"], before)
+
+
+def test_results_pass_from_rank_to_rank_without_the_driver(backend: RayBackend) -> None:
+    batch = big()
+    made = ask(backend).submit(Prober.echo, batch)
+    back = ask(backend, "other").call(Prober.echo, made.by_reference())
+    assert all(part._fetched is None for part in made.parts.values())  # type: ignore[attr-defined]
+    assert torch.equal(back.batch["x"], batch.batch["x"])
+    made.parts[0].result().batch["x"][0, 0] = 9.0
+    with pytest.raises(AssertionError, match=r"x in the result of counter\.echo was written in place"):
+        ask(backend, "other").submit(Prober.echo, made.by_reference())
+
+
+def test_calls_of_two_pools_overlap_from_two_threads(backend: RayBackend) -> None:
+    spans: dict[str, tuple[float, float]] = {}
+
+    def call(role: str) -> None:
+        spans[role] = ask(backend, role).call(Prober.span, 0.4)
+
+    threads = [threading.Thread(target=call, args=(role,)) for role in ("counter", "critic")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(began for began, _ in spans.values()) < min(ended for _, ended in spans.values())
+
+
+def test_collectives_meet_whichever_thread_calls(backend: RayBackend) -> None:
+    failures: list[BaseException] = []
+
+    def many(role: str) -> None:
+        try:
+            for _ in range(20):
+                assert ask(backend, role).call(Prober.sum_of_ranks) == 3.0
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=many, args=(role,)) for role in ("counter", "other") * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_result_that_cannot_travel_says_so(backend: RayBackend) -> None:
+    with pytest.raises(TypeError, match="generator") as caught:
+        ask(backend).call(Prober.bad_result)
+    assert any("counter.bad_result, rank 0" in note for note in caught.value.__notes__)
+
+
+def test_memory_is_given_back(backend: RayBackend) -> None:
+    def held() -> tuple[float, int]:
+        """MiB of the driver's own memory, and objects of the store that it keeps alive."""
+        memory = psutil.Process().memory_info()
+        return (memory.rss - memory.shared) / 2**20, len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+    batch = DataProto.from_dict({"x": torch.randn(256, 4096)})  # 4 MiB
+    before = after = held()
+    for step in range(40):
+        assert len(ask(backend).call(Prober.echo, batch)) == 256
+        before, after = (held() if step == 9 else before), held()
+    assert after[0] - before[0] < 40  # 30 steps made 240 MiB of arguments and results
+    assert after[1] <= before[1] + 4
+
+
+@pytest.fixture
+def own(cluster: Cluster) -> Iterator[Callable[..., RayBackend]]:
+    """Backends that the test may break."""
+    started: list[RayBackend] = []
+
+    def make(**settings: float) -> RayBackend:
+        started.append(start(cluster, {"global": 2}, {"counter": "global"}, **settings))
+        return started[-1]
+
+    yield make
+    for backend in started:
+        backend.shutdown()
+
+
+def test_the_rank_that_failed_is_named_and_those_that_hang_are_ended(own: Callable[..., RayBackend]) -> None:
+    backend = own(heartbeat_timeout=8.0)
+    pids = [look[0] for look in ask(backend).call_list(Prober.look)]
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="Picky: it was me") as caught:
+        ask(backend).call(Prober.fail_alone, 1)
+    assert time.monotonic() - began < 10
+    notes = "\n".join(caught.value.__notes__)
+    assert "in counter.fail_alone, rank 1" in notes and "in fail_alone" in notes  # the frame of its own traceback
+    assert f"process {pids[1]}" in notes and "did not end on ranks [0]" in notes
+    with pytest.raises(WorkerError, match="Picky: it was me"):
+        ask(backend).call_list(Prober.look)
+    backend.shutdown()
+    backend.shutdown()
+    with pytest.raises(AssertionError, match="the backend is shut down"):
+        ask(backend).call(Prober.span, 0.0)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_lost_with_its_cause(own: Callable[..., RayBackend]) -> None:
+    backend = own()
+    future = ask(backend).submit(Prober.span, 60.0)
+    pids = [process.pid for process in backend._processes.values()]
+    time.sleep(1.0)
+    began = time.monotonic()
+    os.kill(pids[1], 9)
+    with pytest.raises(WorkerLost, match=r"counter rank 1 is lost during counter\.span .*signal 9") as caught:
+        future.result()
+    assert time.monotonic() - began < 15
+    assert (caught.value.role, caught.value.rank, caught.value.method) == ("counter", 1, "span")
+    began = time.monotonic()
+    backend.shutdown()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+def test_a_call_beyond_its_deadline_ends(own: Callable[..., RayBackend]) -> None:
+    backend = own(call_timeout=2.0)
+    with pytest.raises(WorkerError, match=r"counter\.span has not finished after 2 s on ranks \[0, 1\].*trainer\.worker_timeout") as caught:
+        ask(backend).call(Prober.span, 60.0)
+    assert "time.sleep(seconds)" in "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.slow
+def test_a_role_that_cannot_be_built(cluster: Cluster) -> None:
+    with pytest.raises(ValueError, match="no model for rank 0") as caught:
+        start(cluster, {"global": 1}, {"counter": "global"}, make_broken)
+    assert any("while building role 'counter', rank 0" in note for note in caught.value.__notes__)

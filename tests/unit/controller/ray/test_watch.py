@@ -1,0 +1,144 @@
+"""The watch over processes that die, fall silent or take too long."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import sleeper
+from ray import cloudpickle
+
+from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.failure import Failure
+from hybridflow.controller.ray.parts import RayPart
+from hybridflow.controller.ray.running import Process, Running
+from hybridflow.controller.ray.watch import Watch
+from hybridflow.controller.worker import Place
+from hybridflow.errors import WorkerError, WorkerLost
+
+
+class House:
+    """Two processes and the watch over them."""
+
+    def __init__(self, **settings: float) -> None:
+        path = {"env_vars": {"PYTHONPATH": os.path.dirname(__file__)}}
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={"control": 1}, max_restarts=0)(Sleeper)
+        self.processes = [
+            Process(Place(rank=rank, world_size=2), actor.options(num_cpus=0, runtime_env=path).remote()) for rank in range(2)
+        ]
+        for process in self.processes:
+            process.pid = ray.get(process.actor.ping.remote())
+            process.node_id = ray.get_runtime_context().get_node_id()
+        self.watch = Watch(self.processes, **({"heartbeat_timeout": 4.0} | settings))
+        self.watch.expect_signs()
+
+    def call(self, *seconds: float, limit: float = 60.0, task: str = "invoke") -> dict[int, RayPart]:
+        """A task of as many ranks as there are numbers."""
+        parts, statuses = {}, {}
+        for rank, number in enumerate(seconds):
+            statuses[rank], result = getattr(self.processes[rank].actor, task).remote(*([number] if task == "invoke" else []))
+            parts[rank] = RayPart(result, "actor", "update", rank)
+        self.watch.follow(Running("actor", "update", dict(enumerate(self.processes[: len(seconds)])), parts, limit, "a.key"), statuses)
+        return parts
+
+    def close(self) -> None:
+        self.watch.stop(WorkerError("over"))
+        for process in self.processes:
+            ray.kill(process.actor)
+
+
+@pytest.fixture
+def house(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[House]:
+    house = House(**getattr(request, "param", {}))
+    yield house
+    house.close()
+
+
+def test_a_killed_process_ends_the_calls_in_it_and_all_later_ones(house: House) -> None:
+    assert [part.exception(timeout=20) for part in house.call(0.0, 0.1).values()] == [None, None]
+    assert house.watch.idle
+    parts = house.call(0.01, 60.0)
+    assert parts[0].exception(timeout=20) is None
+    began = time.monotonic()
+    os.kill(house.processes[1].pid, 9)
+    error = parts[1].exception(timeout=15)
+    assert time.monotonic() - began < 10
+    assert isinstance(error, WorkerLost) and (error.role, error.rank, error.method) == ("actor", 1, "update")
+    assert "signal 9" in str(error) and f"process {house.processes[1].pid}" in str(error)
+    assert not house.watch.idle
+    with pytest.raises(WorkerLost, match="actor rank 1 is lost"):
+        house.watch.check("critic.update")
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_between_calls_is_noticed(house: House) -> None:
+    os.kill(house.processes[0].pid, 9)
+    until = time.monotonic() + 10
+    with pytest.raises(WorkerLost, match=r"rank 0 of pool global is lost .*signal 9"):
+        while time.monotonic() < until:
+            house.watch.check("actor.update")
+            time.sleep(0.05)
+
+
+def test_a_process_without_a_sign_of_life_is_lost(house: House) -> None:
+    began = time.monotonic()
+    parts = house.call(0.0, 0.0, task="freeze")
+    error = parts[0].exception(timeout=15)
+    assert isinstance(error, WorkerLost) and "no sign of life for 4 s" in str(error) and "heartbeat_timeout" in str(error)
+    assert 4 <= time.monotonic() - began < 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("house", [{"report_every": 1.0}], indirect=True)
+def test_slow_calls_are_reported_with_a_stack_and_end_at_their_deadline(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hybridflow"):
+        parts = house.call(0.01, 60.0, limit=2.5)
+        error = parts[1].exception(timeout=10)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "actor.update has been running for 1 s on ranks [1]; rank 1 (global/1) is here:\nasleep in invoke" in said[0]
+    assert isinstance(error, WorkerError) and not isinstance(error, WorkerLost)
+    assert "actor.update has not finished after 2 s on ranks [1]" in str(error) and "a.key" in str(error)
+    assert "asleep in invoke" in error.__notes__[0]
+
+
+def ranks_of(errors: dict[int, tuple[float, Exception]], waiting: tuple[int, ...] = ()) -> Running:
+    process = Process(Place(), None)
+    running = Running("actor", "update", dict.fromkeys((*errors, *waiting), process), {}, 60.0, "a.key")
+    for rank, (at, error) in errors.items():
+        running.fail(rank, error, at)
+    return running
+
+
+def test_the_failure_that_came_first_is_reported() -> None:
+    error = ranks_of({0: (2.0, RuntimeError("connection closed")), 2: (1.0, ValueError("bad row\nmore"))}, (1,)).first_error()
+    assert isinstance(error, ValueError)
+    assert error.__notes__[0] == "then failed rank 0: RuntimeError: connection closed"
+    assert "did not end on ranks [1]" in error.__notes__[1]
+
+
+def test_a_lost_process_explains_the_failures_of_others() -> None:
+    error = ranks_of({0: (1.0, RuntimeError("connection closed")), 1: (2.0, WorkerLost("gone"))}).first_error()
+    assert isinstance(error, WorkerLost)
+
+
+def test_of_ranks_that_failed_alike_the_lowest_speaks() -> None:
+    errors = {rank: (9.0 - rank, ValueError("no luck")) for rank in range(3)}
+    error = ranks_of(errors).first_error()
+    assert error is errors[0][1] and error.__notes__ == ["the same on ranks [1, 2]"]
+
+
+def test_a_failure_travels_with_its_type_notes_and_traceback() -> None:
+    try:
+        raise WorkerError("no room", role="actor", rank=3, method="update")
+    except WorkerError as raised:
+        raised.add_note("in actor.update, rank 3")
+        error = Failure.of(raised, Place("train", 3, 4, 1, "node-7")).exception("actor", "update", 3)
+    assert isinstance(error, WorkerError) and error.rank == 3 and str(error) == "no room"
+    assert error.__notes__[0] == "in actor.update, rank 3" and len(error.__notes__) == 2
+    assert "pool train, node node-7" in error.__notes__[1] and 'raise WorkerError("no room"' in error.__notes__[1]

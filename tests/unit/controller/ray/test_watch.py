@@ -26,12 +26,10 @@ class House:
     """Two processes and the watch over them."""
 
     def __init__(self, **settings: float) -> None:
-        path = {"env_vars": {"PYTHONPATH": os.path.dirname(__file__)}}
+        cloudpickle.register_pickle_by_value(sleeper)  # so that the processes need not find the module
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 1}, max_restarts=0)(Sleeper)
-        self.processes = [
-            Process(Place(rank=rank, world_size=2), actor.options(num_cpus=0, runtime_env=path).remote()) for rank in range(2)
-        ]
+        actor = remote(num_cpus=0, concurrency_groups={"control": 1}, max_restarts=0)(sleeper.Sleeper)
+        self.processes = [Process(Place(rank=rank, world_size=2), actor.remote()) for rank in range(2)]
         for process in self.processes:
             process.pid = ray.get(process.actor.ping.remote())
             process.node_id = ray.get_runtime_context().get_node_id()

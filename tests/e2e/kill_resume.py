@@ -46,7 +46,7 @@ MOMENTS = {
     "rollout": Moment("hybridflow.rollout.native.generation:Generation.step", call=5),
     "update": Moment("hybridflow.engines.fsdp.optimizer:MasterAdamW.step", call=2, after=True),
     "save, some roles written": Moment("hybridflow.checkpoint.shard_storage:write_tensors", after=True),
-    "save, the driver's part written": Moment(f"{STORE}:save_tree", call=2, after=True),
+    "save, states of the driver written": Moment(f"{STORE}:save_tree", call=2, after=True),
     "reward": Moment("hybridflow.trainer.ppo.trajectories:score"),
     "update, in the backward": Moment("hybridflow.engines.fsdp.optimizer:MasterAdamW.gradient_norm"),
     "save, before the manifest": Moment(f"{STORE}:write_manifest"),

@@ -105,7 +105,7 @@ class SavedTensors(Mapping[str, Tensor]):
         if part not in index.structure:
             raise CheckpointError(f"the state in {index.folder} has no {part}: it was saved without '{part}' in checkpoint.save_contents")
         self._index = index
-        self._stored = dict(_leaves(index.structure[part]))
+        self._stored = dict(stored_tensors(index.structure[part]))
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.stored_as(name)
@@ -156,12 +156,11 @@ def _tensor(entry: dict[str, Any], files: list[str]) -> SavedTensor:
     return SavedTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), chunks)
 
 
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(path below the part, name of what is stored) of every tensor."""
-    if not isinstance(node, dict):
-        return
-    if "$tensor" in node:
-        yield path.removeprefix("/"), node["$tensor"]
-        return
-    for key, entry in node.items():
-        yield from _leaves(entry, f"{path}/{key}")
+def stored_tensors(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(path below `node`, name of what is stored there) of every tensor in a structure."""
+    stored = node.get("$tensor", node.get("$array")) if isinstance(node, dict) else None
+    if isinstance(stored, str):
+        yield path.removeprefix("/"), stored
+    elif isinstance(node, dict | list):
+        for key, entry in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from stored_tensors(entry, f"{path}/{key}")

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from hybridflow.checkpoint.manifest import FileDigest
-from hybridflow.checkpoint.shard_index import SavedTensor, read_index
+from hybridflow.checkpoint.shard_index import SavedTensor, read_index, stored_tensors
 from hybridflow.checkpoint.shard_storage import ShardReader, ShardWriter
 from hybridflow.checkpoint.state import State, decode_tree, encode_tree
 from hybridflow.errors import CheckpointError
@@ -121,11 +121,8 @@ def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
     neighbours: dict[str, list[Tensor]] = {}
     for name, place in places.items():
         neighbours.setdefault(name.rpartition("/")[0], []).append(place)
-    targets = {
-        name: _target(name, saved, places.get(name), neighbours.get(name.rpartition("/")[0], []))
-        for name, saved in index.tensors.items()
-        if name.partition("/")[0] in templates
-    }
+    wanted = sorted({name for part in templates for _, name in stored_tensors(index.structure[part])})
+    targets = {name: _target(name, index.tensors[name], places.get(name), neighbours.get(name.rpartition("/")[0], [])) for name in wanted}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _explained(f"cannot load the engine's state from {folder}"):
         load(targets, storage_reader=ShardReader(index), planner=planner, no_dist=True)

@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.sharded import CpuCopies, PendingShards, load_shards, save_shards, start_shards, world_of
 from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
+from hybridflow.distributed.shards import local, placed_like
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import CheckpointError
+from hybridflow.models.export import save_config, save_hf, save_hf_sharded
+from hybridflow.models.policy import PolicyModel
 
 Digests = Mapping[str, FileDigest]
 """By name of the file in the folder."""
@@ -70,22 +71,34 @@ class StatefulWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, Tensor]:
         """This rank's share of the parameters, by name."""
-        return {name: _own(tensor) for name, tensor in self.engine.state_dict()["model"].items()}
+        return {name: local(tensor) for name, tensor in self.engine.state_dict()["model"].items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """Become, in place, what the rank of the same number of another role gave by `weights`."""
         model = self.engine.state_dict()["model"]
         odd = sorted(set(model) ^ set(weights))
-        odd += [name for name in sorted(set(model) & set(weights)) if _own(model[name]).shape != weights[name].shape]
+        odd += [name for name in sorted(set(model) & set(weights)) if local(model[name]).shape != weights[name].shape]
         if odd:
             raise CheckpointError(
                 f"{self.role} cannot take over weights: {odd[0]} is not the same on rank {self.rank} of both roles. Both must be the same "
                 "model, cut alike: give them the same fsdp_config.fsdp_size and parallel sizes"
             )
-        with torch.no_grad():
-            new = {name: _cut_as(weights[name], tensor) for name, tensor in model.items()}
-        self.engine.load_state_dict({"model": new})
+        own = {name: placed_like(weights[name].to(local(tensor).device), tensor) for name, tensor in model.items()}
+        self.engine.load_state_dict({"model": own})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def write_huggingface(self, folder: str, *, with_weights: bool) -> None:
+        """Write the policy's Hugging Face folder but for the tokenizer: configuration, and weights if asked, each rank its share."""
+        module, group = self.engine.module, dist.group.WORLD if dist.is_initialized() else None
+        assert isinstance(module, PolicyModel), f"{self.role} is no policy"
+        if not with_weights:
+            if self.rank == 0:
+                save_config(module, folder)
+        elif group is None:
+            save_hf(module, folder)
+        else:
+            save_hf_sharded(module, folder, group=group, dtypes=self.engine.narrow)
 
     def _parts(self, parts: Sequence[str]) -> dict[str, Any]:
         state = self.engine.state_dict()
@@ -122,22 +135,14 @@ class StatefulGroup(WorkerGroup[W]):
         """See `StatefulWorker.weights`; those of rank 0."""
         return self.call(StatefulWorker.weights)
 
+    def write_huggingface(self, folder: Path, *, with_weights: bool) -> None:
+        """See `StatefulWorker.write_huggingface`."""
+        self.call(StatefulWorker.write_huggingface, str(folder.absolute()), with_weights=with_weights)
+
     def copy_from(self, other: StatefulGroup[Any]) -> None:
         """Become what another role of the same model is now; each rank's share goes to the rank of the same number, not by the driver."""
         assert other.world_size == self.world_size, f"{other.role} has {other.world_size} ranks, {self.role} {self.world_size}"
         self.call(StatefulWorker.take_weights, other.submit(StatefulWorker.weights).by_reference())
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _cut_as(share: Tensor, tensor: Tensor) -> Tensor:
-    """A rank's share as the tensor that it is a share of."""
-    if not isinstance(tensor, DTensor):
-        return share
-    local = share.to(tensor.to_local().device)
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def _each_rank(mine: Any) -> list[Any]:

@@ -137,14 +137,14 @@ def _config(cell: Cell, settings: Settings, model: Path, folder: Path, teacher: 
 
 def _measure(trainer: SyncTrainer, seed: int, *, passes: bool) -> dict[str, float]:
     """Held-out accuracy, sampled at temperature 1 and greedy; with `passes` also pass@8 on a part of the questions."""
-    engine, tokenizer = trainer.rollout_engine, trainer.tokenizer
+    rollout, tokenizer = trainer.trajectories.rollout, trainer.tokenizer
     questions = held_out_questions(tokenizer, seed=seed)
-    sampled = evaluate(engine, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)
-    greedy = evaluate(engine, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)
+    sampled = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)
+    greedy = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)
     found = {"sampled": sampled.accuracy, "greedy": greedy.accuracy, "mean_length": sampled.mean_length}
     if passes:
         some = [questions[index] for index in range(NUM_PASS_QUESTIONS)]
-        found["pass"] = evaluate(engine, tokenizer, some, max_tokens=MAX_TOKENS, greedy=False, seed=seed, n=PASS_K).pass_rate
+        found["pass"] = evaluate(rollout, tokenizer, some, max_tokens=MAX_TOKENS, greedy=False, seed=seed, n=PASS_K).pass_rate
     return found
 
 

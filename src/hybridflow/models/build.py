@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hybridflow.data.remote import hub_folder
@@ -90,6 +90,16 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False, override_c
         current = getattr(config, name)
         setattr(config, name, {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value)
     return config
+
+
+def generation_end_tokens(path: str | Path, *, trust_remote_code: bool = False) -> list[int]:
+    """The end tokens of a model's generation_config.json, else of its config.json; no weights are read."""
+    where = hub_folder(str(path))
+    try:
+        ends = GenerationConfig.from_pretrained(where).eos_token_id
+    except OSError:
+        ends = load_config(path, trust_remote_code=trust_remote_code).get_text_config().eos_token_id
+    return [int(token) for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
 
 
 def count_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> int:

@@ -11,14 +11,17 @@ from hybridflow.config.load import prepare_config
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.command import ends_in_status
 from hybridflow.trainer.ppo.build import build
+from hybridflow.trainer.restarts import Attempts
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: PPOConfig) -> dict[str, float]:
     """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics."""
-    with build(config) as trainer:
-        metrics = trainer.fit()
+    metrics: dict[str, float] = {}
+    for attempt in Attempts(config):
+        with attempt, build(attempt.config, patience=attempt.patience) as trainer:
+            metrics = trainer.fit()
     folder = config.trainer.default_local_dir
     logger.info("done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder)
     return metrics

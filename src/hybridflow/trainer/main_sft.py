@@ -9,13 +9,17 @@ from hybridflow.config import SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.command import ends_in_status
+from hybridflow.trainer.restarts import Attempts
 from hybridflow.trainer.sft.build import build
 
 
 def run(config: SFTConfig) -> int:
     """Build the parts of a prepared run, train, and clean up; gives the number of steps done."""
-    with build(config) as trainer:
-        return trainer.fit()
+    done = 0
+    for attempt in Attempts(config):
+        with attempt, build(attempt.config, patience=attempt.patience) as trainer:
+            done = trainer.fit()
+    return done
 
 
 @ends_in_status

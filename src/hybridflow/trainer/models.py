@@ -9,7 +9,7 @@ import torch
 from hybridflow.config.model import ModelConfig
 from hybridflow.data.plugin import load_module
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.models.policy import PolicyModel
+from hybridflow.models.build import generation_end_tokens
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
@@ -27,9 +27,7 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
     }
 
 
-def end_tokens(policy: PolicyModel, tokenizer: Tokenizer) -> list[int]:
+def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     """Tokens that end a response: the tokenizer's and those of the model's generation config (chat models often have several)."""
-    generation = getattr(policy.hf, "generation_config", None)
-    configured = getattr(generation, "eos_token_id", None)
-    several = configured if isinstance(configured, list) else [configured]
-    return sorted({int(token) for token in [tokenizer.eos_token_id, *several] if token is not None})
+    configured = generation_end_tokens(str(config.path), trust_remote_code=config.trust_remote_code)
+    return sorted({int(token) for token in [tokenizer.eos_token_id, *configured] if token is not None})

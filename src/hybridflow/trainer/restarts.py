@@ -32,7 +32,7 @@ class Attempts(Generic[C]):
     """
 
     def __init__(self, config: C) -> None:
-        self.config = config
+        self.config: C = config
         """Of the coming attempt: after a loss it resumes from what the run has saved itself."""
         self.patience = 0.0
         """Seconds that the coming attempt may wait for devices: none at first, since they should be there; a lost node may come back."""

@@ -63,7 +63,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
         """Bring the actor's weights, now called `version`, to replicas that have their own; nothing to do where all share the actor's."""
-        if self.backend.together(actor.role, self.role):
+        if self.backend.together(actor.role, self.role) and self.world_size == actor.world_size:
             return
         shares = actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size)
         self.call(RolloutWorker.update_weights, shares.by_reference(), version=version)

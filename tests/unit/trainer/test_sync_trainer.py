@@ -77,14 +77,15 @@ def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(m
 
 def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO)) as trainer:
-        ours, theirs = actor_module(trainer), trainer.rollout_engine.policy  # type: ignore[attr-defined]
+        engine = trainer.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
+        ours, theirs = actor_module(trainer), engine.policy
         pointers = {name: parameter.data_ptr() for name, parameter in ours.named_parameters()}
         assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}
         before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
         trainer.fit()
         assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}, "no copy was made"
         assert any(not torch.equal(parameter, before[name]) for name, parameter in theirs.named_parameters())
-        assert trainer.rollout_engine.policy_version == 2  # validation after step 2
+        assert engine.policy_version == 2  # validation after step 2
         reference = trainer.state.roles.reference.backend.worker("reference").engine.module  # type: ignore[union-attr, attr-defined]
         assert all(torch.equal(parameter, before[name]) for name, parameter in reference.named_parameters())
 

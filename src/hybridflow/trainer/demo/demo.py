@@ -18,11 +18,11 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.report import write_report
-from hybridflow.rollout.base import RolloutEngine
 from hybridflow.trainer.demo.evaluate import MAX_TOKENS, Evaluation, evaluate
 from hybridflow.trainer.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
 from hybridflow.trainer.ppo.build import build as build_ppo
 from hybridflow.trainer.run_folder import RunFolder
+from hybridflow.workers import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -92,16 +92,16 @@ def _reinforce(
     for note in notes:
         logger.info("note: %s", note)
     with build_ppo(config) as trainer:
-        tokenizer, engine = trainer.tokenizer, trainer.rollout_engine
+        tokenizer, rollout = trainer.tokenizer, trainer.trajectories.rollout
         questions = held_out_questions(tokenizer, seed=options.seed)
-        before = _both(engine, tokenizer, questions, options.seed)
+        before = _both(rollout, tokenizer, questions, options.seed)
         start = time.perf_counter()
         trainer.fit()
         seconds = time.perf_counter() - start
-        after = _both(engine, tokenizer, questions, options.seed)
+        after = _both(rollout, tokenizer, questions, options.seed)
     return before, after, seconds
 
 
-def _both(engine: RolloutEngine, tokenizer: Tokenizer, questions: MapDataset[PromptRow], seed: int) -> tuple[Evaluation, Evaluation]:
-    greedy = evaluate(engine, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)
-    return greedy, evaluate(engine, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)
+def _both(rollout: RolloutGroup, tokenizer: Tokenizer, questions: MapDataset[PromptRow], seed: int) -> tuple[Evaluation, Evaluation]:
+    greedy = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)
+    return greedy, evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)

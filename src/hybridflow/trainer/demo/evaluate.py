@@ -10,7 +10,8 @@ from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.rewards.functions.arithmetic_chain import compute_score
-from hybridflow.rollout.base import RolloutEngine, SamplingParams
+from hybridflow.rollout.base import SamplingParams
+from hybridflow.workers import RolloutGroup
 
 MAX_TOKENS = 48
 """Longest response, as in the recipes of the tiny task."""
@@ -31,7 +32,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: RolloutEngine,
+    rollout: RolloutGroup,
     tokenizer: Tokenizer,
     questions: MapDataset[PromptRow] | Sequence[PromptRow],
     *,
@@ -44,10 +45,7 @@ def evaluate(
     prompts = [questions[index] for index in range(len(questions))]
     sampling = SamplingParams(max_tokens=max_tokens, greedy=greedy)
     batch = build_requests(prompts, sampling, n=n, seed=seed, purpose="demo_evaluation", step=0)
-    engine.wake_up()
-    outputs = {output.request_id: output for output in engine.generate(batch.requests)}
-    engine.sleep()
-    responses = [outputs[request.request_id].token_ids for request in batch.requests]
+    responses = [output.token_ids for output in rollout.generate(batch.requests, policy_version=0)]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     samples: list[dict[str, object]] = []
     scores: list[float] = []

@@ -1,18 +1,22 @@
 """The one place that wires a PPO run: a prepared configuration in, a trainer ready to `fit` out.
 
-config ─► tokenizer, data ─► Host: models ─► engines ─► workers on a backend ─► Roles ─► PPOStep, Trajectories, Validator ─► SyncTrainer
+config ─► devices ─► tokenizer, data ─► a backend, whose processes build engines and workers (host.py) ─► Roles
+       ─► PPOStep, Trajectories, Validator ─► SyncTrainer
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
 
 from hybridflow.checkpoint.layout import ACTOR, CRITIC, PROCESS_REWARD
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
 from hybridflow.config.show import to_yaml
+from hybridflow.controller.build import Start, hosting
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
@@ -21,8 +25,10 @@ from hybridflow.distributed.device import set_threads
 from hybridflow.errors import ConfigError
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.trainer.ppo.host import Host
+from hybridflow.trainer.ppo.host import facts_of, workers_of
+from hybridflow.trainer.ppo.roles import groups, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
+from hybridflow.trainer.ppo.spread import meshes
 from hybridflow.trainer.ppo.state import RunState
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncTrainer
@@ -35,15 +41,18 @@ from hybridflow.workers.bridge import find_estimator, kl_controller
 
 
 @contextmanager
-def build(config: PPOConfig) -> Iterator[SyncTrainer]:
-    """Everything a run needs; what holds processes, files or the run folder is let go at the end, whatever happens."""
+def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[SyncTrainer]:
+    """Everything a run needs; what holds processes, files or the run folder is let go at the end, whatever happens.
+
+    `patience`: seconds to wait for devices that a lost node may bring back.
+    """
     set_threads(config.trainer.num_threads)
-    folder = RunFolder(config.trainer.default_local_dir)
-    with folder.held():
-        yield from _build(config, folder)
+    folder, roles = RunFolder(config.trainer.default_local_dir), needed_roles(config)
+    with folder.held(), hosting(config.trainer, config.ray_kwargs, roles, patience=patience) as start:
+        yield from _build(config, folder, roles, start)
 
 
-def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
+def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: Start) -> Iterator[SyncTrainer]:
     changed = folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
     data = build_prompt_data(
@@ -63,8 +72,14 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
             "set it lower, or raise trainer.total_epochs"
         )
     with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
-        host = Host(config, tokenizer, total_steps, folder)
-        roles, controller = host.roles(), kl_controller(config.algorithm)
+        facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
+        roles = groups(start(workers_of(facts), partial(meshes, config, names)), names)
+        controller = kl_controller(config.algorithm)
+
+        def write_huggingface(target: Path, with_weights: bool) -> None:
+            roles.actor.write_huggingface(target, with_weights=with_weights)
+            tokenizer.save_pretrained(target)
+
         state = RunState(
             roles=roles,
             loader=loader,
@@ -75,7 +90,7 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
                 PROCESS_REWARD: config.reward.process_reward_model.checkpoint,
             },
             reference_moves=config.algorithm.ref_update_freq > 0,
-            write_huggingface=host.write_huggingface,
+            write_huggingface=write_huggingface,
             total_steps=total_steps,
             seed=config.trainer.seed,
         )
@@ -100,7 +115,6 @@ def _build(config: PPOConfig, folder: RunFolder) -> Iterator[SyncTrainer]:
                 timer=timer,
                 total_steps=total_steps,
                 tokenizer=tokenizer,
-                rollout_engine=host.rollout_engine,
             )
 
 

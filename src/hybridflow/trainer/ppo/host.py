@@ -1,123 +1,103 @@
-"""Builds the models, engines and workers of a run's roles: the part of the wiring that depends on where they live.
+"""Builds the engines and workers of one process of a run, whichever backend the process belongs to.
 
-PPOConfig ─► roles that the run needs ─► a factory for each on the local backend ─► Roles
+RunFacts ─► WorkerHost of a process asks for a role ─► engine on the devices of its pool ─► worker
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import torch
+from typing import Any, Literal
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.model import OptimConfig
-from hybridflow.controller import LocalBackend, RankInfo
+from hybridflow.config.model import ModelConfig, OptimConfig
+from hybridflow.controller import Factories, Make, RankInfo, WorkerHost
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.distributed.device import resolve_device
 from hybridflow.engines import BatchLimits, TrainEngine
-from hybridflow.engines.fsdp import FSDPEngine
+from hybridflow.engines.build import build_engine
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.build import build_policy, build_value
-from hybridflow.models.export import save_config, save_hf
-from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.base import RolloutEngine
-from hybridflow.rollout.build import build_rollout_engine
+from hybridflow.models.build import load_config
+from hybridflow.models.lora import LoraSettings
 from hybridflow.trainer.models import end_tokens, model_arguments
-from hybridflow.trainer.ppo.roles import Roles, needed_roles
-from hybridflow.trainer.run_folder import RunFolder
-from hybridflow.workers import (
-    ActorGroup,
-    ActorWorker,
-    CriticGroup,
-    CriticWorker,
-    ProcessRewardGroup,
-    ProcessRewardWorker,
-    ReferenceGroup,
-    ReferenceWorker,
-    RolloutGroup,
-    RolloutWorker,
-    TeacherGroup,
-)
+from hybridflow.trainer.ppo.spread import engine_keys, sizes
+from hybridflow.workers import ActorWorker, CriticWorker, ProcessRewardWorker, ReferenceWorker, RolloutWorker
+from hybridflow.workers.rollout_build import build_rollout_worker
 from hybridflow.workers.teacher import TEACHER_COLUMN
 
 
-@dataclass
-class Host:
-    """Builds the workers of one process; roles that live here share what they can (the rollout has the actor's module)."""
+@dataclass(frozen=True)
+class RunFacts:
+    """What a worker process needs to know of its run."""
 
     config: PPOConfig
-    tokenizer: Tokenizer
     total_steps: int
-    folder: RunFolder
+    nonfinite: Path
+    """Where the rows of a step that was skipped are written."""
+    vocabulary: int
+    """Tokens that the actor can sample and the tokenizer knows."""
+    end_tokens: tuple[int, ...]
 
-    def __post_init__(self) -> None:
+
+def facts_of(config: PPOConfig, tokenizer: Tokenizer, total_steps: int, nonfinite: Path) -> RunFacts:
+    """The facts of a run, read from the model's folder; no weights are loaded."""
+    model = config.actor_rollout_ref.model
+    shape = load_config(str(model.path), trust_remote_code=model.trust_remote_code, override_config=model.override_config)
+    vocabulary = min(len(tokenizer), shape.get_text_config().vocab_size)
+    return RunFacts(config, total_steps, nonfinite, vocabulary, tuple(end_tokens(model, tokenizer)))
+
+
+def workers_of(facts: RunFacts) -> Make:
+    """What a backend builds the workers of its processes with."""
+    return partial(_factories, facts)
+
+
+def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
+    host = Host(facts, house)
+    return {
+        "actor": host.actor,
+        "rollout": host.rollout,
+        "reference": host.reference,
+        "critic": host.critic,
+        "teacher": host.teacher,
+        "process_reward": host.process_reward,
+    }
+
+
+class Host:
+    """The factories of one process; roles that live here share what they can (the rollout has the actor's module)."""
+
+    def __init__(self, facts: RunFacts, house: WorkerHost) -> None:
+        self.facts, self.config, self.house = facts, facts.config, house
         self.device = resolve_device(self.config.trainer.device)
-        self.backend = LocalBackend(
-            lambda host: {
-                "actor": self.actor,
-                "rollout": self.rollout,
-                "reference": self.reference,
-                "critic": self.critic,
-                "teacher": self.teacher,
-                "process_reward": self.process_reward,
-            }
-        )
-
-    @property
-    def policy(self) -> PolicyModel:
-        """The actor's module."""
-        worker = self.backend.worker("actor")
-        assert isinstance(worker, ActorWorker) and isinstance(worker.engine.module, PolicyModel)
-        return worker.engine.module
-
-    @property
-    def rollout_engine(self) -> RolloutEngine:
-        """The engine that generates."""
-        worker = self.backend.worker("rollout")
-        assert isinstance(worker, RolloutWorker)
-        return worker.engine
-
-    def roles(self) -> Roles:
-        """The groups of this run; the workers are built here, before the first step."""
-        names = needed_roles(self.config)
-        for name in names:
-            self.backend.worker(name)
-        return Roles(
-            actor=ActorGroup(self.backend, "actor"),
-            rollout=RolloutGroup(self.backend, "rollout"),
-            reference=ReferenceGroup(self.backend, "reference") if "reference" in names else None,
-            critic=CriticGroup(self.backend, "critic") if "critic" in names else None,
-            teacher=TeacherGroup(self.backend, "teacher") if "teacher" in names else None,
-            process_reward=ProcessRewardGroup(self.backend, "process_reward") if "process_reward" in names else None,
-        )
 
     def actor(self, info: RankInfo) -> ActorWorker:
         """The policy in training."""
         config, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
-        trained_steps = max(0, self.total_steps - self.config.trainer.critic_warmup)
+        trained_steps = max(0, self.facts.total_steps - self.config.trainer.critic_warmup)
         updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * trained_steps
-        engine = self._engine(self._policy(), "actor", config.optim, updates, config.grad_clip)
-        limits = BatchLimits(
-            rollout.log_prob_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
-        )
+        engine = self._engine("policy", "actor", config.optim, updates, config.grad_clip)
+        cap = rollout.log_prob_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu
+        limits = BatchLimits(cap, rollout.log_prob_micro_batch_size_per_gpu)
         return ActorWorker(engine, config, temperature=rollout.temperature, log_prob_limits=limits)
 
     def reference(self, info: RankInfo) -> ReferenceWorker:
         """The policy that the run starts from."""
         config, rollout = self.config.actor_rollout_ref.ref, self.config.actor_rollout_ref.rollout
-        engine = self._engine(self._policy().requires_grad_(False), "reference", None, 0, None)
         cap = config.log_prob_max_token_len_per_gpu or self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
         limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu)
+        if LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None and self.house.has("actor"):
+            return ReferenceWorker(self._actor_engine(), temperature=rollout.temperature, limits=limits, without_adapters=True)
+        engine = self._engine("policy", "reference", None, 0, None)
         return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
 
     def critic(self, info: RankInfo) -> CriticWorker:
         """The value model."""
         config = self.config.critic
         assert config.ppo_mini_batch_size is not None and config.ppo_epochs is not None, "filled by resolve"
-        module = build_value(**model_arguments(config.model, self.device))
-        updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * self.total_steps
-        engine = self._engine(module, "critic", config.optim, updates, config.grad_clip)
+        updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * self.facts.total_steps
+        engine = self._engine("value", "critic", config.optim, updates, config.grad_clip)
         cap, rows = config.forward_max_token_len_per_gpu, config.forward_micro_batch_size_per_gpu
         limits = BatchLimits(cap or config.ppo_max_token_len_per_gpu, rows)
         scale_factor = self.config.actor_rollout_ref.actor.loss_scale_factor
@@ -131,32 +111,30 @@ class Host:
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs a teacher, and distillation.teacher_model.path is "
                 "not set: give a Hugging Face folder or hub name of a model with the actor's vocabulary"
             )
-        module = build_policy(**model_arguments(config.teacher_model, self.device)).requires_grad_(False)
-        self._check_vocabulary(module, "distillation.teacher_model")
-        engine = self._engine(module, "teacher", None, 0, None)
+        engine = self._engine("policy", "teacher", None, 0, None)
+        self._check_vocabulary(engine, "distillation.teacher_model")
         limits = BatchLimits(config.log_prob_max_token_len_per_gpu or self._token_cap)
         return ReferenceWorker(engine, temperature=self._temperature, limits=limits, column=TEACHER_COLUMN)
 
     def process_reward(self, info: RankInfo) -> ProcessRewardWorker:
         """The implicit process reward model, which starts as the actor does unless it has a path of its own."""
         config = self.config.reward.process_reward_model
-        model = self.config.actor_rollout_ref.model if config.model.path is None else config.model
-        module = build_policy(**model_arguments(model, self.device))
-        self._check_vocabulary(module, "reward.process_reward_model.model")
-        updates = self._updates(config.ppo_mini_batch_size or self.config.data.train_batch_size, 1) * self.total_steps
-        engine = self._engine(module, "process_reward", config.optim, updates, config.grad_clip)
+        updates = self._updates(config.ppo_mini_batch_size or self.config.data.train_batch_size, 1) * self.facts.total_steps
+        engine = self._engine("policy", "process_reward", config.optim, updates, config.grad_clip)
+        self._check_vocabulary(engine, "reward.process_reward_model.model")
         limits = BatchLimits(config.ppo_max_token_len_per_gpu or self._token_cap)
         return ProcessRewardWorker(engine, config, temperature=self._temperature, limits=limits)
 
     def rollout(self, info: RankInfo) -> RolloutWorker:
-        """Generation with the actor's own module: no second copy of the weights."""
-        return RolloutWorker(
-            build_rollout_engine(self.config.actor_rollout_ref.rollout, self.policy, end_tokens(self.policy, self.tokenizer))
+        """Generation: with the actor's own weights where the actor lives here, else with weights that it is sent."""
+        roles = self.config.actor_rollout_ref
+        return build_rollout_worker(
+            roles.rollout,
+            actor_engine=self._actor_engine() if self.house.has("actor") else None,
+            model=self._model(roles.model),
+            eos_token_ids=self.facts.end_tokens,
+            lora=LoraSettings.from_config(roles.model, seed=self.config.trainer.seed),
         )
-
-    def write_huggingface(self, target: Path, with_weights: bool) -> None:
-        """The actor as a Hugging Face folder: configuration and tokenizer, and the weights if asked."""
-        (save_hf if with_weights else save_config)(self.policy, target, self.tokenizer)
 
     @property
     def _temperature(self) -> float:
@@ -167,30 +145,43 @@ class Host:
     def _token_cap(self) -> int:
         return self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
-    def _check_vocabulary(self, module: PolicyModel, key: str) -> None:
+    def _actor_engine(self) -> TrainEngine:
+        worker = self.house.worker("actor")
+        assert isinstance(worker, ActorWorker)
+        return worker.engine
+
+    def _check_vocabulary(self, engine: TrainEngine, key: str) -> None:
         """Raise ModelError for a model that has no log-prob for some token of the actor's; rows of padding may be more or fewer."""
-        theirs = module.head.weight.shape[0]
-        ours = min(len(self.tokenizer), self.policy.head.weight.shape[0])
+        theirs, ours = engine.module.get_parameter("head.weight").shape[0], self.facts.vocabulary
         if theirs < ours:
             raise ModelError(
                 f"{key} has a vocabulary of {theirs} tokens and the actor one of {ours}: their token ids must mean the same, "
                 "so choose a model of the actor's family"
             )
 
-    def _policy(self) -> PolicyModel:
-        return build_policy(**model_arguments(self.config.actor_rollout_ref.model, self.device))
-
     def _updates(self, groups: int, epochs: int) -> int:
         return -(-self.config.data.train_batch_size // groups) * epochs
 
-    def _engine(self, module: torch.nn.Module, name: str, optim: OptimConfig | None, updates: int, grad_clip: float | None) -> TrainEngine:
+    def _model(self, config: ModelConfig) -> dict[str, Any]:
+        return model_arguments(config, self.device)
+
+    def _engine(
+        self, kind: Literal["policy", "value"], role: str, optim: OptimConfig | None, updates: int, grad_clip: float | None
+    ) -> TrainEngine:
+        """The engine of a role, over the processes of its pool; without `optim` it only computes."""
+        fsdp, _, model = engine_keys(self.config, role)
         trainer = self.config.trainer
-        return FSDPEngine(
-            module,
-            name=name,
+        return build_engine(
+            kind,
+            self._model(model),
+            name=role,
             optim=optim,
             total_steps=updates,
             grad_clip=grad_clip,
             max_nonfinite_steps=trainer.max_nonfinite_steps,
-            dump_dir=self.folder.nonfinite,
+            dump_dir=self.facts.nonfinite,
+            fsdp=fsdp,
+            sizes=sizes(self.config, role, self.house.place.world_size),
+            activation_offload=model.enable_activation_offload,
+            lora=LoraSettings.from_config(model, seed=trainer.seed) if optim is not None else None,
         )

@@ -20,7 +20,6 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.base import RolloutEngine
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.state import RunState
 from hybridflow.trainer.ppo.step import PPOStep
@@ -48,12 +47,12 @@ class SyncTrainer:
     timer: Timer
     total_steps: int
     tokenizer: Tokenizer
-    rollout_engine: RolloutEngine
 
     def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
         """Run to the last step, or to where `after_step` says so; gives the last validation's metrics (empty where there was none)."""
         trainer = self.config.trainer
         done = self.state.step
+        self.trajectories.rollout.update_from(self.step.roles.actor, done)
         last_validation: dict[str, float] = {}
         if self.validator and (trainer.val_only or (trainer.val_before_train and done == 0)):
             last_validation = self.validator(done)
@@ -67,16 +66,20 @@ class SyncTrainer:
             last_validation = validation or last_validation
             if after_step is not None and after_step(step, logged):
                 break
+        self.state.saves.commit(self.store)
         return last_validation
 
     def _one(self, prompts: Iterator[list[PromptRow]], step: int, epoch: int) -> tuple[dict[str, float], dict[str, float]]:
         """One training step with all that belongs to it; gives the validation's metrics where there was one, and all that was logged."""
         self.timer.reset()
+        self.state.saves.commit_done(self.store)
         validation: dict[str, float] = {}
         with self.timer("step"):
             batch, metrics = self.trajectories.for_training(prompts, step)
             batch, step_metrics = self.step(batch, step)
             metrics.update(step_metrics)
+            with self.timer("update_weights"):
+                self.trajectories.rollout.update_from(self.step.roles.actor, step)
             self.data.finish_batch(batch)
             self.state.step = step
             if self._due(self.config.trainer.test_freq, step) and self.validator:

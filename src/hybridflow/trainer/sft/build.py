@@ -2,66 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import SFTConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.show import to_yaml
-from hybridflow.controller import LocalBackend, RankInfo
+from hybridflow.controller import Factories, MeshInfo, Placement, RankInfo, WorkerHost
+from hybridflow.controller.build import Start, hosting
 from hybridflow.data.build import build_sft_data
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.distributed.device import resolve_device, set_threads
+from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines import BatchLimits
-from hybridflow.engines.fsdp import FSDPEngine
-from hybridflow.models.build import build_policy
-from hybridflow.models.export import save_config, save_hf
+from hybridflow.engines.build import build_engine
+from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.timing import Timer
-from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.trainer.models import end_tokens, model_arguments
+from hybridflow.trainer.ppo.spread import row_cost
 from hybridflow.trainer.resume import say_changes
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.run_trackers import run_trackers
 from hybridflow.trainer.sft.state import SFTState
 from hybridflow.trainer.sft.trainer import SFTTrainer
+from hybridflow.workers import RolloutGroup, RolloutWorker
+from hybridflow.workers.rollout_build import build_rollout_worker
 from hybridflow.workers.sft import SFTGroup, SFTWorker
+
+ROLES = ("sft", "rollout")
+"""The learner, and generation with its weights for whoever wants to look at its answers."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a worker process needs to know of its run."""
+
+    config: SFTConfig
+    total_steps: int
+    nonfinite: Path
+    end_tokens: tuple[int, ...]
 
 
 @contextmanager
-def build(config: SFTConfig) -> Iterator[SFTTrainer]:
-    """Everything a supervised run needs; files and the run folder are let go at the end, whatever happens."""
+def build(config: SFTConfig, *, patience: float = 0.0) -> Iterator[SFTTrainer]:
+    """Everything a supervised run needs; processes, files and the run folder are let go at the end, whatever happens.
+
+    `patience`: seconds to wait for devices that a lost node may bring back.
+    """
     set_threads(config.trainer.num_threads)
     folder = RunFolder(config.trainer.default_local_dir)
-    with folder.held():
-        yield from _build(config, folder)
+    with folder.held(), hosting(config.trainer, config.ray_kwargs, ROLES, patience=patience) as start:
+        yield from _build(config, folder, start)
 
 
-def _build(config: SFTConfig, folder: RunFolder) -> Iterator[SFTTrainer]:
+def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTrainer]:
     trainer = config.trainer
     changed = folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
     data = build_sft_data(config.data, tokenizer, trainer.seed)
     total_steps = trainer.total_training_steps or len(data.train_loader) * trainer.total_epochs
-    policy = build_policy(**model_arguments(config.model, resolve_device(trainer.device)))
-
-    def worker(info: RankInfo) -> SFTWorker:
-        engine = FSDPEngine(
-            policy,
-            name="train",
-            optim=config.optim,
-            total_steps=total_steps,
-            grad_clip=trainer.grad_clip,
-            max_nonfinite_steps=trainer.max_nonfinite_steps,
-            dump_dir=folder.nonfinite,
-        )
-        return SFTWorker(engine, BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu))
+    facts = RunFacts(config, total_steps, folder.nonfinite, tuple(end_tokens(config.model, tokenizer)))
+    backend = start(partial(_factories, facts), partial(_meshes, config))
+    group = SFTGroup(backend, "sft")
 
     def write_huggingface(target: Path, with_weights: bool) -> None:
-        (save_hf if with_weights else save_config)(policy, target, tokenizer)
+        group.write_huggingface(target, with_weights=with_weights)
+        tokenizer.save_pretrained(target)
 
-    group = SFTGroup(LocalBackend(lambda host: {"sft": worker}), "sft")
     state = SFTState(group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed)
     store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
     done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
@@ -80,5 +91,49 @@ def _build(config: SFTConfig, folder: RunFolder) -> Iterator[SFTTrainer]:
             total_steps=total_steps,
             tokenizer=tokenizer,
             export=lambda target: write_huggingface(target, True),
-            rollout=build_rollout_engine(RolloutConfig(max_num_seqs=512), policy, end_tokens(policy, tokenizer)),
+            rollout=RolloutGroup(backend, "rollout"),
         )
+
+
+def _sizes(config: SFTConfig, world_size: int) -> ParallelSizes:
+    engine = config.engine
+    return ParallelSizes(world_size, engine.fsdp_size, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size)
+
+
+def _meshes(config: SFTConfig, placement: Placement) -> Mapping[str, MeshInfo]:
+    world = placement.num_devices
+    cost = row_cost(config.model) if config.trainer.balance_batch else None
+    return {"sft": MeshInfo(world, _sizes(config, world).axes(), cost), "rollout": MeshInfo(world)}
+
+
+def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
+    """The factories of one process."""
+    config = facts.config
+    model = model_arguments(config.model, resolve_device(config.trainer.device))
+    lora = LoraSettings.from_config(config.model, seed=config.trainer.seed)
+
+    def sft(info: RankInfo) -> SFTWorker:
+        engine = build_engine(
+            "policy",
+            model,
+            name="train",
+            optim=config.optim,
+            total_steps=facts.total_steps,
+            grad_clip=config.trainer.grad_clip,
+            max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+            dump_dir=facts.nonfinite,
+            fsdp=config.engine,
+            sizes=_sizes(config, house.place.world_size),
+            activation_offload=config.model.enable_activation_offload,
+            lora=lora,
+        )
+        return SFTWorker(engine, BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu))
+
+    def rollout(info: RankInfo) -> RolloutWorker:
+        learner = house.worker("sft")
+        assert isinstance(learner, SFTWorker)
+        return build_rollout_worker(
+            RolloutConfig(max_num_seqs=512), actor_engine=learner.engine, model=model, eos_token_ids=facts.end_tokens, lora=lora
+        )
+
+    return {"sft": sft, "rollout": rollout}

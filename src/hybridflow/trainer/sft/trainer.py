@@ -19,8 +19,8 @@ from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
-from hybridflow.rollout.base import RolloutEngine
 from hybridflow.trainer.sft.state import SFTState
+from hybridflow.workers import RolloutGroup
 from hybridflow.workers.sft import SFTGroup
 
 AfterStep = Callable[[int], bool]
@@ -58,7 +58,7 @@ class SFTTrainer:
     tokenizer: Tokenizer
     export: Callable[[Path], None]
     """Write the model as it is as a Hugging Face folder."""
-    rollout: RolloutEngine
+    rollout: RolloutGroup
     """Generates with the model in training, for whoever wants to look at its answers."""
 
     def fit(self, after_step: AfterStep | None = None) -> int:

@@ -29,6 +29,7 @@ from hybridflow.engines.fsdp.optimizer import MasterAdamW
 from hybridflow.engines.fsdp.schedule import learning_rate
 from hybridflow.engines.fsdp.sharding import before_micro_batch, reshard
 from hybridflow.errors import CheckpointError, TrainingError
+from hybridflow.models.lora import saved_names
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -172,8 +173,8 @@ class FSDPEngine:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Module, optimizer and counters; sharded tensors are DTensors, all else is equal on all ranks."""
-        model = dict(self.module.state_dict())
+        """Module (with adapters: what is trained), optimizer, counters; sharded tensors are DTensors, all else is equal on all ranks."""
+        model = self._model()
         rounded: dict[int, Tensor] = {}  # tied parameters stay one tensor
         for key, dtype in self.narrow.items():
             shard = local(model[key])
@@ -200,8 +201,13 @@ class FSDPEngine:
             self.num_steps = int(state["scheduler"]["num_steps"])
             self.guard.in_a_row = int(state["scheduler"]["nonfinite_in_a_row"])
 
+    def _model(self) -> dict[str, Tensor]:
+        """The module's state, without the base of adapters: that is in its own folder and stays as it is."""
+        state, names = self.module.state_dict(), saved_names(self.module)
+        return {name: tensor for name, tensor in state.items() if names is None or name in names}
+
     def _load_module(self, saved: dict[str, Tensor]) -> None:
-        own = self.module.state_dict()
+        own = self._model()
         if set(own) != set(saved):
             odd = sorted(set(own) ^ set(saved))[:3]
             raise CheckpointError(f"The checkpoint's model has other parameters than this {self.name}, for example {odd}.")

@@ -10,7 +10,7 @@ from torch import nn
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
 from hybridflow.models.kv_cache import LayerShape
-from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.base import GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.memory import free_memory, rows_that_fit
@@ -157,3 +157,44 @@ def test_the_configuration_builds_the_engine() -> None:
     engine = build_rollout_engine(RolloutConfig(max_num_seqs=3, max_num_batched_tokens=99, gpu_memory_utilization=0.25), policy, [2, 5, 2])
     assert isinstance(engine, NativeEngine) and engine.eos_token_ids == (2, 5)
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.gpu_memory_utilization) == (3, 99, 0.25)
+
+
+class Source:
+    """Weights that are there between `acquire` and `release`."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def acquire(self, version: int) -> None:
+        self.events.append(version)
+
+    def release(self) -> None:
+        self.events.append("released")
+
+
+def test_weights_with_a_source_are_there_while_the_engine_is_awake() -> None:
+    source = Source()
+    engine = tiny_engine(source=source)
+    with pytest.raises(RolloutError, match="wake_up"):
+        engine.generate(requests_for(prompts(1)))
+    engine.set_version(3)
+    engine.wake_up()
+    engine.wake_up()
+    run(engine, requests_for(prompts(2)))
+    engine.sleep()
+    engine.set_version(4)
+    engine.wake_up()
+    assert source.events == [3, "released", 4]
+
+
+def test_stats_of_replicas_and_of_calls_in_a_row() -> None:
+    first, second = RolloutStats(10, 4, 5, 3, 2.0), RolloutStats(20, 6, 7, 2, 3.0)
+    assert RolloutStats.join([first, second], together=True) == RolloutStats(30, 10, 12, 3, 3.0)
+    assert RolloutStats.join([first, second], together=False) == RolloutStats(30, 10, 12, 3, 5.0)
+    assert RolloutStats.join([], together=True) == RolloutStats()
+    assert RolloutStats.join([first], together=True) == first
+
+
+def test_requests_are_dealt_by_prompt_and_by_what_they_may_cost() -> None:
+    first, second = requests_for([(3, 4, 5)], n=2, max_tokens=7)
+    assert first.deal_key == second.deal_key == (3, 4, 5) and first.deal_cost == 10.0

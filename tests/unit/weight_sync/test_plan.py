@@ -113,7 +113,7 @@ def test_a_large_plan_is_made_quickly_and_sorted_by_dtype() -> None:
     kinds = random.Random(0).choices([FP32, torch.bfloat16], k=len(names))
     shape = (160, 30)
     boxes = grid(shape, (ranks,), [Shard(0)])
-    held = [{name: boxes[rank] for name in names} for rank in range(ranks)]
+    held = [dict.fromkeys(names, boxes[rank]) for rank in range(ranks)]
     wanted = [{name: Box.whole(shape) for name in names} for _ in range(ranks)]
     parameters = {name: Parameter(shape, kind) for name, kind in zip(names, kinds)}
     plan = make_plan(held, wanted, parameters, 1 << 20)

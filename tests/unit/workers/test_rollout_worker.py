@@ -1,0 +1,274 @@
+"""Rollout workers: with the actor's module, with its shards, and in processes of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
+from hybridflow.config.model import OptimConfig
+from hybridflow.controller import Call, Dispatch, LocalBackend, MeshInfo
+from hybridflow.distributed.sizes import ParallelSizes
+from hybridflow.engines import BatchLimits
+from hybridflow.engines.build import build_engine
+from hybridflow.engines.fsdp import FSDPEngine
+from hybridflow.errors import ConfigError, ModelError, RolloutError
+from hybridflow.models.lora import LoraSettings
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.weight_sync.boxes import local_part
+from hybridflow.weight_sync.pushed import WeightShare, deal_tensors
+from hybridflow.workers.actor import ActorGroup, ActorWorker
+from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
+from hybridflow.workers.rollout_build import build_rollout_worker
+from ranks import Ranks
+
+LIMITS = BatchLimits(max_tokens=64)
+EOS = [2]
+LORA = LoraSettings(rank=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=33, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0, **sizes
+    )
+    path = tmp_path_factory.mktemp("model")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def model(folder: str) -> dict[str, Any]:
+    return {"path": folder, "device": torch.device("cpu"), "dtype": "float64"}
+
+
+def actor_engine(folder: str, world_size: int = 1, lora: LoraSettings | None = None) -> FSDPEngine:
+    optim = OptimConfig(lr=1e-2)
+    return build_engine("policy", model(folder), name="actor", optim=optim, sizes=ParallelSizes(world_size), lora=lora)
+
+
+def actor_worker(engine: FSDPEngine) -> ActorWorker:
+    return ActorWorker(engine, ActorConfig(), temperature=1.0, log_prob_limits=LIMITS)
+
+
+@torch.no_grad()
+def learn(engine: FSDPEngine) -> None:
+    """A change of the trained weights that is the same however they are spread."""
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            local_part(parameter).mul_(1.25).add_(0.01)
+
+
+def requests(groups: int = 5, n: int = 3) -> list[GenerationRequest]:
+    sampling = SamplingParams(max_tokens=7)
+    prompts = [(*range(3, 5 + group % 3), 4 + group) for group in range(groups)]
+    return [GenerationRequest(10 * i + j, prompt, sampling, seed=10 * i + j) for j in range(n) for i, prompt in enumerate(prompts)]
+
+
+def tokens(outputs: list[GenerationOutput]) -> list[tuple[int, list[int]]]:
+    return [(output.request_id, output.token_ids) for output in outputs]
+
+
+class Apart(LocalBackend):
+    """One process that says it is two."""
+
+    def together(self, role: str, other: str) -> bool:
+        return False
+
+
+def local_groups(folder: str, backend: type[LocalBackend]) -> tuple[ActorGroup, RolloutGroup, FSDPEngine]:
+    engine = actor_engine(folder)
+    shared = None if backend is Apart else engine
+
+    def rollout(info: object) -> RolloutWorker:
+        return build_rollout_worker(RolloutConfig(), actor_engine=shared, model=model(folder), eos_token_ids=EOS)
+
+    house = backend(lambda host: {"actor": lambda info: actor_worker(engine), "rollout": rollout})
+    return ActorGroup(house, "actor"), RolloutGroup(house, "rollout"), engine
+
+
+def test_in_one_process_the_module_is_shared_and_nothing_moves(folder: str) -> None:
+    actor, rollout, engine = local_groups(folder, LocalBackend)
+    worker = rollout.backend.worker("rollout")  # type: ignore[attr-defined]
+    assert isinstance(worker, RolloutWorker) and isinstance(worker.engine, NativeEngine)
+    assert worker.engine.policy is engine.module and worker.pushed is None
+    before = tokens(rollout.generate(requests(), policy_version=0))
+    learn(engine)
+    rollout.update_from(actor, 1)
+    assert actor.backend.worker("actor")._export is None, "nothing was put together"  # type: ignore[attr-defined]
+    after = rollout.generate(requests(), policy_version=1)
+    assert tokens(after) != before and {version for output in after for version in output.policy_versions} == {1}
+    worker.update_weights([], version=5)
+    assert worker.engine.policy_version == 1
+
+
+def test_a_replica_of_its_own_generates_with_what_was_pushed(folder: str) -> None:
+    actor, rollout, engine = local_groups(folder, Apart)
+    together = NativeEngine(engine.module, eos_token_ids=EOS)  # type: ignore[arg-type]
+
+    def wanted() -> list[tuple[int, list[int]]]:
+        found = {output.request_id: output for output in together.generate(requests())}
+        return tokens([found[request.request_id] for request in requests()])
+
+    outputs = rollout.generate(requests(), policy_version=0)
+    assert tokens(outputs) == wanted(), "both begin as the folder says"
+    learn(engine)
+    with pytest.raises(RolloutError, match="version 1 and has those of version 0"):
+        rollout.generate(requests(), policy_version=1)
+    rollout.update_from(actor, 1)
+    again = rollout.generate(requests(), policy_version=1)
+    assert tokens(again) == wanted() != tokens(outputs)
+    assert {version for output in again for version in output.policy_versions} == {1}
+    rollout.update_from(actor, 2)  # a step that changed nothing (its learning rate was 0, or it was skipped) is no error
+    assert tokens(rollout.generate(requests(), policy_version=2)) == wanted()
+
+
+def test_a_push_that_does_not_bring_the_weights_is_an_error(folder: str) -> None:
+    actor, rollout, engine = local_groups(folder, Apart)
+    learn(engine)
+    worker = rollout.backend.worker("rollout")  # type: ignore[attr-defined]
+    (share,) = actor.call_each(ActorWorker.export_buckets, [1])
+    nothing, less = replace(share, tensors={}), dict(share.tensors)
+    lost = list(less)[4]
+    del less[lost]
+    for shares, version, text in [
+        ([nothing], 1, "embed_tokens"),
+        ([replace(share, tensors=less)], 1, lost),
+        ([share], 2, "weights of version 1"),
+        ([], 1, "no weights"),
+        ([replace(share, checksums={**share.checksums, "hf.more": 3})], 1, "hf.more"),
+    ]:
+        with pytest.raises(RolloutError, match=text):
+            worker.update_weights(shares, version=version)
+        assert worker.engine.policy_version == 0
+    bits = share.tensors[lost].clone()
+    bits.view(torch.int64).view(-1)[-1] ^= 1
+    with pytest.raises(RolloutError, match=lost):
+        worker.update_weights([replace(share, tensors={**share.tensors, lost: bits})], version=1)
+    worker.update_weights([share], version=1)
+    assert worker.engine.policy_version == 1
+
+
+# ---- ranks --------------------------------------------------------------------------------------------------------
+
+
+def generate_on_ranks(rank: int, folder: str, tensor: int, lora: bool, calls: list[Call]) -> dict[str, Any]:
+    settings = LORA if lora else None
+    engine = actor_engine(folder, 2, settings)
+    config = RolloutConfig(tensor_model_parallel_size=tensor)
+    worker = build_rollout_worker(config, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings)
+    found = []
+    for version in (0, 1):
+        outputs = worker.generate(*calls[rank].args, policy_version=version)
+        found.append(outputs)
+        assert {each for output in outputs for each in output.policy_versions} <= {version}
+        learn(engine)
+    with pytest.raises(RolloutError, match="wake_up"):
+        worker.engine.generate(requests())
+    assert isinstance(worker.engine, NativeEngine) and worker.engine.policy is not engine.module
+    resting = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.policy.parameters())
+    return {"outputs": found, "resting": resting, "stats": worker.stats()}
+
+
+@pytest.mark.parametrize(("tensor", "lora"), [(1, False), (2, False), (1, True), (2, True)])
+def test_replicas_of_a_sharded_actor_generate_what_one_process_does(two_ranks: Ranks, folder: str, tensor: int, lora: bool) -> None:
+    engine = actor_engine(folder, lora=LORA if lora else None)
+    alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    mesh = MeshInfo(2, (("dp", 2 // tensor), ("tp", tensor)))
+    deal = Dispatch.DP_DEAL.split(Call((requests(),), {"policy_version": 0}), mesh)
+    assert tensor == 2 or all(call is not None and 0 < len(call.args[0]) < len(requests()) for call in deal.calls)
+    ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, deal.calls)
+    for version in (0, 1):
+        expected = alone.generate(requests(), policy_version=version)
+        results = [found["outputs"][version] for rank, found in enumerate(ranks) if mesh.is_leader(rank)]
+        together = Dispatch.DP_DEAL.collect(results, mesh, deal)
+        assert tokens(together) == tokens(expected)
+        for ours, theirs in zip(together, expected):
+            assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-9)
+        learn(engine)
+    assert [found["resting"] for found in ranks] == [0, 0]
+    if tensor == 1:
+        joined = RolloutStats.join([found["stats"] for found in ranks], together=True)
+        one = alone.stats()
+        assert (joined.generated_tokens, joined.prefill_tokens) == (one.generated_tokens, one.prefill_tokens), "a group stays together"
+        assert joined.seconds == max(found["stats"].seconds for found in ranks)
+
+
+def empty_part(rank: int, folder: str) -> int:
+    worker = build_rollout_worker(RolloutConfig(), actor_engine=actor_engine(folder, 2), model=model(folder), eos_token_ids=EOS)
+    return len(worker.generate(requests()[:1] if rank == 0 else [], policy_version=0))
+
+
+def test_a_rank_without_requests_sends_its_shards(two_ranks: Ranks, folder: str) -> None:
+    assert two_ranks.run(empty_part, folder) == [1, 0]
+
+
+def push_on_ranks(rank: int, folder: str, tensor: int, lora: bool) -> dict[str, Any]:
+    """Both ranks train, and both are also a replica (or two) that has weights of its own."""
+    settings = LORA if lora else None
+    engine = actor_engine(folder, 2, settings)
+    actor = actor_worker(engine)
+    config = RolloutConfig(tensor_model_parallel_size=tensor)
+    worker = build_rollout_worker(config, actor_engine=None, model=model(folder), eos_token_ids=EOS, lora=settings)
+    before = worker.generate(requests(), policy_version=0)
+    learn(engine)
+    own = actor.export_buckets(1)
+    shares: list[WeightShare] = [own, own]
+    dist.all_gather_object(shares, own)
+    worker.update_weights(shares, version=1)
+    after = worker.generate(requests(), policy_version=1)
+    learn(engine)
+    with pytest.raises(RolloutError, match="version 2"):  # of rank 1's tensors none arrive
+        late = actor.export_buckets(2)
+        shares = [late, late]
+        dist.all_gather_object(shares, late)
+        worker.update_weights([shares[0], replace(shares[1], tensors={})], version=2)
+    return {"before": before, "after": after, "bytes": sum(tensor.nbytes for tensor in own.tensors.values()), "names": list(own.tensors)}
+
+
+@pytest.mark.parametrize(("tensor", "lora"), [(1, False), (2, False), (2, True)])
+def test_shards_are_pushed_to_replicas_of_their_own(two_ranks: Ranks, folder: str, tensor: int, lora: bool) -> None:
+    engine = actor_engine(folder, lora=LORA if lora else None)
+    alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    expected = [tokens(alone.generate(requests(), policy_version=0))]
+    learn(engine)
+    expected.append(tokens(alone.generate(requests(), policy_version=1)))
+    found = two_ranks.run(push_on_ranks, folder, tensor, lora)
+    for rank in found:
+        assert [tokens(rank["before"]), tokens(rank["after"])] == expected and expected[0] != expected[1]
+    names = [name for rank in found for name in rank["names"]]
+    trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    assert sorted(names) == sorted(trained), "each trained tensor once, and of an adapted model only the adapters"
+    sizes = [parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad]
+    assert abs(found[0]["bytes"] - found[1]["bytes"]) <= 8 * max(sizes)
+
+
+def not_divisible(rank: int, folder: str) -> tuple[str, str]:
+    engine = actor_engine(folder, 2)
+    with pytest.raises(ConfigError) as sizes:
+        build_rollout_worker(RolloutConfig(tensor_model_parallel_size=3), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    module = engine.module
+    assert isinstance(module, PolicyModel)
+    module.config.num_attention_heads = 3
+    with pytest.raises(ModelError) as heads:
+        build_rollout_worker(RolloutConfig(tensor_model_parallel_size=2), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    return str(sizes.value), str(heads.value)
+
+
+def test_what_tensor_parallel_replicas_cannot_be(two_ranks: Ranks, folder: str) -> None:
+    for sizes, heads in two_ranks.run(not_divisible, folder):
+        assert "tensor_model_parallel_size=3 does not divide the 2 rank" in sizes
+        assert "actor_rollout_ref.rollout.tensor_model_parallel_size=2 does not divide num_attention_heads=3" in heads
+
+
+def test_tensors_are_dealt_by_size() -> None:
+    assert deal_tensors({"a": 4, "b": 3, "c": 2, "d": 3}, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}

@@ -105,7 +105,8 @@ def test_load_contents_choose_what_is_read(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO, "actor_rollout_ref.actor.checkpoint.load_contents=[model]")) as resumed:
         found = states(resumed)
     assert equal(found["actor"]["model"], done["actor"]["model"]) and found["step"] == 2
-    assert found["actor"]["scheduler"]["num_steps"] == 0 and not any(found["actor"]["optimizer"].values())
+    moments = [tensor for state in found["actor"]["optimizer"].values() for tensor in state.values()]
+    assert found["actor"]["scheduler"]["num_steps"] == 0 and not any(bool(tensor.any()) for tensor in moments)
     with build(ppo_config(model, tmp_path / "run", *GRPO, "actor_rollout_ref.actor.checkpoint.load_contents=[optimizer,extra]")) as resumed:
         found = states(resumed)
     assert not equal(found["actor"]["model"], done["actor"]["model"]) and equal(found["actor"]["optimizer"], done["actor"]["optimizer"])

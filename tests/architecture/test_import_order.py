@@ -26,6 +26,7 @@ DOORS = {
     "vllm": ("rollout.vllm",),
     "sglang": ("rollout.sglang",),
     "megatron": ("engines.megatron",),
+    "peft": ("models.lora",),
     "transformers": ("models", "data.tokenizer", "rollout.hf"),
     "wandb": ("observability.trackers.wandb",),
     "mlflow": ("observability.trackers.mlflow",),

@@ -129,3 +129,17 @@ def test_the_reference_may_come_first(two_ranks: Ranks) -> None:
     wanted = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     assert got.keys() == wanted.keys()
     assert all(torch.allclose(got[name], wanted[name], rtol=1e-4, atol=1e-4) for name in wanted)
+
+
+def export_narrow(rank: int, folder: str) -> None:
+    policy = shard(built("llama", False))
+    narrow = {name: torch.bfloat16 for name, _ in policy.named_parameters() if "norm" not in name}
+    save_hf_sharded(policy, folder, group=dist.group.WORLD, dtypes=narrow)
+
+
+def test_shards_wider_than_the_model_are_written_as_the_model(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(export_narrow, str(tmp_path))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert read.config.dtype == torch.bfloat16
+    wanted = tiny_hf("llama").to(torch.bfloat16).state_dict()
+    assert all(tensor.equal(wanted[name]) for name, tensor in read.state_dict().items() if "norm" not in name)

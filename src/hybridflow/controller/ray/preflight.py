@@ -103,7 +103,7 @@ def _greet(address: str, source: str) -> None:
         try:
             ask(b"", timeout=CONNECT_SECONDS, metadata=(("authorization", f"Bearer {token}"),) if token else ())
         except grpc.RpcError as error:
-            code: Any = error.code()  # type: ignore[attr-defined]
+            code: Any = error.code()
             if code is not grpc.StatusCode.UNAUTHENTICATED:
                 raise ConfigError(
                     f"{source}={address}: something answers there, but it is no Ray cluster ({code.name.lower()}); the cluster's port is "

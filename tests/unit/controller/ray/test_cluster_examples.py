@@ -1,0 +1,83 @@
+"""The launch files of `examples/cluster` and the pages about them: what can be checked of them without a cluster."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.tree import keys_of
+from hybridflow.controller.ray.cluster import HEALTH_CHECKS
+
+ROOT = Path(__file__).parents[4]
+EXAMPLES = ROOT / "examples" / "cluster"
+PAGES = [*sorted((ROOT / "docs" / "cluster").glob("*.md")), ROOT / "docs" / "debugging.md"]
+SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
+MANIFESTS = sorted([*EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("*.yml")])
+OVERRIDE = re.compile(r"(?<![\w./-])((?:data|actor_rollout_ref|critic|reward|algorithm|trainer|ray_kwargs)\.[\w.]+)=")
+
+
+def bash_accepts(text: str) -> str:
+    return subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_bash(path: Path) -> None:
+    assert bash_accepts(path.read_text()) == ""
+
+
+def manifest(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((EXAMPLES / name).read_text())
+    return found
+
+
+def test_shell_inside_manifests_is_bash() -> None:
+    sky, dstack, job = manifest("skypilot.yaml"), manifest("dstack.dstack.yml"), manifest("kuberay_rayjob.yaml")
+    for text in (sky["setup"], sky["run"], *dstack["commands"], job["spec"]["entrypoint"]):
+        assert bash_accepts(text) == "", text
+
+
+def test_the_rayjob_wants_what_its_cluster_has() -> None:
+    spec = manifest("kuberay_rayjob.yaml")["spec"]
+    (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    container = workers["template"]["spec"]["containers"][0]
+    assert f"trainer.nnodes={workers['replicas']} " in spec["entrypoint"] and workers["minReplicas"] == workers["replicas"]
+    assert f"trainer.n_gpus_per_node={container['resources']['limits']['nvidia.com/gpu']} " in spec["entrypoint"]
+    assert set(yaml.safe_load(spec["runtimeEnvYAML"])) == {"env_vars"}
+    head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert {each["name"]: each["value"] for each in head["env"]} == {f"RAY_{name}": str(value) for name, value in HEALTH_CHECKS.items()}
+
+
+def test_scripts_set_the_health_checks_of_a_ray_of_our_own() -> None:
+    text = (EXAMPLES / "ray_env.sh").read_text()
+    assert dict(re.findall(r"export RAY_(health_check_\w+)=\$\{\w+:-(\d+)\}", text)) == {k: str(v) for k, v in HEALTH_CHECKS.items()}
+    for path in [*SCRIPTS, *MANIFESTS]:
+        if "ray start" in path.read_text() and path.name != "ray_env.sh":
+            assert "ray_env.sh" in path.read_text(), f"{path.name} starts Ray with its slow health checks"
+
+
+def test_keys_in_scripts_and_pages_exist() -> None:
+    known = set(keys_of(PPOConfig))
+    for path in [*SCRIPTS, *MANIFESTS, *PAGES]:
+        unknown = [key for key in OVERRIDE.findall(path.read_text()) if key not in known]
+        assert not unknown, f"{path.name} sets {unknown}"
+
+
+def test_the_runtime_environment_of_submitted_jobs() -> None:
+    found = yaml.safe_load((ROOT / "src" / "hybridflow" / "trainer" / "runtime_env.yaml").read_text())
+    assert set(found) == {"working_dir", "excludes", "env_vars"}
+    assert all(isinstance(value, str) for value in found["env_vars"].values()), "Ray refuses values that are not strings"
+
+
+def test_pages_name_every_file_and_every_link_leads_somewhere() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    for path in [*SCRIPTS, *MANIFESTS]:
+        assert path.name in text, f"no page says what {path.name} is for"
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -104,11 +104,14 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialise(module: nn.Module, device: torch.device, buffers: torch.device) -> None:
-    """Memory for the parameters on `device`, unwritten, and the buffers as they are on the device `buffers`."""
-    kept = {id(owner): dict(owner._buffers) for owner in module.modules()}
+    """Memory for the parameters on `device`, unwritten, and the buffers as they are on the device `buffers`. Ties stay."""
+    kept = {owner: (dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()}
     module.to_empty(device=device)
-    for owner in module.modules():
-        for name, buffer in kept[id(owner)].items():
+    first: dict[int, nn.Parameter | None] = {}
+    for owner, (parameters, own_buffers) in kept.items():
+        for name, before in parameters.items():
+            owner._parameters[name] = first.setdefault(id(before), owner._parameters[name])
+        for name, buffer in own_buffers.items():
             owner._buffers[name] = None if buffer is None else buffer.to(buffers)
 
 

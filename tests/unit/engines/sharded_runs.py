@@ -24,7 +24,7 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.protocol import DataProto
 from hybridflow.workers.bridge import critic_loss, find_policy_loss, policy_loss
 
-OPTIM = OptimConfig(lr=1e-2, eps=1e-5)
+OPTIM = OptimConfig(lr=3e-3, eps=1e-5)
 """A gradient that is nothing but rounding must not become a step of full size."""
 EVEN = ((0, 2, 4, 6), (1, 3, 5))
 
@@ -40,7 +40,7 @@ class Run:
     model: dict[str, Any] = field(default_factory=dict)
     deal: tuple[tuple[int, ...], ...] = EVEN
     """Rows of each part."""
-    limits: BatchLimits = BatchLimits(24)
+    limits: BatchLimits = field(default_factory=lambda: BatchLimits(24))
     steps: int = 2
     activation_offload: bool = False
     lora: LoraSettings | None = None
@@ -60,7 +60,14 @@ def save_tiny(folder: Path, *, tied: bool) -> str:
 
 
 def build(run: Run, world_size: int) -> FSDPEngine:
-    arguments = {"path": run.folder, "device": torch.device("cpu"), "dtype": "auto", "gradient_checkpointing": False, **run.model}
+    arguments = {
+        "path": run.folder,
+        "device": torch.device("cpu"),
+        "dtype": "auto",
+        "gradient_checkpointing": False,
+        "probe": False,
+        **run.model,
+    }
     torch.manual_seed(0)  # a value head is given weights below
     engine = build_engine(
         "policy" if run.kind == "policy" else "value",
@@ -93,6 +100,13 @@ def loss_of(run: Run, rows: DataProto) -> LossFn:
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def dealt(run: Run, engine: FSDPEngine) -> tuple[DataProto, LossFn]:
+    """This rank's rows, and the loss over everyone's."""
+    rows = training_rows(dtype=torch.float32)
+    part = run.deal[0 if engine.mesh is None else engine.mesh.data_rank]
+    return rows.select_idxs(list(part)), loss_of(run, rows.select_idxs(sorted(row for part in run.deal for row in part)))
 
 
 def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:

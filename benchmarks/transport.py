@@ -1,0 +1,204 @@
+"""A batch of tensors from the driver to two workers and back: ours against Ray's default pickling and against raw numpy arrays.
+
+    python benchmarks/transport.py [--megabytes 100] [--rounds 9] [--steps 200]        (about 2 minutes; needs the extras `ray` and `bench`)
+
+    ours      DataProto halves through `RayBackend`
+    pickled   the same halves as arguments of a plain Ray actor, which pickles torch tensors as it always does
+    raw       numpy arrays of the same sizes, put, sent by reference and got: what the shared memory itself costs
+
+All three in turn in one run. Each half has memory of its own: by default a view is pickled with the whole storage behind it. Then `--steps`
+round trips of ours, to see whether the driver's memory or the object store grows. Writes `benchmarks/results/transport.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+from hybridflow.config.cluster import RayConfig, RayInitConfig
+from hybridflow.controller import Dispatch, Factories, MeshInfo, Placement, RankInfo, Worker, WorkerGroup, WorkerHost, register
+from hybridflow.controller.ray.backend import RayBackend
+from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.protocol import DataProto
+
+RESULT = Path(__file__).parent / "results" / "transport"
+FIELDS, ROWS = 10, 1000
+WARM_UP = 2
+PAGE = """# Transport of tensors
+
+{date} · `{command}` · {machine}
+
+Written by benchmarks/transport.py; do not edit. A batch of {megabytes} MB ({fields} float32 fields of {rows} rows), half to each of two
+workers and back, all three ways in turn; {rounds} rounds after {warm_up} of warm-up. Wanted: ours at least 3 times as fast as pickling,
+and at most 1.5 times the raw arrays.
+
+| way | median s | fastest | slowest | against ours |
+|---|---|---|---|---|
+{table}
+
+## {steps} steps of ours
+
+| after step | driver's own memory, MiB | object store, MiB |
+|---|---|---|
+{leak}
+
+From step {first} to step {last} the driver's own memory (without what it shares) grew by {growth:.1f} MiB, while {moved:.0f} GB went
+there and back.
+"""
+
+
+class Echo(Worker):
+    """Gives back what it gets."""
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def echo(self, batch: DataProto) -> DataProto:
+        """The same rows."""
+        return batch
+
+
+def make_echo(host: WorkerHost) -> Factories:
+    """One role."""
+
+    def echo(info: RankInfo) -> Worker:
+        return Echo()
+
+    return {"echo": echo}
+
+
+class Plain:
+    """A Ray actor as one writes it first."""
+
+    def echo(self, value: Any) -> Any:
+        """The same value."""
+        return value
+
+
+def make_ways(backend: RayBackend, halves: list[DataProto]) -> dict[str, Callable[[], list[Any]]]:
+    """The three ways, each as a function that makes the round trip."""
+    group = WorkerGroup[Echo](backend, "echo")
+    actors: list[Any] = [ray.remote(Plain).remote() for _ in halves]  # type: ignore[attr-defined]
+    arrays = [{name: np.array(tensor.numpy()) for name, tensor in half.batch.items()} for half in halves]
+
+    def pickled() -> list[Any]:
+        return list(ray.get([actor.echo.remote(half) for actor, half in zip(actors, halves)]))
+
+    def raw() -> list[Any]:
+        return list(ray.get([actor.echo.remote(ray.put(half)) for actor, half in zip(actors, arrays)]))
+
+    return {"ours": lambda: group.call_each(Echo.echo, halves), "pickled": pickled, "raw": raw}
+
+
+def measure(ways: dict[str, Callable[[], list[Any]]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round trip, the ways in turn."""
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(WARM_UP + rounds):
+        for way, trip in ways.items():
+            began = time.perf_counter()
+            results = trip()
+            if number >= WARM_UP:
+                seconds[way].append(time.perf_counter() - began)
+            del results
+    return seconds
+
+
+def held(address: str) -> tuple[float, float]:
+    """MiB of the driver's own memory, and of objects in the store."""
+    memory = psutil.Process().memory_info()
+    store = get_memory_info_reply(get_state_from_address(address)).store_stats.object_store_bytes_used
+    return (memory.rss - memory.shared) / 2**20, store / 2**20
+
+
+def watch_memory(trip: Callable[[], list[Any]], steps: int, address: str) -> list[tuple[int, float, float]]:
+    """(step, driver, store) every tenth of the steps."""
+    seen = []
+    for step in range(1, steps + 1):
+        trip()
+        if step % max(1, steps // 10) == 0:
+            time.sleep(0.5)  # the store counts what is freed with a delay
+            seen.append((step, *held(address)))
+            print(f"step {step}: driver {seen[-1][1]:.0f} MiB, store {seen[-1][2]:.0f} MiB", flush=True)
+    return seen
+
+
+def table_of(seconds: dict[str, list[float]]) -> str:
+    """Medians, spread, and how they compare."""
+    ours = statistics.median(seconds["ours"])
+    lines = []
+    for way, times in seconds.items():
+        median = statistics.median(times)
+        lines.append(f"| {way} | {median:.3f} | {min(times):.3f} | {max(times):.3f} | {median / ours:.2f} × |")
+    return "\n".join(lines)
+
+
+def write(options: argparse.Namespace, seconds: dict[str, list[float]], table: str, seen: list[tuple[int, float, float]]) -> None:
+    """The numbers and the page."""
+    facts = {
+        "command": f"python benchmarks/transport.py --megabytes {options.megabytes} --rounds {options.rounds} --steps {options.steps}",
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, ray {ray.__version__}, one thread a process",
+    }
+    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    growth = seen[-1][1] - seen[0][1]
+    leak = [{"step": step, "driver_mib": driver, "store_mib": store} for step, driver, store in seen]
+    ratios = {"pickled_over_ours": medians["pickled"] / medians["ours"], "ours_over_raw": medians["ours"] / medians["raw"]}
+    RESULT.parent.mkdir(exist_ok=True)
+    result = {**facts, "megabytes": options.megabytes, "seconds": seconds, **ratios, "memory": leak, "driver_growth_mib": growth}
+    RESULT.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+    page = PAGE.format(
+        **facts,
+        **vars(options),
+        fields=FIELDS,
+        rows=ROWS,
+        warm_up=WARM_UP,
+        table=table,
+        leak="\n".join(f"| {step} | {driver:.0f} | {store:.0f} |" for step, driver, store in seen),
+        first=seen[0][0],
+        last=seen[-1][0],
+        growth=growth,
+        moved=options.megabytes * (seen[-1][0] - seen[0][0]) / 1000,
+    )
+    RESULT.with_suffix(".md").write_text(page)
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    width = options.megabytes * 10**6 // (4 * FIELDS * ROWS)
+    halves = [DataProto.from_dict({f"x{index}": torch.randn(ROWS // 2, width) for index in range(FIELDS)}) for _ in range(2)]
+    cluster = Cluster.connect(RayConfig(ray_init=RayInitConfig(num_cpus=4)), device="cpu", wanted=2)
+    placement = Placement.colocated(["echo"], [2])
+    times = {"call_timeout": 600.0, "heartbeat_timeout": 60.0, "startup_timeout": 300.0}
+    backend = RayBackend(cluster, placement, {"echo": MeshInfo(2)}, make_echo, device="cpu", num_threads=1, **times)
+    try:
+        ways = make_ways(backend, halves)
+        seconds = measure(ways, options.rounds)
+        table = table_of(seconds)
+        print(table, flush=True)
+        write(options, seconds, table, watch_memory(ways["ours"], options.steps, cluster.address))
+    finally:
+        backend.shutdown()
+        cluster.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -106,7 +106,13 @@ def merge(options: argparse.Namespace) -> int:
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
-    folder = merge_checkpoint(Path(options.checkpoint), Path(options.target), trust_remote_code=options.trust_remote_code)
+    folder = merge_checkpoint(
+        Path(options.checkpoint),
+        Path(options.target),
+        lora=options.lora,
+        base_model=options.base_model,
+        trust_remote_code=options.trust_remote_code,
+    )
     print(f"wrote {folder}")
     return 0
 

@@ -58,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
     merge = words.add_parser("merge", help="turn a checkpoint into a Hugging Face folder")
     merge.add_argument("checkpoint", help="global_step_N, or its actor folder")
     merge.add_argument("target", help="folder to write; must be new or empty")
+    merge.add_argument("--lora", choices=["fold", "keep"], help="adapters: fold them into their base, or keep them beside it")
+    merge.add_argument("--base_model", help="where the base of adapters is, if not where the run had it")
     merge.add_argument("--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along")
     merge.set_defaults(body=commands.merge)
 

@@ -50,12 +50,12 @@ def merge(
     Returns `target_dir`, which must not exist or be empty. CheckpointError where the checkpoint is damaged, holds no policy or lacks its
     base, ModelError where its configuration cannot be read, ConfigError where `target_dir` cannot be used.
     """
-    source = Source.open(Path(checkpoint_dir).expanduser())
-    if lora is not None and not source.with_adapters:
-        raise ConfigError(f"--lora {lora}: {source.folder} holds no adapters, all of its weights were trained. Leave --lora out")
     target = Path(target_dir).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"target folder {target} exists and is not an empty folder: give the name of a new one")
+    source = Source.open(Path(checkpoint_dir).expanduser())
+    if lora is not None and not source.with_adapters:
+        raise ConfigError(f"--lora {lora}: {source.folder} holds no adapters, all of its weights were trained. Leave --lora out")
     building = target.parent / f".tmp_{target.name}_{os.getpid()}"
     staged, final = building / "staged", building / "final"
     try:

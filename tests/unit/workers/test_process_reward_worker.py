@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
-from worker_house import House, rows
+from worker_house import ENGINE_STATE, House, rows
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.reward import ProcessRewardModelConfig
@@ -83,11 +83,12 @@ def test_shares_of_micro_batches_add_up() -> None:
     assert float(whole) > 0 and float(sum(parts)) == pytest.approx(float(whole), rel=1e-12)
 
 
-def test_a_state_goes_on_to_the_bit() -> None:
+def test_a_state_goes_on_to_the_bit(tmp_path: Path) -> None:
     first, second = House(), House()
     batch = judged(first)
     first.process_reward.update(batch, WHOLE)
-    second.process_reward.load_state_dict(deepcopy(first.process_reward.state_dict()))
+    first.process_reward.save(tmp_path, ENGINE_STATE)
+    second.process_reward.load(tmp_path, ENGINE_STATE)
     assert first.process_reward.update(batch, WHOLE).to_floats() == second.process_reward.update(batch, WHOLE).to_floats()
     rewards = [house.process_reward.rewards(batch).batch["process_rewards"] for house in (first, second)]
     assert torch.equal(*rewards) and rewards[0].any()

@@ -33,4 +33,4 @@ def test_a_reference_becomes_the_actor_in_place_and_then_stands_still() -> None:
 
 def test_weights_are_the_model_alone() -> None:
     house = House()
-    assert set(house.actor.weights()) == {"model"} and set(house.actor.state_dict()) == {"model", "optimizer", "scheduler"}
+    assert set(house.actor.weights()) == set(house.policy.state_dict())

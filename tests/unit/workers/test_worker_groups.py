@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
-from worker_house import PLAN, House, prepared, rows
+from worker_house import ENGINE_STATE, PLAN, House, prepared, rows
 
 from hybridflow.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from hybridflow.protocol import DataProto
@@ -49,7 +48,7 @@ def test_optimizer_steps_are_mini_batches_times_epochs(mini_groups: int, epochs:
     house = House()
     plan = MiniBatchPlan(groups=mini_groups, epochs=epochs, shuffle=False, seed=0, step=1)
     house.actor.update(prepared(house), plan)
-    assert house.actor.state_dict()["scheduler"]["num_steps"] == -(-3 // mini_groups) * epochs
+    assert house.backend.worker("actor").engine.num_steps == -(-3 // mini_groups) * epochs
 
 
 def test_the_first_mini_batch_is_on_policy() -> None:
@@ -65,11 +64,12 @@ def test_entropy_and_kl_are_computed_where_they_are_asked_for() -> None:
     assert found["actor/entropy_loss"] > 0 and found["actor/kl_loss"] > 0 and found["actor/kl_coef"] == 0.001
 
 
-def test_a_state_goes_from_group_to_group() -> None:
+def test_a_state_goes_from_group_to_group(tmp_path: Path) -> None:
     first, second = House(), House()
     batch = prepared(first)
     first.actor.update(batch, PLAN)
-    second.actor.load_state_dict(deepcopy(first.actor.state_dict()))
+    first.actor.save(tmp_path, ENGINE_STATE)
+    second.actor.load(tmp_path, ENGINE_STATE)
     ours, theirs = (house.actor.update(batch, PLAN).to_floats() for house in (first, second))
     assert ours == theirs
     assert all(torch.equal(a, b) for a, b in zip(first.policy.parameters(), second.policy.parameters(), strict=True))

@@ -34,6 +34,7 @@ from hybridflow.workers.mini_batches import MiniBatchPlan
 from hybridflow.workers.sft import SFTGroup, SFTWorker
 from hybridflow.workers.teacher import TEACHER_COLUMN
 
+ENGINE_STATE = ("model", "optimizer", "scheduler")
 LIMITS = BatchLimits(max_tokens=24, max_rows=3)
 OPTIM = OptimConfig(lr=1e-2)
 PLAN = MiniBatchPlan(groups=2, epochs=2, shuffle=True, seed=0, step=1)
@@ -82,7 +83,7 @@ class House:
             return SFTWorker(FSDPEngine(self.policy, name="train", optim=OPTIM), LIMITS)
 
         factories = {"actor": actor, "critic": critic, "reference": reference, "rollout": rollout, "sft": sft}
-        backend = LocalBackend(lambda host: {**factories, "teacher": teacher, "process_reward": process_reward})
+        backend = self.backend = LocalBackend(lambda host: {**factories, "teacher": teacher, "process_reward": process_reward})
         self.actor, self.critic = ActorGroup(backend, "actor"), CriticGroup(backend, "critic")
         self.reference, self.rollout = ReferenceGroup(backend, "reference"), RolloutGroup(backend, "rollout")
         self.teacher, self.process_reward = TeacherGroup(backend, "teacher"), ProcessRewardGroup(backend, "process_reward")

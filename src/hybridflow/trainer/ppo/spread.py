@@ -11,6 +11,7 @@ from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.models.build import count_parameters, load_config
 from hybridflow.models.flops import workload_of
+from hybridflow.models.lora import LoraSettings
 from hybridflow.protocol.balancing import Workload
 
 
@@ -30,7 +31,7 @@ def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelCon
 
 def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
     """How the engine of a role uses `world_size` processes."""
-    if role == "reference" and config.actor_rollout_ref.model.lora_rank:
+    if role == "reference" and LoraSettings.from_config(config.actor_rollout_ref.model) is not None:
         role = "actor"  # it is the actor's own module
     fsdp, sequence, _ = engine_keys(config, role)
     return ParallelSizes(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from hybridflow.errors import ConfigError
 
-LARGEST_DIFFERENCING = 1 << 18
-"""Units × parts up to which `deal_rows` takes `karmarkar_karp`, whose time and memory grow with that product; some 0.2 s."""
+LARGEST_DIFFERENCING = 1 << 16
+"""Units × parts up to which `deal_rows` takes `karmarkar_karp`, whose time and memory grow with that product: some 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def deal_rows(lengths: Sequence[float], parts: int, workload: Workload, groups: 
     """Deal rows to `parts` ranks so that the heaviest has little more than the mean.
 
     With `groups`, one number for each row, rows of equal number stay together. Karmarkar and Karp's differencing where units × parts is
-    at most LARGEST_DIFFERENCING (4,096 rows over 64 ranks); beyond, the longest unit first to the lightest rank: as good to a part in a
+    at most LARGEST_DIFFERENCING (4,096 rows over 16 ranks); beyond, the longest unit first to the lightest rank: as good to a part in a
     thousand where a rank gets tens of rows, and under a second for 65,536 rows over 1,024 ranks.
     Returns the rows of each part, ascending; a part may be empty.
     """

@@ -20,6 +20,8 @@ from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.errors import WorkerError, WorkerLost
 from hybridflow.protocol import DataProto
 
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]  # processes start slowly on a busy machine: once for all
+
 
 @pytest.fixture
 def make_backend(backend: RayBackend) -> Callable[[], RayBackend]:
@@ -128,22 +130,7 @@ def test_memory_is_given_back(backend: RayBackend) -> None:
     assert after[1] <= before[1] + 4
 
 
-@pytest.fixture
-def own(cluster: Cluster) -> Iterator[Callable[..., RayBackend]]:
-    """Backends that the test may break."""
-    started: list[RayBackend] = []
-
-    def make(**settings: float) -> RayBackend:
-        started.append(start(cluster, {"global": 2}, {"counter": "global"}, **settings))
-        return started[-1]
-
-    yield make
-    for backend in started:
-        backend.shutdown()
-
-
-def test_the_rank_that_failed_is_named_and_those_that_hang_are_ended(own: Callable[..., RayBackend]) -> None:
-    backend = own(heartbeat_timeout=8.0)
+def test_the_rank_that_failed_is_named_and_those_that_hang_are_ended(backend: RayBackend) -> None:
     pids = [look[0] for look in ask(backend).call_list(Prober.look)]
     began = time.monotonic()
     with pytest.raises(WorkerError, match="Picky: it was me") as caught:
@@ -158,6 +145,20 @@ def test_the_rank_that_failed_is_named_and_those_that_hang_are_ended(own: Callab
     backend.shutdown()
     with pytest.raises(AssertionError, match="the backend is shut down"):
         ask(backend).call(Prober.span, 0.0)
+
+
+@pytest.fixture
+def own(cluster: Cluster) -> Iterator[Callable[..., RayBackend]]:
+    """Backends that the test may break."""
+    started: list[RayBackend] = []
+
+    def make(**settings: float) -> RayBackend:
+        started.append(start(cluster, {"global": 2}, {"counter": "global"}, **settings))
+        return started[-1]
+
+    yield make
+    for backend in started:
+        backend.shutdown()
 
 
 @pytest.mark.slow

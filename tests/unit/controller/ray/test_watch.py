@@ -21,6 +21,8 @@ from hybridflow.controller.ray.watch import Watch
 from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost
 
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]  # Ray starts slowly on a busy machine: once for all
+
 
 class House:
     """Two processes and the watch over them."""

@@ -122,15 +122,6 @@ class Placement:
         """Whether two roles share a process anywhere, so that their calls cannot overlap."""
         return bool({*self.pools_of_role[role]} & {*self.pools_of_role[other]})
 
-    def check_local(self) -> None:
-        """Refuse what the local backend cannot host: ConfigError for more than one device."""
-        if self.num_devices > 1:
-            sizes = ", ".join(f"{pool.name} {list(pool.devices_per_node)}" for pool in self.pools)
-            raise ConfigError(
-                f"trainer.controller=local runs everything in one process, but there are {self.num_devices} devices ({sizes}): set "
-                "trainer.controller=ray, or trainer.nnodes=1 and trainer.n_gpus_per_node=1 without trainer.resource_pools"
-            )
-
 
 def _check_pools(role: str, pools: tuple[str, ...], names: Sequence[str]) -> None:
     key = f"trainer.placement.{role}"

@@ -79,9 +79,3 @@ def test_a_placement_on_the_only_pool_and_on_none() -> None:
         Placement.from_config(trainer(placement={"critic": "train"}), ROLES)
     with pytest.raises(ConfigError, match="share a name"):
         Placement((ResourcePool("one", (1,)), ResourcePool("one", (1,))), {"actor": ("one",)})
-
-
-def test_local_controller_has_one_process() -> None:
-    Placement.colocated(["actor"], [1]).check_local()
-    with pytest.raises(ConfigError, match=r"controller=local.*2 devices \(global \[2\]\): set.*controller=ray"):
-        Placement.colocated(["actor"], [2]).check_local()

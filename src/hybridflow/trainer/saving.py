@@ -47,11 +47,7 @@ class RunSaves:
         """Save a step; gives where its checkpoint is, or will be when it is whole. Waits for a save that is still under way."""
         self.commit(store)
         fills = {name: self._fill(name, engine) for name, engine in engines.items()}
-        try:
-            self._pending = store.begin(step, state, {**fills, **folders})
-        except BaseException:
-            self._drain()
-            raise
+        self._pending = store.begin(step, state, {name: self._or_drain(fill) for name, fill in {**fills, **folders}.items()})
         if not self._writing:
             return self.commit(store) or store.run_dir
         return store.run_dir / f"{STEP_PREFIX}{step}"
@@ -92,13 +88,25 @@ class RunSaves:
         parts = parts_to_save(engine.contents)
 
         def start(folder: Path) -> None:
-            self._writing[name] = engine.group
             engine.group.start_save(folder, parts)
+            self._writing[name] = engine.group
 
         def write(folder: Path) -> Mapping[str, FileDigest]:
             return engine.group.save(folder, parts)
 
         return start if engine.contents.async_save else write
+
+    def _or_drain(self, fill: Fill) -> Fill:
+        """The store removes a folder that cannot be filled: first nobody must be writing into it any more."""
+
+        def filled(folder: Path) -> Mapping[str, FileDigest] | None:
+            try:
+                return fill(folder)
+            except BaseException:
+                self._drain()
+                raise
+
+        return filled
 
     def _finished(self, step: int, name: str, group: StatefulGroup[Any]) -> Mapping[str, FileDigest]:
         try:
@@ -113,5 +121,5 @@ class RunSaves:
         """After a failure: wait for the other threads, whose folder is about to go."""
         while self._writing:
             _, group = self._writing.popitem()
-            with suppress(HybridFlowError, AssertionError):
+            with suppress(HybridFlowError):
                 group.finish_save()

@@ -57,12 +57,12 @@ class EngineMesh:
         return self.sizes.is_leader(self.rank)
 
 
-_known: dict[tuple[ParallelSizes, str, int], EngineMesh] = {}
+_known: dict[tuple[ParallelSizes, str], tuple[object, EngineMesh]] = {}
 
 
 def engine_mesh(sizes: ParallelSizes, device_type: str) -> EngineMesh:
     """The mesh for `sizes`, made once in a process group: models of equal sizes share it, since each group costs memory on a GPU."""
-    key = (sizes, device_type, id(dist.group.WORLD))
-    if key not in _known:
-        _known[key] = EngineMesh(sizes, device_type)
-    return _known[key]
+    world, key = dist.group.WORLD, (sizes, device_type)
+    if key not in _known or _known[key][0] is not world:  # this process may have left a group and joined another
+        _known[key] = (world, EngineMesh(sizes, device_type))
+    return _known[key][1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -46,8 +45,3 @@ def replicas(tensor: Tensor, world_size: int) -> int:
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
         pieces *= 1 if placement.is_replicate() else size
     return world_size // pieces
-
-
-def empty_like_piece(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for another tensor of this rank's piece."""
-    return torch.empty_like(local(tensor), dtype=dtype)

@@ -3,7 +3,7 @@
     meta_model ─► placements (tensor parallel, adapters, shards) ─► materialise ─► load_weights
 
 Buffers are real from the start: rotary frequencies are in no file. Where the files hold other names or shapes than the model (experts
-that transformers fuses, renamed layers), every rank loads the model whole on its CPU, one after the other, and keeps its slices.
+that transformers fuses, renamed layers), every rank loads the model whole into CPU memory and keeps its slices.
 """
 
 from __future__ import annotations

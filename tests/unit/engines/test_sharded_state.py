@@ -67,15 +67,15 @@ def go_on(rank: int, run: Run, way: str) -> tuple[bool, list[str]]:
     return same and ours["scheduler"] == theirs["scheduler"] == {"num_steps": 4, "nonfinite_in_a_row": 0}, kinds
 
 
-@pytest.mark.parametrize("way", ["shards", "whole tensors"])
 @pytest.mark.parametrize(
-    "changes",
+    ("way", "changes"),
     [
-        {},
-        {"model": {"dtype": "bfloat16"}},
-        {"sizes": {"fsdp_size": 1}},
-        {"fsdp": FSDPConfig(offload_policy=True)},
-        {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True), "kind": "value"},
+        ("shards", {}),
+        ("whole tensors", {}),
+        ("shards", {"model": {"dtype": "bfloat16"}}),
+        ("whole tensors", {"model": {"dtype": "bfloat16"}, "sizes": {"fsdp_size": 1}}),
+        ("shards", {"fsdp": FSDPConfig(offload_policy=True)}),
+        ("shards", {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True), "kind": "value"}),
     ],
 )
 def test_a_loaded_state_goes_on_to_the_bit(two_ranks: Ranks, folder: str, way: str, changes: dict[str, Any]) -> None:

@@ -77,8 +77,6 @@ CASES: dict[str, dict[str, Any]] = {
     "no rows on a rank": {"deal": ((0, 1, 3), ())},
     "one row a forward": {"limits": BatchLimits(1000, max_rows=1), "deal": ((0,), (1, 2, 3, 4, 5, 6))},
     "tokens of a row on two ranks": {"sizes": {"sequence": 2}, "deal": (ALL,), "model": {"gradient_checkpointing": True}},
-    "adapters": {"lora": LoraSettings(rank=4), "folder": "untied"},
-    "adapters, value model, recomputed": {"lora": LoraSettings(rank=4), "kind": "value", "model": {"gradient_checkpointing": True}},
     "whole groups": {"limits": BatchLimits(45, keep_groups=True), "deal": ((0, 1), (2, 3, 4, 5, 6))},
 }
 
@@ -92,6 +90,15 @@ def test_two_ranks_train_as_one(name: str, two_ranks: Ranks, folders: dict[str, 
     held = [sum(math.prod(shape) for shape in rank["shapes"].values()) for rank in ranks]
     assert sum(held) == (2 if "fsdp_size" in run.sizes else 1) * sum(math.prod(shape) for shape in alone(run)["shapes"].values())
     assert max(held) <= 0.51 * sum(held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"kind": "value", "model": {"gradient_checkpointing": True}}])
+def test_adapters_train_as_on_one_rank(two_ranks: Ranks, folders: dict[str, str], alone: Any, settings: dict[str, Any]) -> None:
+    run = Run(folders["untied"], lora=LoraSettings(rank=4), **settings)
+    ranks = two_ranks.run(train, run)
+    compare(ranks, alone(run))
+    assert {name for name, trained in ranks[0]["requires_grad"].items() if trained} == set(ranks[0]["state"])
 
 
 def test_split_layers_train_as_whole_ones(two_ranks: Ranks, folders: dict[str, str], alone: Any) -> None:

@@ -1,7 +1,7 @@
 """A run's checkpoints: what the driver holds, and each engine's state, written by its ranks at once or while the run goes on.
 
 save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
-                                                 └──`async_save`──► at the end of a later step: commit_done ─► store.commit
+                                                 └──`async_save`──► before a later step: commit_done ─► store.commit
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RunSaves:
         return store.run_dir / f"{STEP_PREFIX}{step}"
 
     def commit_done(self, store: CheckpointStore) -> None:
-        """Make a save that is under way count, if all ranks have written; called at the end of a step, costs nothing without one."""
+        """Make a save that is under way count, if all ranks have written; called between steps, costs nothing without one."""
         if self._pending is not None and all(group.save_done() for group in self._writing.values()):
             self.commit(store)
 

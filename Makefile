@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds learn test test-slow coverage check format clean
+.PHONY: setup demo demo-seeds learn cluster-parity test test-slow coverage check format clean
 
 setup: $(READY)
 
@@ -24,11 +24,14 @@ demo-seeds: setup  ## the demo on three seeds, by PPO and with random rewards; w
 learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 cores (ALGO=grpo for one); writes benchmarks/results/learn.md
 	$(BIN)/python benchmarks/learn.py $(if $(ALGO),--algo $(ALGO))
 
+cluster-parity: setup  ## two processes against one, each way of spreading a model (about 45 minutes on 2 cores); writes benchmarks/results/cluster_parity.md
+	$(BIN)/python benchmarks/cluster_parity.py
+
 test: setup  ## the tests of a working day
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadgroup
 
 test-slow: setup  ## the end-to-end runs that are too long for a working day; CI runs them too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2 || [ $$? -eq 5 ]  # 5: none is marked slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadgroup || [ $$? -eq 5 ]  # 5: none is marked slow
 
 coverage: setup  ## every line and branch of the maths is tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity tests/unit/algorithms -n 2 --cov=hybridflow.algorithms --cov-branch --cov-report=term:skip-covered --cov-fail-under=100

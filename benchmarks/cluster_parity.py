@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.layout import MODEL
+from hybridflow.checkpoint.shard_index import read_tensors
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.models.tiny import create_tiny_model
@@ -109,10 +111,10 @@ def execute(algorithm: str, keys: Sequence[str], *, replay: Path | None = None, 
             return False
 
         trainer.fit(after_step=after)
-        groups = {"actor": trainer.step.roles.actor, "critic": trainer.step.roles.critic}
-        for role, group in groups.items():
-            if group is not None:
-                run.weights |= {f"{role}/{name}": tensor for name, tensor in group.full_weights().items()}
+        saved = trainer.state.save(trainer.store)
+    for role in ("actor", "critic"):
+        if (saved / role).is_dir():
+            run.weights |= {f"{role}/{name}": tensor for name, tensor in read_tensors(saved / role, MODEL).items()}
     return run
 
 

@@ -11,15 +11,12 @@ from hybridflow.config.tree import keys_of
 
 # Keys that act while the configuration is made or checked, and nowhere else.
 READ_IN_CONFIG = {
-    "trainer.nnodes": "check: one process in this version",
-    "trainer.n_gpus_per_node": "check: one process in this version",
     "actor_rollout_ref.model.tokenizer_path": "resolve: becomes data.tokenizer",
     "model.tokenizer_path": "resolve: becomes data.tokenizer",
     "critic.model.tokenizer_path": "check: the critic reads the actor's token ids",
     "reward.process_reward_model.model.tokenizer_path": "resolve: the process reward model reads the actor's token ids",
     "distillation.teacher_model.tokenizer_path": "resolve: the teacher reads the actor's token ids",
     "actor_rollout_ref.actor.strategy": "resolve: fsdp means fsdp2, the one engine of this version",
-    "trainer.controller": "resolve: auto means local, the one controller of this version",
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hybridflow import __version__
 from hybridflow.cli import commands
@@ -55,14 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
     words.add_parser("doctor", help="what this machine has, and what each backend misses").set_defaults(body=commands.doctor)
 
-    merge = words.add_parser("merge", help="turn a checkpoint into a Hugging Face folder")
-    merge.add_argument("checkpoint", help="global_step_N, or its actor folder")
-    merge.add_argument("target", help="folder to write; must be new or empty")
-    merge.add_argument("--lora", choices=["fold", "keep"], help="adapters: fold them into their base, or keep them beside it")
-    merge.add_argument("--base_model", help="where the base of adapters is, if not where the run had it")
-    merge.add_argument("--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along")
-    merge.set_defaults(body=commands.merge)
-
+    _add_merge(words)
     reward = words.add_parser("reward-test", help="score the first rows of the data before a run")
     reward.add_argument("-n", "--rows", type=int, default=8)
     reward.add_argument("--response", default="ground_truth", help="what is scored: ground_truth, empty, or a column of the data")
@@ -75,6 +69,16 @@ def parser() -> argparse.ArgumentParser:
     view.add_argument("-o", "--out", help="file to write (default: report.html in the run's folder)")
     view.set_defaults(body=commands.view)
     return root
+
+
+def _add_merge(words: Any) -> None:
+    merge = words.add_parser("merge", help="turn a checkpoint into a Hugging Face folder")
+    merge.add_argument("checkpoint", help="global_step_N, or its actor folder")
+    merge.add_argument("target", help="folder to write; must be new or empty")
+    merge.add_argument("--lora", choices=["fold", "keep"], help="adapters: fold them into their base, or keep them beside it")
+    merge.add_argument("--base_model", help="where the base of adapters is, if not where the run had it")
+    merge.add_argument("--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along")
+    merge.set_defaults(body=commands.merge)
 
 
 def _demo_names() -> list[str]:

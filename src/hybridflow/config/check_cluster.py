@@ -67,21 +67,22 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     """One line for each problem of a PPO run."""
     trainer, roles = config.trainer, config.actor_rollout_ref
     yield from _controller(trainer)
-    actor, rollout = _processes(trainer, "actor"), _processes(trainer, "rollout")
+    actor = sum(_pools(trainer, "actor"))
     spreads = [Spread("actor_rollout_ref.actor", roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, roles.model, actor)]
     if needs_reference(config):
         sequence = roles.ref.ulysses_sequence_parallel_size or roles.actor.ulysses_sequence_parallel_size
-        spreads.append(Spread("actor_rollout_ref.ref", roles.ref.fsdp_config, sequence, roles.model, _processes(trainer, "reference")))
+        spreads.append(Spread("actor_rollout_ref.ref", roles.ref.fsdp_config, sequence, roles.model, sum(_pools(trainer, "reference"))))
     if config.critic.enable:
         critic = config.critic
         spreads.append(
-            Spread("critic", critic.fsdp_config, critic.ulysses_sequence_parallel_size, critic.model, _processes(trainer, "critic"))
+            Spread("critic", critic.fsdp_config, critic.ulysses_sequence_parallel_size, critic.model, sum(_pools(trainer, "critic")))
         )
     for spread in spreads:
         yield from spread.problems()
     width = roles.rollout.tensor_model_parallel_size
-    if rollout % width:
-        yield f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {rollout} processes that generate: set a divisor"
+    for processes in _pools(trainer, "rollout"):
+        if processes % width:
+            yield f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {processes} processes that generate: set a divisor"
     yield from _lora(config)
 
 
@@ -121,14 +122,12 @@ def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         )
 
 
-def _processes(trainer: TrainerConfig, role: str) -> int:
-    """Processes that host a role; a placement on pools that do not exist is refused where placements are made."""
+def _pools(trainer: TrainerConfig, role: str) -> list[int]:
+    """Processes of each pool that hosts a role; pools that do not exist are refused where placements are made."""
     if not trainer.resource_pools:
-        return num_processes(trainer)
-    first = next(iter(trainer.resource_pools))
-    named = trainer.placement.get(role, first)
-    pools = [named] if isinstance(named, str) else named
-    return max(1, sum(sum(trainer.resource_pools.get(pool, [])) for pool in pools))
+        return [num_processes(trainer)]
+    named = trainer.placement.get(role, next(iter(trainer.resource_pools)))
+    return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in ([named] if isinstance(named, str) else named)]
 
 
 def _lora(config: PPOConfig) -> Iterator[str]:

@@ -70,7 +70,7 @@ def build_engine(
         module, blocks = meta.module, decoder_blocks(meta.module)
         narrow = _shard(meta, blocks, mesh, fsdp, device, trained=optim is not None, lora=lora)
     if fsdp.use_torch_compile:
-        compile_blocks(blocks)
+        compile_blocks(module, blocks)
     return FSDPEngine(
         module,
         name=name,

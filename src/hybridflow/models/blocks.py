@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import attention
+from hybridflow.models.attention import ATTENTION_NAME, attention
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
+
+_UNCOMPILED = f"{ATTENTION_NAME}_uncompiled"
 
 
 def decoder_blocks(model: PolicyModel | ValueModel) -> list[nn.Module]:
@@ -37,12 +41,20 @@ def _lists(backbone: nn.Module, count: int) -> Iterator[list[nn.Module]]:
             yield list(module)
 
 
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+def compile_blocks(model: PolicyModel | ValueModel, blocks: Sequence[nn.Module]) -> None:
     """Compile each block's forward in place; names of parameters, hooks and checkpointing stay as they are.
 
-    The attention function stays outside of the graphs: it reads how rows are packed, which differs from one micro-batch to the next.
+    Attention stays outside of the graphs: it reads how rows are packed, which differs from one micro-batch to the next.
     """
-    attention._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets, without its wrapper
-    attention._torchdynamo_disable_msg = "rows are packed differently in each micro-batch"  # type: ignore[attr-defined]
+    AttentionInterface.register(_UNCOMPILED, _uncompiled_attention())
+    hf: Any = model.hf if isinstance(model, PolicyModel) else model.backbone
+    hf.set_attn_implementation(_UNCOMPILED)
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
+
+
+@functools.cache
+def _uncompiled_attention() -> Callable[..., Any]:
+    """One function for all models: another one would have what is compiled made again."""
+    wrapped: Callable[..., Any] = torch.compiler.disable(attention)
+    return wrapped

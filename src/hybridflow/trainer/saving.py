@@ -7,8 +7,8 @@ save ──► store.begin ─► folders filled, or copies taken and threads wr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,16 @@ class RunSaves:
             logger.info("the checkpoint of step %d is whole: %s", pending.step, path)
         return path
 
+    @contextmanager
+    def given_up_at_the_end(self, store: CheckpointStore) -> Iterator[None]:
+        """A context of the run: a save that is still under way when it ends has lost its workers, or the run has failed: it is given up."""
+        try:
+            yield
+        finally:
+            self.abandon(store)
+
     def abandon(self, store: CheckpointStore) -> None:
-        """Give up the save that is under way, if any, where its workers are gone or the run has failed."""
+        """Give up the save that is under way, if any."""
         pending, self._pending = self._pending, None
         self._writing.clear()
         if pending is not None:

@@ -20,13 +20,13 @@ from hybridflow.controller.build import Start, hosting
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
-from hybridflow.data.tokenizer import load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.distributed.device import set_threads
 from hybridflow.errors import ConfigError
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.trainer.ppo.host import facts_of, workers_of
-from hybridflow.trainer.ppo.roles import groups, needed_roles
+from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.spread import meshes
 from hybridflow.trainer.ppo.state import RunState
@@ -37,7 +37,7 @@ from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.resume import say_changes
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.run_trackers import run_trackers
-from hybridflow.workers.bridge import find_estimator, kl_controller
+from hybridflow.workers.bridge import KLController, find_estimator, kl_controller
 
 
 @contextmanager
@@ -75,29 +75,11 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
         facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
         roles = groups(start(workers_of(facts), partial(meshes, config, names)), names)
         controller = kl_controller(config.algorithm)
-
-        def write_huggingface(target: Path, with_weights: bool) -> None:
-            roles.actor.write_huggingface(target, with_weights=with_weights)
-            tokenizer.save_pretrained(target)
-
-        state = RunState(
-            roles=roles,
-            loader=loader,
-            kl_controller=controller,
-            contents={
-                ACTOR: config.actor_rollout_ref.actor.checkpoint,
-                CRITIC: config.critic.checkpoint,
-                PROCESS_REWARD: config.reward.process_reward_model.checkpoint,
-            },
-            reference_moves=config.algorithm.ref_update_freq > 0,
-            write_huggingface=write_huggingface,
-            total_steps=total_steps,
-            seed=config.trainer.seed,
-        )
+        state = _state(config, roles, controller, loader, tokenizer, total_steps)
         store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
         done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
         say_changes(done, changed)
-        with run_trackers(config, folder, total_steps, done) as trackers:
+        with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
             timer = Timer()
             samples = SampleLog(folder.path, config, tokenizer, total_steps, trackers, done)
             trajectories = Trajectories(roles.rollout, rewards, tokenizer, config, timer)
@@ -116,6 +98,34 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
                 total_steps=total_steps,
                 tokenizer=tokenizer,
             )
+
+
+def _state(
+    config: PPOConfig,
+    roles: Roles,
+    controller: KLController,
+    loader: StatefulLoader[PromptRow],
+    tokenizer: Tokenizer,
+    total_steps: int,
+) -> RunState:
+    def write_huggingface(target: Path, with_weights: bool) -> None:
+        roles.actor.write_huggingface(target, with_weights=with_weights)
+        tokenizer.save_pretrained(target)
+
+    return RunState(
+        roles=roles,
+        loader=loader,
+        kl_controller=controller,
+        contents={
+            ACTOR: config.actor_rollout_ref.actor.checkpoint,
+            CRITIC: config.critic.checkpoint,
+            PROCESS_REWARD: config.reward.process_reward_model.checkpoint,
+        },
+        reference_moves=config.algorithm.ref_update_freq > 0,
+        write_huggingface=write_huggingface,
+        total_steps=total_steps,
+        seed=config.trainer.seed,
+    )
 
 
 def _steps_an_epoch(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:

@@ -127,11 +127,13 @@ class Host:
 
     def rollout(self, info: RankInfo) -> RolloutWorker:
         """Generation: with the actor's own weights where the actor lives here, else with weights that it is sent."""
-        roles = self.config.actor_rollout_ref
+        roles, model = self.config.actor_rollout_ref, self._model(self.config.actor_rollout_ref.model)
+        if roles.actor.fsdp_config.mixed_precision.param_dtype != "auto":
+            model["dtype"] = roles.actor.fsdp_config.mixed_precision.param_dtype  # that in which the actor computes
         return build_rollout_worker(
             roles.rollout,
             actor_engine=self._actor_engine() if self.house.has("actor") else None,
-            model=self._model(roles.model),
+            model=model,
             eos_token_ids=self.facts.end_tokens,
             lora=LoraSettings.from_config(roles.model, seed=self.config.trainer.seed),
         )

@@ -45,7 +45,8 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
         world = sum(pool.world_size for pool in placement.pools_of(role))
         if role == "rollout":
             tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            found[role] = MeshInfo(world, (("dp", world // tensor), ("tp", tensor)))
+            # requests say themselves what they cost
+            found[role] = MeshInfo(world, (("dp", world // tensor), ("tp", tensor)), Workload() if config.trainer.balance_batch else None)
             continue
         model = engine_keys(config, role)[2]
         if config.trainer.balance_batch and str(model.path) not in costs:

@@ -78,7 +78,7 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTr
     done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
     say_changes(done, changed)
     assert tokenizer.pad_token_id is not None, "the tokenizer loader sets a pad token"
-    with run_trackers(config, folder, total_steps, done) as trackers:
+    with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
         yield SFTTrainer(
             config=config,
             group=group,

@@ -68,12 +68,15 @@ class SFTTrainer:
         for step in range(done + 1, self.total_steps + 1):
             epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on to the next one
             self._one(next(batches), step, epoch)
+            done = step
             if after_step is not None and after_step(step):
-                return step
-        return self.total_steps
+                break
+        self.state.saves.commit(self.store)
+        return done
 
     def _one(self, examples: list[SFTRow], step: int, epoch: int) -> None:
         self.timer.reset()
+        self.state.saves.commit_done(self.store)
         with self.timer("step"):
             rows = conversation_rows(examples, int(self.tokenizer.pad_token_id))
             metrics = self.group.update(rows)

@@ -1,14 +1,36 @@
-"""Dispatch rules, worker groups, resource pools and the backends that host workers."""
+"""Dispatch rules, worker groups, resource pools and the backends that host workers.
 
-from hybridflow.controller.backend import Backend
-from hybridflow.controller.dispatch import Call, Dealt, Dispatch, register
-from hybridflow.controller.future import Future, Part
-from hybridflow.controller.local import LocalBackend
-from hybridflow.controller.mesh import MeshInfo
-from hybridflow.controller.resource_pool import Placement, ResourcePool
-from hybridflow.controller.worker import Factories, Place, RankInfo, Worker, WorkerFactory
-from hybridflow.controller.worker_group import WorkerGroup
-from hybridflow.controller.worker_host import Make, WorkerHost
+Each name below is loaded when it is first used, so that placements and clusters can be looked at before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridflow.controller.backend import Backend
+    from hybridflow.controller.dispatch import Call, Dealt, Dispatch, register
+    from hybridflow.controller.future import Future, Part
+    from hybridflow.controller.local import LocalBackend
+    from hybridflow.controller.mesh import MeshInfo
+    from hybridflow.controller.resource_pool import Placement, ResourcePool
+    from hybridflow.controller.worker import Factories, Place, RankInfo, Worker, WorkerFactory
+    from hybridflow.controller.worker_group import WorkerGroup
+    from hybridflow.controller.worker_host import Make, WorkerHost
+
+_HOMES = {
+    "backend": ("Backend",),
+    "dispatch": ("Call", "Dealt", "Dispatch", "register"),
+    "future": ("Future", "Part"),
+    "local": ("LocalBackend",),
+    "mesh": ("MeshInfo",),
+    "resource_pool": ("Placement", "ResourcePool"),
+    "worker": ("Factories", "Place", "RankInfo", "Worker", "WorkerFactory"),
+    "worker_group": ("WorkerGroup",),
+    "worker_host": ("Make", "WorkerHost"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Backend",
@@ -31,3 +53,9 @@ __all__ = [
     "WorkerHost",
     "register",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(import_module(f"hybridflow.controller.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module 'hybridflow.controller' has no attribute {name!r}")

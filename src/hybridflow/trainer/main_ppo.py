@@ -1,4 +1,7 @@
-"""`python -m hybridflow.trainer.main_ppo key=value …`: a run of the PPO family from the command line."""
+"""`python -m hybridflow.trainer.main_ppo key=value …`: a run of the PPO family from the command line.
+
+The parts of a run are imported by `run`, not here: what is wrong with the keys or the cluster is said before torch is loaded.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,19 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.command import ends_in_status
-from hybridflow.trainer.ppo.build import build
-from hybridflow.trainer.restarts import Attempts
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: PPOConfig) -> dict[str, float]:
     """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics."""
+    if config.trainer.controller == "ray":
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        look_ahead(config.trainer, config.ray_kwargs)
+    from hybridflow.trainer.ppo.build import build
+    from hybridflow.trainer.restarts import Attempts
+
     metrics: dict[str, float] = {}
     for attempt in Attempts(config):
         with attempt, build(attempt.config, patience=attempt.patience) as trainer:

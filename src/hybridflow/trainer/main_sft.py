@@ -1,4 +1,7 @@
-"""`python -m hybridflow.trainer.main_sft key=value …`: supervised fine-tuning from the command line."""
+"""`python -m hybridflow.trainer.main_sft key=value …`: supervised fine-tuning from the command line.
+
+The parts of a run are imported by `run`, not here: what is wrong with the keys or the cluster is said before torch is loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,17 @@ from hybridflow.config import SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.command import ends_in_status
-from hybridflow.trainer.restarts import Attempts
-from hybridflow.trainer.sft.build import build
 
 
 def run(config: SFTConfig) -> int:
     """Build the parts of a prepared run, train, and clean up; gives the number of steps done."""
+    if config.trainer.controller == "ray":
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        look_ahead(config.trainer, config.ray_kwargs)
+    from hybridflow.trainer.restarts import Attempts
+    from hybridflow.trainer.sft.build import build
+
     done = 0
     for attempt in Attempts(config):
         with attempt, build(attempt.config, patience=attempt.patience) as trainer:

@@ -38,9 +38,11 @@ from hybridflow.controller.ray.preflight import (
     check_port_free,
     choose_address,
     describe,
+    num_cpus,
     processes,
     reach,
     shortage,
+    source_of,
 )
 from hybridflow.controller.resource_pool import Placement, ResourcePool
 from hybridflow.distributed.device import resolve_device
@@ -109,7 +111,7 @@ class Cluster:
         address = choose_address(config.ray_init.address)
         if address is None:
             return cls._own(config, resolve_device(device).type, wanted, num_nodes)
-        source = "ray_kwargs.ray_init.address" if config.ray_init.address else "RAY_ADDRESS"
+        source = source_of(config)
         if address == "auto":
             try:
                 reach(str(canonicalize_bootstrap_address("auto")), source=source, greet=False)
@@ -135,9 +137,9 @@ class Cluster:
     @classmethod
     def _own(cls, config: RayConfig, device: str, wanted: int, num_nodes: int) -> Cluster:
         given = config.ray_init
-        num_cpus = given.num_cpus or _num_cpus()
+        cpus = given.num_cpus or num_cpus()
         num_gpus = torch.cuda.device_count() if given.num_gpus is None else given.num_gpus
-        check_own(wanted, num_nodes, num_gpus if device == "cuda" else num_cpus, device)
+        check_own(wanted, num_nodes, num_gpus if device == "cuda" else cpus, device)
         if given.include_dashboard and given.dashboard_port is not None:
             check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
         temp_dir = tempfile.mkdtemp(prefix="hf-ray-", dir=None if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp")
@@ -145,7 +147,7 @@ class Cluster:
             _init(
                 config,
                 address="local",
-                num_cpus=num_cpus,
+                num_cpus=cpus,
                 num_gpus=num_gpus,
                 object_store_memory=given.object_store_memory,
                 include_dashboard=given.include_dashboard,
@@ -157,7 +159,7 @@ class Cluster:
             _end(temp_dir)
             raise
         address = ray.get_runtime_context().gcs_address
-        logger.info("started a Ray of this run's own at %s: %d CPUs, %d GPUs", address, num_cpus, num_gpus)
+        logger.info("started a Ray of this run's own at %s: %d CPUs, %d GPUs", address, cpus, num_gpus)
         return cls(device=device, address=address, owns=True, leaves=True, temp_dir=temp_dir, timeline=config.timeline_json_file)
 
     def nodes(self) -> list[NodeInfo]:
@@ -313,11 +315,6 @@ def _init(config: RayConfig, *, address: str, **own: Any) -> None:
             ) from error
         what = "Ray did not start on this machine" if own else f"the Ray cluster at {address} could not be joined"
         raise ConfigError(f"{what}: {text}") from error
-
-
-def _num_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _name(node: dict[str, Any]) -> str:

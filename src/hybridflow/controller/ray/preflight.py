@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.check_cluster import num_processes
+from hybridflow.config.cluster import RayConfig
+from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError
 
@@ -44,6 +47,34 @@ def choose_address(key: str | None) -> str | None:
     """Where to look for a Ray: the key, RAY_ADDRESS, the cluster of a submitted job; None: start one of our own."""
     address = key or os.environ.get("RAY_ADDRESS") or ("auto" if JOB_VARIABLE in os.environ else None)
     return None if address == "local" else address
+
+
+def look_ahead(trainer: TrainerConfig | SFTTrainerConfig, config: RayConfig) -> None:
+    """What is wrong with the cluster that a run asks for, as far as can be told before torch is loaded; ConfigError where something is."""
+    if trainer.controller != "ray":
+        return
+    given, address = config.ray_init, choose_address(config.ray_init.address)
+    if address == "auto":
+        return
+    if address is not None:
+        reach(address, source=source_of(config))
+        return
+    if given.include_dashboard and given.dashboard_port is not None:
+        check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
+    no_gpu = not any(Path("/dev").glob("nvidia[0-9]*"))  # `auto` is settled by torch; without such a file it can only be cpu
+    if trainer.device == "cpu" or (trainer.device == "auto" and no_gpu):
+        nodes = max((len(devices) for devices in getattr(trainer, "resource_pools", {}).values()), default=trainer.nnodes)
+        check_own(num_processes(trainer), nodes, given.num_cpus or num_cpus(), "cpu")
+
+
+def source_of(config: RayConfig) -> str:
+    """The name of what gave the address, for messages."""
+    return "ray_kwargs.ray_init.address" if config.ray_init.address else "RAY_ADDRESS"
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def reach(address: str, *, source: str, greet: bool = True) -> None:

@@ -60,7 +60,7 @@ def test_hanging_reward_is_counted(inputs: Inputs, tmp_path: Path) -> None:
 
 SURVIVED: list[Case] = [
     ("no pad token", model_with(edit_json("tokenizer_config.json", pad_token=None)), ("no pad token", "<|im_end|>")),
-    ("odd key of verl", keys("trainer.balance_batch=true"), ("trainer.balance_batch", "no effect")),
+    ("odd key of verl", keys("trainer.use_legacy_worker_impl=auto"), ("trainer.use_legacy_worker_impl", "no effect")),
     (
         "long prompts are filtered",
         data_with(

@@ -103,11 +103,11 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
         odd = [
             f"{block}.{name}"
             for block in blocks
-            for name in ("fsdp_size", "offload_policy", "reshard_after_forward", "param_offload")
+            for name in ("fsdp_size", "offload_policy", "reshard_after_forward")
             if is_given(f"{block}.{name}", given)
         ]
         if odd:
-            yield f"{', '.join(odd)}: with one process there is nothing to shard, and the model that generates stays where it is"
+            yield f"{', '.join(odd)}: with one process there is nothing to shard"
     if trainer.max_restarts and trainer.save_freq <= 0:
         yield f"trainer.max_restarts={trainer.max_restarts} without trainer.save_freq: a restart begins at step 1 again"
 

@@ -45,6 +45,19 @@ class TrainEngine(Protocol):
     narrow: Mapping[str, torch.dtype]
     """The dtypes in which it computes with parameters that it keeps in a wider one, by name."""
 
+    @property
+    def rests(self) -> bool:
+        """Whether the parameters leave the device between phases."""
+        ...
+
+    def onload(self) -> None:
+        """Bring the parameters to the device; they stay until `offload` was called as often."""
+        ...
+
+    def offload(self) -> None:
+        """Send the parameters back to where they rest, if nobody else asked for them."""
+        ...
+
     def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
         """Outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is predicted."""
         ...

@@ -68,7 +68,11 @@ class ActorWorker(StatefulWorker):
         if self._export is None:
             assert isinstance(self.engine.module, PolicyModel), "the actor's module is a policy"
             self._export = WeightExport(self.engine.module, self.engine.narrow, self.engine.device)
-        return self._export.share(version)
+        self.engine.onload()
+        try:
+            return self._export.share(version)
+        finally:
+            self.engine.offload()
 
 
 class ActorGroup(StatefulGroup[ActorWorker]):

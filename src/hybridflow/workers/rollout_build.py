@@ -15,10 +15,12 @@ from hybridflow.models.build import build_policy, resolve_dtype
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
+from hybridflow.rollout.base import WeightSource
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.weight_sync.gathered import GatheredWeights
 from hybridflow.weight_sync.holding import Holding
 from hybridflow.weight_sync.pushed import PushedWeights
+from hybridflow.weight_sync.resting import RestingWeights
 from hybridflow.workers.rollout import RolloutWorker
 
 
@@ -42,10 +44,13 @@ def build_rollout_worker(
     policy = actor_engine.module
     assert isinstance(policy, PolicyModel), "the actor's module is a policy"
     if replica.size == 1 and not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
-        return RolloutWorker(build_rollout_engine(config, policy, eos_token_ids))
+        shared = RestingWeights(actor_engine, None) if actor_engine.rests else None
+        return RolloutWorker(build_rollout_engine(config, policy, eos_token_ids, source=shared))
     dtypes = {name: actor_engine.narrow.get(name, parameter.dtype) for name, parameter in policy.named_parameters()}
     twin = Twin(policy, dtypes=dtypes, device=actor_engine.device, lora=lora, replica=replica)
-    source = GatheredWeights(policy, twin)
+    source: WeightSource = GatheredWeights(policy, twin)
+    if actor_engine.rests:
+        source = RestingWeights(actor_engine, source)
     return RolloutWorker(build_rollout_engine(config, twin.policy, eos_token_ids, source=source, replica=replica))
 
 

@@ -225,7 +225,7 @@ def test_several_processes_need_ray_and_one_does_not(base: list[str]) -> None:
     ("overrides", "says"),
     [
         (["trainer.resource_pools={a: [1]}", "trainer.nnodes=1"], "trainer.resource_pools says which devices there are"),
-        (["actor_rollout_ref.actor.fsdp_config.param_offload=true"], "with one process there is nothing to shard"),
+        (["actor_rollout_ref.actor.fsdp_config.offload_policy=true"], "with one process there is nothing to shard"),
         (["trainer.max_restarts=2"], "a restart begins at step 1 again"),
     ],
 )

@@ -115,6 +115,11 @@ class FSDPEngine:
                 self._reshard()
             return self._step(batch, total, metrics)
 
+    @property
+    def rests(self) -> bool:
+        """Whether the parameters leave the device between phases (`fsdp_config.param_offload`)."""
+        return self.residence.moves_parameters
+
     def onload(self) -> None:
         """Bring the parameters to the device, for whoever reads them outside of this engine's own calls."""
         self.residence.onload()

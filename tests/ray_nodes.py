@@ -64,13 +64,13 @@ class RayNodes:
 
     def kill(self, number: int) -> None:
         """SIGKILL to every process of a node at once: its raylet, its agents, the workers on it."""
-        _kill(self._nodes[number].pid)
+        sigkill(self._nodes[number].pid)
         self._nodes[number].wait()
 
     def stop(self) -> None:
         """End all nodes and remove what they wrote."""
         for node in reversed(self._nodes):
-            _kill(node.pid)
+            sigkill(node.pid)
             node.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -80,6 +80,7 @@ class RayNodes:
         command += [f"--node-name=node{len(self._nodes)}", *arguments]
         with open(f"{self.folder}/node{len(self._nodes)}.log", "wb") as log:
             node = subprocess.Popen(command, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        Path(f"{self.folder}/node{len(self._nodes)}.pid").write_text(str(node.pid))
         self._nodes.append(node)
 
     def _await(self, count: int) -> None:
@@ -115,7 +116,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _kill(pid: int) -> None:
+def node_of(folder: str, name: str) -> int:
+    """Process id of a node of the cluster whose `folder` that is, for `sigkill`; for processes that did not start it."""
+    return int(Path(f"{folder}/{name}.pid").read_text())
+
+
+def sigkill(pid: int) -> None:
+    """SIGKILL to a process and all that it started, at once."""
     for each in [pid, *descendants(pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)

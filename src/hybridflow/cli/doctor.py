@@ -25,6 +25,8 @@ class Part:
 
 
 PARTS = (
+    Part("many processes, many machines", "ray", "ray[default]"),
+    Part("LoRA adapters", "peft", "peft"),
     Part("math rewards", "math_verify", "math-verify"),
     Part("reasoning-gym tasks", "reasoning_gym", "reasoning-gym"),
     Part("TensorBoard", "tensorboard", "tensorboard"),
@@ -36,7 +38,6 @@ PARTS = (
 )
 
 LATER = (
-    Part("many processes, many machines", "ray", "ray"),
     Part("generation by vLLM", "vllm", "vllm"),
     Part("generation by SGLang", "sglang", "sglang"),
     Part("training by Megatron", "megatron.core", "megatron-core"),
@@ -67,11 +68,11 @@ def _machine() -> Table:
         for index in range(torch.cuda.device_count()):
             card = torch.cuda.get_device_properties(index)
             table.add_row(f"CUDA device {index}", f"{card.name}, {card.total_memory / 2**30:.0f} GiB")
-        table.add_row("training engine", "fsdp2, one process, bfloat16 with float32 masters")
+        table.add_row("training engine", "fsdp2, bfloat16 with float32 masters")
     else:
         table.add_row("CUDA", "none: runs use the CPU in float32")
-        table.add_row("training engine", "fsdp2, one process, float32")
-    table.add_row("generation engine", "native: shares the training module's weights")
+        table.add_row("training engine", "fsdp2, float32")
+    table.add_row("generation engine", "native, with the weights in training")
     return table
 
 
@@ -94,7 +95,7 @@ def _version(part: Part) -> str | None:
     if importlib.util.find_spec(part.module.partition(".")[0]) is None:
         return None
     try:
-        return importlib.metadata.version(part.distribution)
+        return importlib.metadata.version(part.distribution.partition("[")[0])
     except importlib.metadata.PackageNotFoundError:
         return "yes"
 

@@ -2,10 +2,12 @@
 
     python benchmarks/cluster_parity.py [--only grpo/fsdp …] [--steps 20]     (`make cluster-parity`; about an hour on 2 cores)
 
-From one warm model (the demo's), four comparisons of a run on two processes under Ray with the same run on one:
+From one warm model (the demo's), comparisons of a run on two processes under Ray with the same run on one:
 
   step      the first step on the same rollouts: |Δloss| ≤ 1e-5, gradient norm 1e-4 relative, updated weights 1e-5
-  replay    20 steps on the rollouts of the one process: gradient norm 1e-3 relative, |Δloss| ≤ 1e-4
+  step64    the same in float64, where rounding cannot hide a mistake
+  replay    20 steps in float64 on the rollouts of the one process: gradient norm 1e-3 relative, |Δloss| ≤ 1e-4. In float32 the order of
+            sums decides in time which tokens are clipped: one process with other micro-batches then moves the norm by as much
   tokens    5 steps running freely, where only the sharding differs: the same tokens
   curve     20 steps running freely: the mean score of the steps within 0.05
 
@@ -53,7 +55,8 @@ SPREADS: dict[str, tuple[str, ...]] = {
 ONLY_SHARDED = ("fsdp", "hsdp", "offload", "offload_policy", "lora")
 """Where only the sharding differs, so that free runs give the same tokens at first."""
 LORA = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", f"{ACTOR}.optim.lr=3e-3")
-SIZE = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=16", "trainer.test_freq=-1", "data.task.val_size=0", "trainer.logger=[]")
+FLOAT64 = ("actor_rollout_ref.model.dtype=float64",)  # the critic's model follows the actor's
+SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=8", "trainer.test_freq=-1", "data.task.val_size=0", "trainer.logger=[]")
 LOSSES = ("actor/pg_loss", "critic/vf_loss")
 NORMS = ("actor/grad_norm", "critic/grad_norm")
 SCORE = "critic/score/mean"
@@ -142,13 +145,30 @@ def same_tokens(one: Run, other: Run, steps: int) -> int:
     return min(steps, len(one.tokens))
 
 
+def one_process(algorithm: str, spread: str, model: Path, folder: Path, rollouts: Path, steps: int) -> dict[str, Run]:
+    """The runs that two processes are compared with; the first of them leaves its rollouts for the others."""
+
+    def one(name: str, steps: int, *more: str, **where: Path) -> Run:
+        keys = overrides(algorithm, spread, model, folder / f"one_{algorithm}_{spread}_{name}", steps, 1)
+        return execute(algorithm, [*keys, *more], **where)
+
+    return {
+        "free": one("free", steps, record=rollouts),
+        "step": one("step", 1, replay=rollouts),
+        "step64": one("step64", 1, *FLOAT64, replay=rollouts),
+        "replay": one("replay", steps, *FLOAT64, replay=rollouts),
+    }
+
+
 def compare(algorithm: str, spread: str, model: Path, folder: Path, base: dict[str, Run], rollouts: Path, steps: int) -> dict[str, Any]:
     """The four comparisons of one cell."""
 
-    def two(name: str, steps: int, replay: Path | None) -> Run:
-        return execute(algorithm, overrides(algorithm, spread, model, folder / f"{algorithm}_{spread}_{name}", steps, 2), replay=replay)
+    def two(name: str, steps: int, replay: Path | None, *more: str) -> Run:
+        keys = overrides(algorithm, spread, model, folder / f"{algorithm}_{spread}_{name}", steps, 2)
+        return execute(algorithm, [*keys, *more], replay=replay)
 
-    first, replayed, free = two("step", 1, rollouts), two("replay", steps, rollouts), two("free", steps, None)
+    first, first64 = two("step", 1, rollouts), two("step64", 1, rollouts, *FLOAT64)
+    replayed, free = two("replay", steps, rollouts, *FLOAT64), two("free", steps, None)
     scores = [[line[SCORE] for line in run.lines] for run in (base["free"], free)]
     return {
         "algorithm": algorithm,
@@ -156,8 +176,9 @@ def compare(algorithm: str, spread: str, model: Path, folder: Path, base: dict[s
         "step_loss": differences(base["step"], first, LOSSES, relative=False),
         "step_grad_norm": differences(base["step"], first, NORMS, relative=True),
         "step_weights": largest(base["step"].weights, first.weights),
-        "replay_loss": differences(base["free"], replayed, LOSSES, relative=False),
-        "replay_grad_norm": differences(base["free"], replayed, NORMS, relative=True),
+        "step64_weights": largest(base["step64"].weights, first64.weights),
+        "replay_loss": differences(base["replay"], replayed, LOSSES, relative=False),
+        "replay_grad_norm": differences(base["replay"], replayed, NORMS, relative=True),
         "same_tokens": same_tokens(base["free"], free, min(5, steps)),
         "curve": abs(sum(scores[0]) - sum(scores[1])) / len(scores[0]),
         "curve_worst_step": max(abs(left - right) for left, right in zip(*scores, strict=True)),
@@ -168,7 +189,15 @@ def compare(algorithm: str, spread: str, model: Path, folder: Path, base: dict[s
 
 def missed(row: dict[str, Any], steps: int) -> list[str]:
     """The bars that a cell does not meet."""
-    bars = {"step_loss": 1e-5, "step_grad_norm": 1e-4, "step_weights": 1e-5, "replay_loss": 1e-4, "replay_grad_norm": 1e-3, "curve": 0.05}
+    bars = {
+        "step_loss": 1e-5,
+        "step_grad_norm": 1e-4,
+        "step_weights": 1e-5,
+        "step64_weights": 1e-9,
+        "replay_loss": 1e-4,
+        "replay_grad_norm": 1e-3,
+        "curve": 0.05,
+    }
     found = [f"{name} {row[name]:.2e} > {bar}" for name, bar in bars.items() if not row[name] <= bar]
     if row["spread"] in ONLY_SHARDED and row["same_tokens"] < min(5, steps):
         found.append(f"tokens differ from step {row['same_tokens'] + 1}")
@@ -177,7 +206,7 @@ def missed(row: dict[str, Any], steps: int) -> list[str]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The cells as Markdown."""
-    names = ("step_loss", "step_grad_norm", "step_weights", "replay_loss", "replay_grad_norm", "curve")
+    names = ("step_loss", "step_grad_norm", "step_weights", "step64_weights", "replay_loss", "replay_grad_norm", "curve")
     lines = ["| run | " + " | ".join(names) + " | same tokens |", "|---|" + "---|" * (len(names) + 1)]
     for row in rows:
         numbers = " | ".join(f"{row[name]:.1e}" for name in names)
@@ -208,16 +237,7 @@ def main() -> int:
             key = (algorithm, spread == "lora")
             rollouts = folder / f"rollouts_{algorithm}_{spread == 'lora'}"
             if key not in base:
-                one = {"free": (options.steps, None, rollouts), "step": (1, rollouts, None)}
-                base[key] = {
-                    name: execute(
-                        algorithm,
-                        overrides(algorithm, spread, model, folder / f"one_{algorithm}_{spread}_{name}", steps, 1),
-                        replay=replay,
-                        record=record,
-                    )
-                    for name, (steps, replay, record) in one.items()
-                }
+                base[key] = one_process(algorithm, spread, model, folder, rollouts, options.steps)
             row = compare(algorithm, spread, model, folder, base[key], rollouts, options.steps)
             rows.append(row)
             problems += missed(row, options.steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -22,10 +23,14 @@ def own_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """`part`, this rank's piece, as a tensor spread over ranks as `tensor` is; `part` itself where `tensor` is whole."""
+    """`part`, this rank's piece, as a tensor spread over ranks as `tensor` is; `part` itself where `tensor` is whole.
+
+    It stays on its device: `DTensor.from_local` would send what rests in CPU memory to the mesh's.
+    """
     if not isinstance(tensor, DTensor):
         return part
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    meta = TensorMeta(tensor.shape, tensor.stride(), part.dtype)
+    return DTensor(part.detach(), DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta), requires_grad=False)
 
 
 def piece_for(tensor: Tensor, value: Tensor) -> Tensor:

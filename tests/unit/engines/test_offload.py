@@ -14,6 +14,7 @@ from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.fsdp.offload import ActivationOffload, Residence
+from hybridflow.engines.fsdp.optimizer import MasterAdamW
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +94,28 @@ def test_the_optimizer_comes_for_its_step(dtype: torch.dtype, monkeypatch: pytes
         each.train_mini_batch(batch, ask(run), loss, run.limits)
     assert order == ["move_masters", "move_moments", "step", "move_moments", "move_masters"]
     assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), plain.module.parameters(), strict=True))
+
+
+def moments_of(optimizer: MasterAdamW) -> set[str]:
+    return {value.device.type for entry in optimizer.adamw.state.values() for value in entry.values()}
+
+
+def optimizer_on_a_device(config: FSDPConfig) -> tuple[MasterAdamW, Residence]:
+    device = torch.device("meta")
+    optimizer = MasterAdamW(nn.Linear(2, 3, device=device).named_parameters(), OptimConfig())
+    return optimizer, Residence(Moves(), optimizer, device, config)
+
+
+def test_moments_that_came_while_parameters_rested_join_them_for_the_step() -> None:
+    optimizer, residence = optimizer_on_a_device(FSDPConfig(param_offload=True))
+    optimizer.adamw.state = {master: {"exp_avg": torch.zeros(master.shape)} for master in optimizer.masters.values()}
+    with residence.moments():
+        assert moments_of(optimizer) == {"meta"}
+
+
+def test_moments_are_made_where_they_rest() -> None:
+    optimizer, _ = optimizer_on_a_device(FSDPConfig(optimizer_offload=True))
+    state = optimizer.state_dict()
+    assert moments_of(optimizer) == {"cpu"}
+    optimizer.load_state_dict(state)
+    assert moments_of(optimizer) == {"cpu"}

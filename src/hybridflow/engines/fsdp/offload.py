@@ -28,6 +28,7 @@ class Residence:
         self._users = 1
         self.offload()
         if self.moves_optimizer and optimizer is not None:
+            optimizer.moments_rest = CPU
             optimizer.move_masters(CPU)
 
     @contextmanager
@@ -61,13 +62,14 @@ class Residence:
 
     @contextmanager
     def moments(self) -> Iterator[None]:
-        """Inside, the optimizer's moments are on the device."""
-        if not self.moves_optimizer or self.optimizer is None:
+        """Inside, the moments are where their masters are; a state that was loaded while the parameters rested left them behind."""
+        if self.optimizer is None or not (self.moves_optimizer or self.moves_parameters):
             yield
             return
-        self.optimizer.move_moments(self.device)
+        self.optimizer.move_moments(None)
         yield
-        self.optimizer.move_moments(CPU)
+        if self.moves_optimizer:
+            self.optimizer.move_moments(CPU)
 
 
 class ActivationOffload:

@@ -27,6 +27,8 @@ class MasterAdamW:
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, *, narrow: Collection[str] = ()) -> None:
         self.narrow = narrow
+        self.moments_rest: torch.device | None = None
+        """Where the moments wait between steps; None: where their masters are."""
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         assert self.parameters, "an optimizer needs at least one parameter that requires a gradient"
         self.masters: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
@@ -116,17 +118,21 @@ class MasterAdamW:
             self.masters[name].grad = None
             self.masters[name].data = self.masters[name].data.to(device)
 
-    def move_moments(self, device: torch.device) -> None:
-        """The moments and step counts go to `device`."""
-        for entry in self.adamw.state.values():
+    def move_moments(self, device: torch.device | None) -> None:
+        """The moments and step counts go to `device`; None: to their masters."""
+        for master, entry in self.adamw.state.items():
             for key, value in entry.items():
-                entry[key] = value.to(device)
+                entry[key] = value.to(master.device if device is None else device)
+
+    def _rest(self, master: Tensor) -> torch.device:
+        return master.device if self.moments_rest is None else self.moments_rest
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
         """AdamW's state of a master: before its first step, zeros, as AdamW itself would start."""
         if not self.adamw.state.get(master):
-            zeros = {key: torch.zeros_like(master, memory_format=torch.preserve_format) for key in ("exp_avg", "exp_avg_sq")}
-            self.adamw.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device), **zeros}
+            rest = self._rest(master)
+            zeros = {key: torch.zeros_like(master, memory_format=torch.preserve_format, device=rest) for key in ("exp_avg", "exp_avg_sq")}
+            self.adamw.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=rest), **zeros}
         entry: dict[str, Tensor] = self.adamw.state[master]
         return entry
 
@@ -159,7 +165,7 @@ class MasterAdamW:
                 master.copy_(piece_for(parameter, entry["master"]))
                 if master is not parameter and not isinstance(parameter, DTensor):
                     parameter.copy_(master)
-            moments = {key: self._taken(parameter, key, value).to(master.device) for key, value in entry.items() if key != "master"}
+            moments = {key: self._taken(parameter, key, value).to(self._rest(master)) for key, value in entry.items() if key != "master"}
             if moments:
                 self.adamw.state[master] = moments
             else:

@@ -43,6 +43,15 @@ class Spread:
     processes: int
     fsdp_name: str = "fsdp_config."
 
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """What decides which part of the parameters a rank holds."""
+        tensor, size = self.fsdp.tensor_parallel_size, self.fsdp.fsdp_size
+        return self.processes, self.processes // tensor if size == -1 else size, tensor
+
+    def __str__(self) -> str:
+        return f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, tensor_parallel_size={self.fsdp.tensor_parallel_size}"
+
     def problems(self) -> Iterator[str]:
         """One line for each thing that cannot be."""
         tensor, size, here = self.fsdp.tensor_parallel_size, self.fsdp.fsdp_size, f"{self.block}.{self.fsdp_name}"
@@ -79,6 +88,11 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
         )
     for spread in spreads:
         yield from spread.problems()
+    if needs_reference(config) and config.algorithm.ref_update_freq and spreads[0].cut != spreads[1].cut:
+        yield (
+            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes over what the same rank of the "
+            f"actor holds, but the actor has {spreads[0]} and the reference {spreads[1]}: make them equal, or set ref_update_freq=0"
+        )
     width = roles.rollout.tensor_model_parallel_size
     for processes in _pools(trainer, "rollout"):
         if processes % width:

@@ -125,6 +125,15 @@ BAD = [
         "adapters are not split",
     ),
     (["actor_rollout_ref.model.lora_rank=8", "algorithm.ref_update_freq=2"], "no weights of its own to renew"),
+    (
+        [
+            "trainer.resource_pools={a: [2], b: [1]}",
+            "trainer.placement={reference: b}",
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.ref_update_freq=2",
+        ],
+        "the actor has 2 processes with fsdp_size=-1, tensor_parallel_size=1 and the reference 1 processes",
+    ),
     (["distillation.teacher_model.lora_rank=8"], "the teacher does not train"),
     (["trainer.logger=[console,wandbb]"], "trainer.logger: got"),
     (["trainer.logger=wandbb"], "trainer.logger=wandbb: there are console"),

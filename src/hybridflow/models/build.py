@@ -12,6 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from hybridflow.config.model import ModelConfig
+from hybridflow.data.plugin import load_module
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import ModelError
 from hybridflow.models.policy import PolicyModel
@@ -90,6 +92,18 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False, override_c
         current = getattr(config, name)
         setattr(config, name, {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value)
     return config
+
+
+def shape_of(config: ModelConfig) -> PretrainedConfig:
+    """The Hugging Face configuration of the model that a role's keys name; ModelError as `load_config`."""
+    import_external(config)
+    return load_config(str(config.path), trust_remote_code=config.trust_remote_code, override_config=config.override_config)
+
+
+def import_external(config: ModelConfig) -> None:
+    """Import `external_lib`, which may register the architecture, in this process; ConfigError where that cannot be."""
+    if config.external_lib:
+        load_module(config.external_lib, key="model.external_lib")
 
 
 def generation_end_tokens(path: str | Path, *, trust_remote_code: bool = False) -> list[int]:

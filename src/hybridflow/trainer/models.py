@@ -7,16 +7,14 @@ from typing import Any
 import torch
 
 from hybridflow.config.model import ModelConfig
-from hybridflow.data.plugin import load_module
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.models.build import generation_end_tokens
+from hybridflow.models.build import generation_end_tokens, import_external
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
     """What `build_policy` and `build_value` take; `external_lib` is imported first, since it may register the architecture."""
     assert config.path is not None, "the checks ask for a model path"
-    if config.external_lib:
-        load_module(config.external_lib, key="model.external_lib")
+    import_external(config)
     return {
         "path": config.path,
         "device": device,
@@ -29,5 +27,6 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     """Tokens that end a response: the tokenizer's and those of the model's generation config (chat models often have several)."""
+    import_external(config)
     configured = generation_end_tokens(str(config.path), trust_remote_code=config.trust_remote_code)
     return sorted({int(token) for token in [tokenizer.eos_token_id, *configured] if token is not None})

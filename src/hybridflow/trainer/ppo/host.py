@@ -18,7 +18,7 @@ from hybridflow.distributed.device import resolve_device
 from hybridflow.engines import BatchLimits, TrainEngine
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.build import load_config
+from hybridflow.models.build import shape_of
 from hybridflow.models.lora import LoraSettings
 from hybridflow.trainer.models import end_tokens, model_arguments
 from hybridflow.trainer.ppo.spread import engine_keys, sizes
@@ -43,8 +43,7 @@ class RunFacts:
 def facts_of(config: PPOConfig, tokenizer: Tokenizer, total_steps: int, nonfinite: Path) -> RunFacts:
     """The facts of a run, read from the model's folder; no weights are loaded."""
     model = config.actor_rollout_ref.model
-    shape = load_config(str(model.path), trust_remote_code=model.trust_remote_code, override_config=model.override_config)
-    vocabulary = min(len(tokenizer), shape.get_text_config().vocab_size)
+    vocabulary = min(len(tokenizer), shape_of(model).get_text_config().vocab_size)
     return RunFacts(config, total_steps, nonfinite, vocabulary, tuple(end_tokens(model, tokenizer)))
 
 

@@ -9,7 +9,7 @@ from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.sizes import ParallelSizes
-from hybridflow.models.build import count_parameters, load_config
+from hybridflow.models.build import count_parameters, shape_of
 from hybridflow.models.flops import workload_of
 from hybridflow.models.lora import LoraSettings
 from hybridflow.protocol.balancing import Workload
@@ -57,7 +57,7 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
 
 def row_cost(model: ModelConfig) -> Workload:
     """What a row costs a model, from its configuration alone."""
-    shape = load_config(str(model.path), trust_remote_code=model.trust_remote_code, override_config=model.override_config)
+    shape = shape_of(model)
     text = shape.get_text_config()
     parameters = count_parameters(shape, trust_remote_code=model.trust_remote_code)
     if not getattr(text, "tie_word_embeddings", False):

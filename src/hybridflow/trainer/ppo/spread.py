@@ -31,8 +31,6 @@ def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelCon
 
 def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
     """How the engine of a role uses `world_size` processes."""
-    if role == "reference" and LoraSettings.from_config(config.actor_rollout_ref.model) is not None:
-        role = "actor"  # it is the actor's own module
     fsdp, sequence, _ = engine_keys(config, role)
     return ParallelSizes(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
 
@@ -48,11 +46,19 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
             # requests say themselves what they cost
             found[role] = MeshInfo(world, (("dp", world // tensor), ("tp", tensor)), Workload() if config.trainer.balance_batch else None)
             continue
-        model = engine_keys(config, role)[2]
+        engine = "actor" if role == "reference" and _is_actors_module(config, placement) else role
+        model = engine_keys(config, engine)[2]
         if config.trainer.balance_batch and str(model.path) not in costs:
             costs[str(model.path)] = row_cost(model)
-        found[role] = MeshInfo(world, sizes(config, role, world).axes(), costs.get(str(model.path)))
+        found[role] = MeshInfo(world, sizes(config, engine, world).axes(), costs.get(str(model.path)))
     return found
+
+
+def _is_actors_module(config: PPOConfig, placement: Placement) -> bool:
+    """Whether the reference is the actor without its adapters: where both live in the same processes."""
+    return LoraSettings.from_config(config.actor_rollout_ref.model) is not None and (
+        placement.pools_of("reference") == placement.pools_of("actor")
+    )
 
 
 def row_cost(model: ModelConfig) -> Workload:

@@ -1,0 +1,34 @@
+"""How roles are spread over the processes of their pools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_trainer import ppo_config, tiny_model
+
+from hybridflow.controller import Placement
+from hybridflow.trainer.ppo.spread import meshes
+
+LORA = (
+    "actor_rollout_ref.model.lora_rank=2",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1",
+    "algorithm.use_kl_in_reward=true",
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "world", "parts"),
+    [
+        pytest.param(("trainer.nnodes=4",), 4, 1, id="with the actor, it is the actor's module"),
+        pytest.param(
+            ("trainer.resource_pools={a: [4], b: [2]}", "trainer.placement={reference: b}"), 2, 2, id="elsewhere, by its own"
+        ),
+    ],
+)
+def test_the_reference_of_a_lora_run(where: tuple[str, ...], world: int, parts: int, tmp_path: Path) -> None:
+    config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *LORA, *where)
+    roles = ["actor", "rollout", "reference"]
+    mesh = meshes(config, roles, Placement.from_config(config.trainer, roles))["reference"]
+    assert (mesh.world_size, mesh.num_parts) == (world, parts)

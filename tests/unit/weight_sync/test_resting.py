@@ -41,8 +41,9 @@ def test_the_trainers_own_module_stays_while_the_engine_is_awake() -> None:
     source = RestingWeights(engine, None)  # type: ignore[arg-type]
     source.acquire(3)
     assert engine.users == 1
-    source.release()
-    assert engine.users == 0
+    for _ in range(2):  # an engine may be sent to sleep twice
+        source.release()
+        assert engine.users == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -24,7 +24,7 @@ class NonfiniteGuard:
     def report(self, batch: DataProto, loss: float, grad_norm: float, num_steps: int) -> None:
         """A step was skipped: keep its rows, warn, or end the run."""
         self.in_a_row += 1
-        where = "not written (no folder given)"
+        where = "not written (no folder given)" if self.folder is None else "written by another rank, which has the same"
         if self.folder is not None and self.part is not None:
             folder = self.folder / f"{self.name}_after_update_{num_steps}_{self.in_a_row}{self.part}"
             batch.save_to_disk(folder)

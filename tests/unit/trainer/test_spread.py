@@ -22,9 +22,7 @@ LORA = (
     ("where", "world", "parts"),
     [
         pytest.param(("trainer.nnodes=4",), 4, 1, id="with the actor, it is the actor's module"),
-        pytest.param(
-            ("trainer.resource_pools={a: [4], b: [2]}", "trainer.placement={reference: b}"), 2, 2, id="elsewhere, by its own"
-        ),
+        pytest.param(("trainer.resource_pools={a: [4], b: [2]}", "trainer.placement={reference: b}"), 2, 2, id="elsewhere, by its own"),
     ],
 )
 def test_the_reference_of_a_lora_run(where: tuple[str, ...], world: int, parts: int, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What builders need to know of a model: its keys as arguments, and which tokens end a response."""
+"""What builders need to know of a model: its keys as arguments, which tokens end a response, what a row costs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.models.build import generation_end_tokens, import_external
+from hybridflow.models.build import count_parameters, generation_end_tokens, import_external, shape_of
+from hybridflow.models.flops import workload_of
+from hybridflow.protocol.balancing import Workload
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
@@ -30,3 +32,13 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
     import_external(config)
     configured = generation_end_tokens(str(config.path), trust_remote_code=config.trust_remote_code)
     return sorted({int(token) for token in [tokenizer.eos_token_id, *configured] if token is not None})
+
+
+def row_cost(model: ModelConfig) -> Workload:
+    """What a row costs a model, from its configuration alone."""
+    shape = shape_of(model)
+    text = shape.get_text_config()
+    parameters = count_parameters(shape, trust_remote_code=model.trust_remote_code)
+    if not getattr(text, "tie_word_embeddings", False):
+        parameters -= text.vocab_size * text.hidden_size  # a token is looked up in the input embedding, not multiplied with it
+    return workload_of(shape, parameters)

@@ -95,10 +95,13 @@ class StatefulWorker(Worker):
         if not with_weights:
             if self.rank == 0:
                 save_config(module, folder)
-        elif group is None:
+            return
+        self.engine.onload()
+        if group is None:
             save_hf(module, folder)
         else:
             save_hf_sharded(module, folder, group=group, dtypes=self.engine.narrow)
+        self.engine.offload()
 
     def _parts(self, parts: Sequence[str]) -> dict[str, Any]:
         state = self.engine.state_dict()

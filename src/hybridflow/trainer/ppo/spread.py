@@ -9,10 +9,9 @@ from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.sizes import ParallelSizes
-from hybridflow.models.build import count_parameters, shape_of
-from hybridflow.models.flops import workload_of
 from hybridflow.models.lora import LoraSettings
 from hybridflow.protocol.balancing import Workload
+from hybridflow.trainer.models import row_cost
 
 
 def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelConfig]:
@@ -59,13 +58,3 @@ def _is_actors_module(config: PPOConfig, placement: Placement) -> bool:
     return LoraSettings.from_config(config.actor_rollout_ref.model) is not None and (
         placement.pools_of("reference") == placement.pools_of("actor")
     )
-
-
-def row_cost(model: ModelConfig) -> Workload:
-    """What a row costs a model, from its configuration alone."""
-    shape = shape_of(model)
-    text = shape.get_text_config()
-    parameters = count_parameters(shape, trust_remote_code=model.trust_remote_code)
-    if not getattr(text, "tie_word_embeddings", False):
-        parameters -= text.vocab_size * text.hidden_size  # a token is looked up in the input embedding, not multiplied with it
-    return workload_of(shape, parameters)

@@ -22,8 +22,7 @@ from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.timing import Timer
-from hybridflow.trainer.models import end_tokens, model_arguments
-from hybridflow.trainer.ppo.spread import row_cost
+from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
 from hybridflow.trainer.resume import say_changes
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.run_trackers import run_trackers

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.models.build import shape_of
-from hybridflow.trainer.ppo.spread import row_cost
+from hybridflow.trainer.models import row_cost
 
 LIBRARY = """
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RAY = str(Path(sys.executable).with_name("ray"))
-START_SECONDS = 60.0
+START_SECONDS = 120.0  # on a busy machine
 # as the launch scripts of examples/cluster set them, but shorter
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "500",
@@ -46,10 +46,15 @@ class RayNodes:
         if dashboard_port is not None:
             dashboard.append(f"--dashboard-port={dashboard_port}")
         try:
-            self._start(
-                num_cpus[0], "--head", f"--port={port}", f"--ray-client-server-port={client_port}", "--disable-usage-stats", *dashboard
+            self._bring_up(
+                num_cpus[0],
+                "--head",
+                f"--port={port}",
+                f"--ray-client-server-port={client_port}",
+                "--disable-usage-stats",
+                "--no-monitor",
+                *dashboard,
             )
-            self._await(1)
             self.address = self._log(0).partition("ray start --address='")[2].partition("'")[0] or self.address
             for count in num_cpus[1:]:
                 self.add(count)
@@ -59,8 +64,7 @@ class RayNodes:
 
     def add(self, num_cpus: int) -> None:
         """Another node."""
-        self._start(num_cpus, f"--address={self.address}")
-        self._await(len(self._nodes))
+        self._bring_up(num_cpus, f"--address={self.address}")
 
     def kill(self, number: int) -> None:
         """SIGKILL to every process of a node at once: its raylet, its agents, the workers on it."""
@@ -73,6 +77,19 @@ class RayNodes:
             sigkill(node.pid)
             node.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _bring_up(self, num_cpus: int, *arguments: str) -> None:
+        """Start a node, and start it again where it fails: Ray gives up on itself after 30 s on a busy machine."""
+        for tries in range(3):
+            self._start(num_cpus, *arguments)
+            try:
+                return self._await(len(self._nodes))
+            except RuntimeError:
+                if tries == 2:
+                    raise
+                node = self._nodes.pop()
+                sigkill(node.pid)
+                node.wait()
 
     def _start(self, num_cpus: int, *arguments: str) -> None:
         command = [RAY, "start", "--block", f"--num-cpus={num_cpus}", "--num-gpus=0", "--object-store-memory=100000000"]

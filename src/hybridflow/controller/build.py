@@ -6,6 +6,7 @@ hosting(trainer, ray_kwargs, roles) ──devices are there──► start(make,
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,12 +83,15 @@ def _most_nodes(placement: Placement) -> int:
 
 def _wait_for_devices(check: Callable[[], None], patience: float) -> None:
     """Until `check` is content, at most `patience` seconds; then its ConfigError."""
-    deadline = time.monotonic() + patience
+    deadline, said = time.monotonic() + patience, -math.inf
     while True:
         try:
             return check()
         except ConfigError as error:
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 raise
-            logger.warning("waiting up to %.0f s for devices: %s", deadline - time.monotonic(), error)
-            time.sleep(min(5.0, patience))
+            if now - said >= 60:
+                said = now
+                logger.warning("waiting up to %.0f s for devices: %s", deadline - now, error)
+            time.sleep(min(1.0, patience))

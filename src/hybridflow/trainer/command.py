@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec
 
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import HybridFlowError, WorkerError
 
 P = ParamSpec("P")
 
@@ -23,7 +23,8 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
         try:
             return main(*args, **kwargs)
         except HybridFlowError as error:
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            notes = getattr(error, "__notes__", []) if isinstance(error, WorkerError) else []  # where it hangs, what else failed
+            sys.stderr.write("\n".join([f"{type(error).__name__}: {error}", *notes, ""]))
             return 1
         except OSError as error:
             if error.errno not in _DISK_FULL:

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, WorkerLost
 from hybridflow.trainer.command import ends_in_status
 
 
@@ -33,6 +33,13 @@ def test_a_users_mistake_is_one_message(error: BaseException | None, status: int
     assert ending(error) == status
     shown = capsys.readouterr().err
     assert shown.startswith(said) and shown.count("\n") == (1 if said else 0)
+
+
+def test_what_is_known_of_a_lost_worker_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    error = WorkerLost("actor rank 1 is lost")
+    error.add_note("then failed rank 0: RuntimeError: Connection closed")
+    assert ending(error) == 1
+    assert capsys.readouterr().err == "WorkerLost: actor rank 1 is lost\nthen failed rank 0: RuntimeError: Connection closed\n"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken disk"), ValueError("ours")])

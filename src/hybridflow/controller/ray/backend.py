@@ -169,8 +169,9 @@ class RayBackend:
         arguments = {rank: (packet, self._placement.infos(process.place.pool, process.place.rank)) for rank, process in everywhere.items()}
         started = time.monotonic()
         self._all("build", everywhere, arguments)
-        roles = ", ".join(self._meshes)
-        logger.info("%d worker processes have built their workers (%s) in %.0f s", len(everywhere), roles, time.monotonic() - started)
+        roles, took = ", ".join(self._meshes), time.monotonic() - started
+        names = ", ".join(dict.fromkeys(process.place.node for process in everywhere.values()))
+        logger.info("%d worker processes on %s have built their workers (%s) in %.0f s", len(everywhere), names, roles, took)
 
     def _all(self, task: str, processes: Mapping[int, Process], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """One step of starting on all processes, numbered over all pools."""

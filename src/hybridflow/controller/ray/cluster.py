@@ -170,7 +170,8 @@ class Cluster:
         if not answers(self.address):
             raise WorkerLost(f"the head node of the Ray cluster at {self.address} is gone: start the cluster again, then the run")
         unit, free = UNIT[self.device], available_resources_per_node()
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        # a node that was lost a moment ago is still alive to Ray, for seconds, and a run that starts again must not go there
+        alive = [node for node in ray.nodes() if node["Alive"] and answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")]
         names = [_name(node) for node in alive]
         return [
             NodeInfo(

@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 
 from hybridflow.controller.dispatch import Call
 from hybridflow.controller.future import replace
@@ -32,6 +33,7 @@ from hybridflow.controller.worker import Place, RankInfo
 from hybridflow.controller.worker_host import WorkerHost
 from hybridflow.distributed import process_group
 from hybridflow.distributed.device import set_threads
+from hybridflow.errors import WorkerLost
 from hybridflow.observability.logging_setup import setup_logging
 
 Answer = tuple[Failure | None, Packet | Failure]
@@ -150,7 +152,11 @@ class RankProcess:
 
     def _invoke(self, role: str, method: str, returns: bool, arguments: Packet | None, references: list[Any]) -> Any:
         assert self._host is not None, "the workers are not built yet"
-        packets = ray.get(references) if references else []
+        try:
+            packets = ray.get(references) if references else []
+        except RayError as error:
+            message = f"what {role}.{method} was to take is lost with the process or the node that had it: {error}"
+            raise WorkerLost(message, role=role, method=method) from error
         args, kwargs = decode(arguments if arguments is not None else packets.pop(0))
         results = [_result(packet, role, method) for packet in packets]
         if results:

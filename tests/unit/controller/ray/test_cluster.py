@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
+from hybridflow.controller.ray.cluster import Cluster
 from ray_nodes import RayNodes
 
 DRIVER = str(Path(__file__).with_name("cluster_driver.py"))
@@ -104,6 +106,13 @@ def nodes() -> Iterator[RayNodes]:
     started = RayNodes([1, 2, 2])
     yield started
     started.stop()
+
+
+def test_a_node_that_does_not_answer_is_not_there(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself counts it as alive until some seconds have passed."""
+    here = ray.nodes()
+    monkeypatch.setattr(ray, "nodes", lambda: [*here, {**here[0], "NodeID": "f" * 56, "NodeManagerPort": 1}])
+    assert [node.id for node in cluster.nodes()] == [node["NodeID"] for node in here]
 
 
 @pytest.mark.slow

@@ -17,6 +17,10 @@ from test_backend_conformance import *  # noqa: F403 the tests of the suite, wit
 
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.process import RankProcess
+from hybridflow.controller.ray.transport import encode
+from hybridflow.controller.worker import Place
+from hybridflow.controller.worker_host import WorkerHost
 from hybridflow.errors import WorkerError, WorkerLost
 from hybridflow.protocol import DataProto
 
@@ -75,6 +79,18 @@ def test_results_pass_from_rank_to_rank_without_the_driver(backend: RayBackend) 
     made.parts[0].result().batch["x"][0, 0] = 9.0
     with pytest.raises(AssertionError, match=r"x in the result of counter\.echo was written in place"):
         ask(backend, "other").submit(Prober.echo, made.by_reference())
+
+
+def test_an_argument_that_is_gone_is_a_loss(cluster: Cluster) -> None:
+    """As of a rank that died after it had answered: the run may start again."""
+    gone = ray.put(1)
+    ray._private.internal_api.free([gone])
+    process = RankProcess(Place())
+    process._host = WorkerHost(Place(), lambda host: {})
+    failure, _ = process.invoke("actor", "update", True, encode(((), {})), [gone])
+    assert failure is not None
+    error = failure.exception("actor", "update", 0)
+    assert isinstance(error, WorkerLost) and "what actor.update was to take is lost" in str(error)
 
 
 def test_calls_of_two_pools_overlap_from_two_threads(backend: RayBackend) -> None:

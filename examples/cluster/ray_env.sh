@@ -13,3 +13,6 @@ export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 
 # Worker processes compute with one thread each; spinning threads of neighbours cost more than they give.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# Ray starts worker processes at nice 15: beside anything else on the machine they would hardly run.
+export RAY_worker_niceness=${RAY_worker_niceness:-0}

@@ -76,6 +76,7 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     """One line for each problem of a PPO run."""
     trainer, roles = config.trainer, config.actor_rollout_ref
     yield from _controller(trainer)
+    yield from _placement(trainer)
     actor = sum(_pools(trainer, "actor"))
     spreads = [Spread("actor_rollout_ref.actor", roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, roles.model, actor)]
     if needs_reference(config):
@@ -124,6 +125,27 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
             yield f"{', '.join(odd)}: with one process there is nothing to shard"
     if trainer.max_restarts and trainer.save_freq <= 0:
         yield f"trainer.max_restarts={trainer.max_restarts} without trainer.save_freq: a restart begins at step 1 again"
+
+
+ROLES = ("actor", "rollout", "reference", "critic", "teacher", "process_reward")
+
+
+def _placement(trainer: TrainerConfig) -> Iterator[str]:
+    """What is wrong with pools and placement whatever roles the run has; the rest is refused where the placement is made."""
+    pools = trainer.resource_pools
+    for name, devices in pools.items():
+        if not devices or min(devices) < 1:
+            yield f"trainer.resource_pools.{name}={devices}: a pool has at least one device on each of its nodes, for example [2]"
+    there = ", ".join(pools) or "none: set trainer.resource_pools"
+    for role, named in trainer.placement.items():
+        if role not in ROLES:
+            yield f"trainer.placement.{role} is no role: there are {', '.join(ROLES)}"
+        wanted = [named] if isinstance(named, str) else named
+        if not wanted:
+            yield f"trainer.placement.{role}=[] leaves the {role} without devices: name a pool (there are {there})"
+        for pool in wanted:
+            if pool not in pools:
+                yield f"trainer.placement.{role} is resource pool {pool!r}, which does not exist (there are {there})"
 
 
 def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:

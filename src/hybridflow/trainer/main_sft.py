@@ -5,6 +5,7 @@ The parts of a run are imported by `run`, not here: what is wrong with the keys 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from hybridflow.config import SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.command import ends_in_status
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: SFTConfig) -> int:
@@ -27,6 +30,7 @@ def run(config: SFTConfig) -> int:
     for attempt in Attempts(config):
         with attempt, build(attempt.config, patience=attempt.patience) as trainer:
             done = trainer.fit()
+    logger.info("done: metrics and checkpoints are in %s", config.trainer.default_local_dir)
     return done
 
 

@@ -57,6 +57,9 @@ HEALTH_CHECKS = {
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 4,
 }
+NICENESS = {"worker_niceness": 0}  # Ray's own 15 would let anything else on the machine come first
+START_ATTEMPTS = 3
+STARTUP_TIMEOUT = "timed out during startup"  # in the message of Ray's plain Exception
 SETTLE_SECONDS = 3.0  # what a run that just ended held comes free within this time
 MAX_TEMP_LENGTH = 40  # sockets live some 60 characters below, and a socket's path has at most 107
 
@@ -142,22 +145,14 @@ class Cluster:
         check_own(wanted, num_nodes, num_gpus if device == "cuda" else cpus, device)
         if given.include_dashboard and given.dashboard_port is not None:
             check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
-        temp_dir = tempfile.mkdtemp(prefix="hf-ray-", dir=None if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp")
-        try:
-            _init(
-                config,
-                address="local",
-                num_cpus=cpus,
-                num_gpus=num_gpus,
-                object_store_memory=given.object_store_memory,
-                include_dashboard=given.include_dashboard,
-                dashboard_port=given.dashboard_port,
-                _temp_dir=temp_dir,
-                _system_config=dict(HEALTH_CHECKS),
-            )
-        except BaseException:
-            _end(temp_dir)
-            raise
+        temp_dir = _start(
+            config,
+            num_cpus=cpus,
+            num_gpus=num_gpus,
+            object_store_memory=given.object_store_memory,
+            include_dashboard=given.include_dashboard,
+            dashboard_port=given.dashboard_port,
+        )
         address = ray.get_runtime_context().gcs_address
         logger.info("started a Ray of this run's own at %s: %d CPUs, %d GPUs", address, cpus, num_gpus)
         return cls(device=device, address=address, owns=True, leaves=True, temp_dir=temp_dir, timeline=config.timeline_json_file)
@@ -293,6 +288,30 @@ class Cluster:
             logger.info("Ray's timeline is in %s (open it in https://ui.perfetto.dev)", self._timeline)
         except Exception as error:  # whatever Ray raises: the run itself went well
             logger.warning("ray_kwargs.timeline_json_file=%s could not be written: %s", self._timeline, error)
+
+
+def _start(config: RayConfig, **offered: Any) -> str:
+    """Start a Ray in a temporary folder of its own; gives the folder.
+
+    Ray gives a node 30 s to start, whatever the machine has to do at the time: then it is tried again, and refused after the third time.
+    """
+    for attempt in range(1, START_ATTEMPTS + 1):
+        temp_dir = tempfile.mkdtemp(prefix="hf-ray-", dir=None if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp")
+        try:
+            _init(config, address="local", _temp_dir=temp_dir, _system_config={**HEALTH_CHECKS, **NICENESS}, **offered)
+            return temp_dir
+        except BaseException as error:
+            _end(temp_dir)
+            if STARTUP_TIMEOUT not in str(error):
+                raise
+            load = os.getloadavg()[0]
+            if attempt == START_ATTEMPTS:
+                raise ConfigError(
+                    f"Ray did not start within 30 s, {START_ATTEMPTS} times: this machine is too busy (a load of {load:.0f} on {num_cpus()} "
+                    "CPUs). Try again when it has less to do, or join a Ray that runs already (ray_kwargs.ray_init.address)"
+                ) from error
+            logger.warning("Ray did not start within 30 s (the machine's load is %.0f): trying again", load)
+    raise AssertionError("the loop returns or raises")
 
 
 def _init(config: RayConfig, *, address: str, **own: Any) -> None:

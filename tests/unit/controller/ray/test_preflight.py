@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 import hybridflow.controller.ray
+from hybridflow.config.cluster import RayConfig
+from hybridflow.controller.ray import cluster
 from hybridflow.controller.ray.preflight import NodeInfo, assign, check_own, check_port_free, choose_address, describe, reach, shortage
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError
@@ -206,3 +209,24 @@ def test_the_shortage_in_words() -> None:
     assert "not on as many nodes" in shortage([ResourcePool("a", (2, 2))], [node("one", 4)], "cuda", "it", own=False)
     assert "num_cpus to let processes share" in shortage([ResourcePool("a", (4,))], [node("one", 2)], "cpu", "it", own=True)
     assert describe(ResourcePool("a", (4, 2))) == "nodes of 4, 2"
+
+
+@pytest.mark.parametrize("starts", [2, 3, 4])
+def test_a_ray_that_does_not_start_in_time_is_tried_three_times(monkeypatch: pytest.MonkeyPatch, starts: int) -> None:
+    """Ray raises a plain Exception 30 s after a busy machine was asked; `starts`: the attempt that would succeed."""
+    folders: list[Path] = []
+
+    def init(config: RayConfig, *, address: str, **own: Any) -> None:
+        folders.append(Path(own["_temp_dir"]))
+        if len(folders) < starts:
+            raise Exception("The current node timed out during startup. This could happen because …")
+
+    monkeypatch.setattr(cluster, "_init", init)
+    if starts > cluster.START_ATTEMPTS:
+        with pytest.raises(ConfigError, match="3 times: this machine is too busy"):
+            cluster._start(RayConfig())
+        assert not any(folder.exists() for folder in folders)
+    else:
+        assert Path(cluster._start(RayConfig())) == folders[-1] and len(folders) == starts
+        assert [folder.exists() for folder in folders] == [False] * (starts - 1) + [True]
+        folders[-1].rmdir()

@@ -72,7 +72,8 @@ class SequenceCut:
         Backward takes the own share's gradient and leaves the others to their ranks.
         """
         wholes = _Gather.apply(torch.stack(tuple(columns)), self.group, self._share, self.num_targets, self.own)  # type: ignore[no-untyped-call]
-        return tuple(whole if column.requires_grad else whole.detach() for column, whole in zip(columns, wholes, strict=True))
+        # copies, since FSDP warns of modules that return views
+        return tuple(whole.clone() if column.requires_grad else whole.detach() for column, whole in zip(columns, wholes, strict=True))
 
     def gather_outputs(self, outputs: TokenOutputs) -> TokenOutputs:
         """What the head says of the own share -> of all M predicted tokens."""

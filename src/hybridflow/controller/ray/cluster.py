@@ -307,7 +307,7 @@ def _start(config: RayConfig, **offered: Any) -> str:
             load = os.getloadavg()[0]
             if attempt == START_ATTEMPTS:
                 raise ConfigError(
-                    f"Ray did not start within 30 s, {START_ATTEMPTS} times: this machine is too busy (a load of {load:.0f} on {num_cpus()} "
+                    f"Ray did not start within 30 s, {START_ATTEMPTS} times: this machine is too busy (load {load:.0f} on {num_cpus()} "
                     "CPUs). Try again when it has less to do, or join a Ray that runs already (ray_kwargs.ray_init.address)"
                 ) from error
             logger.warning("Ray did not start within 30 s (the machine's load is %.0f): trying again", load)

@@ -88,8 +88,6 @@ def cause_of(error: BaseException) -> str:
         return f"Ray ended it because its node ran low on memory: {_last_line(text)}"
     if "ray.kill" in text:
         return "it was ended by ray.kill"
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return "the connection to it broke: its node or its network is gone, or its process died with the node's Ray"
     if "creation task" in text:
         return f"it could not start: {text.strip()}"
     if isinstance(error, ray.exceptions.ActorUnschedulableError | ray.exceptions.ActorPlacementGroupRemoved):

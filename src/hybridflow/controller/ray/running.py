@@ -29,6 +29,8 @@ class Process:
     """When it last answered anything."""
     pinged: bool = False
     """A ping is on its way."""
+    cut_off: bool = False
+    """A call in it ended because the connection broke."""
     ended: bool = False
     """It is lost, or we have killed it: nothing more is expected of it."""
 

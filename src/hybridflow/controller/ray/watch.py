@@ -18,9 +18,10 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from hybridflow.controller.ray.failure import Failure, cause_of, lost
+from hybridflow.controller.ray.preflight import answers
 from hybridflow.controller.ray.running import Process, Running
 from hybridflow.errors import WorkerError
 
@@ -96,7 +97,11 @@ class Watch:
         error = status.exception()
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
             process = running.waiting.get(rank)
-            if process is not None:
+            if process is None:
+                return
+            if isinstance(error, ActorUnavailableError):
+                process.cut_off = True  # the clock looks why: nothing may wait in this thread of Ray's
+            else:
                 self._lose(process, cause_of(error))
             return
         with self._lock:
@@ -156,6 +161,9 @@ class Watch:
                 self.stop(error)
 
     def _tick(self, now: float) -> None:
+        for process in self._processes:
+            if process.cut_off and not process.ended:
+                self._lose(process, self._cut_off(process))
         if self._hearts_from is not None:
             self._hearts(now)
         with self._lock:
@@ -180,9 +188,14 @@ class Watch:
             if silent > self._heartbeat_timeout and not process.ended:
                 self._lose(process, self._silence(process, silent))
 
+    def _cut_off(self, process: Process) -> str:
+        if not node_answers(process.node_id):
+            return "its node is gone: the connection to it broke, and nothing answers there any more"
+        return "the connection to it broke while its node still answers: its process has died, or its network is failing"
+
     def _silence(self, process: Process, seconds: float) -> str:
-        if not any(node["Alive"] and node["NodeID"] == process.node_id for node in ray.nodes()):
-            return f"its node is gone: Ray says so, and it has not answered for {seconds:.0f} s"
+        if not node_answers(process.node_id):
+            return f"its node is gone: it has not answered for {seconds:.0f} s, and nothing does there any more"
         return (
             f"no sign of life for {seconds:.0f} s: its node is gone or cut off, or code that never lets go of Python's lock runs in it "
             "(trainer.heartbeat_timeout)"
@@ -198,7 +211,7 @@ class Watch:
             process.pinged = False
             if error is None:
                 process.last_sign = time.monotonic()
-            elif not isinstance(error, ray.exceptions.ActorUnavailableError):  # that one may be back: the clock decides
+            elif not isinstance(error, ActorUnavailableError):  # that one may be back: the clock decides
                 self._lose(process, cause_of(error))
 
         process.actor.ping.remote().future().add_done_callback(answered)
@@ -259,3 +272,9 @@ class Watch:
             return f"rank {rank} ({process}) is here:\n{ray.get(process.actor.stacks.remote(), timeout=STACK_SECONDS)}"
         except (RayError, TimeoutError):
             return ""
+
+
+def node_answers(node_id: str) -> bool:
+    """Whether a node is there: alive to Ray, which notices a loss after some seconds only, and with a Ray of its own that listens."""
+    found = [node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]]
+    return any(answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") for node in found)

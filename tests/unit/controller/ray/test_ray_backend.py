@@ -12,11 +12,13 @@ import pytest
 import ray
 import torch
 from house import Counter, CounterGroup
+from ray.exceptions import ObjectLostError
 from ray_house import Prober, ask, make_broken, start
 from test_backend_conformance import *  # noqa: F403 the tests of the suite, with the fixtures below in the place of theirs
 
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.failure import Failure
 from hybridflow.controller.ray.process import RankProcess
 from hybridflow.controller.ray.transport import encode
 from hybridflow.controller.worker import Place
@@ -81,16 +83,19 @@ def test_results_pass_from_rank_to_rank_without_the_driver(backend: RayBackend) 
         ask(backend, "other").submit(Prober.echo, made.by_reference())
 
 
-def test_an_argument_that_is_gone_is_a_loss(cluster: Cluster) -> None:
+def test_an_argument_that_is_gone_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a rank that died after it had answered: the run may start again."""
-    gone = ray.put(1)
-    ray._private.internal_api.free([gone])
+
+    def get(references: list[object]) -> None:
+        raise ObjectLostError("0" * 56, b"", "")
+
+    monkeypatch.setattr(ray, "get", get)
     process = RankProcess(Place())
     process._host = WorkerHost(Place(), lambda host: {})
-    failure, _ = process.invoke("actor", "update", True, encode(((), {})), [gone])
-    assert failure is not None
+    failure, _ = process.invoke("actor", "update", True, encode(((), {})), [object()])
+    assert isinstance(failure, Failure)
     error = failure.exception("actor", "update", 0)
-    assert isinstance(error, WorkerLost) and "what actor.update was to take is lost" in str(error)
+    assert isinstance(error, WorkerLost) and error.method == "update" and "what actor.update was to take is lost" in str(error)
 
 
 def test_calls_of_two_pools_overlap_from_two_threads(backend: RayBackend) -> None:

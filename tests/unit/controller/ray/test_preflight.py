@@ -222,6 +222,7 @@ def test_a_ray_that_does_not_start_in_time_is_tried_three_times(monkeypatch: pyt
             raise Exception("The current node timed out during startup. This could happen because …")
 
     monkeypatch.setattr(cluster, "_init", init)
+    monkeypatch.setattr(cluster, "_end", lambda folder: Path(folder).rmdir())  # its own would end the Ray of the other tests
     if starts > cluster.START_ATTEMPTS:
         with pytest.raises(ConfigError, match="3 times: this machine is too busy"):
             cluster._start(RayConfig())

@@ -61,6 +61,13 @@ class WorkerLost(WorkerError):
     """A worker's process or node is gone; what it held is lost, and a new one can go on from the newest checkpoint."""
 
 
+class WorkerTraceback(Exception):
+    """The traceback that an error had in the process that it comes from, as text: the `__cause__` of the error in the driver."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 def install_extra(extra: str) -> str:
     """What a message about a missing optional package says: how to have it."""
     return f"install the extra {extra!r} (pip install -e '.[{extra}]' in the clone)"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import HybridFlowError, WorkerError, WorkerTraceback
 
 P = ParamSpec("P")
+NOTE_LENGTH = 300
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -23,8 +24,7 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
         try:
             return main(*args, **kwargs)
         except HybridFlowError as error:
-            notes = getattr(error, "__notes__", []) if isinstance(error, WorkerError) else []  # where it hangs, what else failed
-            sys.stderr.write("\n".join([f"{type(error).__name__}: {error}", *notes, ""]))
+            sys.stderr.write("\n".join([*_told(error), ""]))
             return 1
         except OSError as error:
             if error.errno not in _DISK_FULL:
@@ -36,3 +36,18 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
             return 130
 
     return call
+
+
+def _told(error: HybridFlowError) -> Iterator[str]:
+    """The message, then where it was and what other ranks said, a line each; of a worker that failed, also its traceback and stacks."""
+    whole = isinstance(error, WorkerError)
+    if whole and isinstance(error.__cause__, WorkerTraceback):
+        yield str(error.__cause__).strip()
+    yield f"{type(error).__name__}: {error}"
+    for note in getattr(error, "__notes__", []):
+        yield note if whole else _shortened(note)
+
+
+def _shortened(note: str) -> str:
+    first = note.partition("\n")[0]
+    return first if len(first) <= NOTE_LENGTH else first[:NOTE_LENGTH] + " …"

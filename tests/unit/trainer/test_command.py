@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from hybridflow.errors import DataError, WorkerLost
+from hybridflow.errors import DataError, WorkerError, WorkerLost, WorkerTraceback
 from hybridflow.trainer.command import ends_in_status
 
 
@@ -40,6 +40,25 @@ def test_what_is_known_of_a_lost_worker_is_said(capsys: pytest.CaptureFixture[st
     error.add_note("then failed rank 0: RuntimeError: Connection closed")
     assert ending(error) == 1
     assert capsys.readouterr().err == "WorkerLost: actor rank 1 is lost\nthen failed rank 0: RuntimeError: Connection closed\n"
+
+
+def test_of_a_users_mistake_in_a_rank_the_notes_of_others_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    error = DataError("no rows")
+    error.__cause__ = WorkerTraceback("Traceback …")
+    for note in ("in actor.update, rank 1", "then failed rank 0: RuntimeError: " + "x" * 1000, "stack:\n  line 1"):
+        error.add_note(note)
+    assert ending(error) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["DataError: no rows", "in actor.update, rank 1"] and lines[3] == "stack:"
+    assert len(lines) == 4 and lines[2].endswith("x …") and len(lines[2]) < 400
+
+
+def test_the_traceback_of_a_worker_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    error = WorkerError("Odd: cannot travel")
+    error.__cause__ = WorkerTraceback("Traceback of rank 1")
+    error.add_note("in actor.update, rank 1")
+    assert ending(error) == 1
+    assert capsys.readouterr().err.splitlines() == ["Traceback of rank 1", "WorkerError: Odd: cannot travel", "in actor.update, rank 1"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken disk"), ValueError("ours")])

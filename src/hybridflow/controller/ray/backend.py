@@ -70,7 +70,8 @@ class RayBackend:
             size = len(placement.ranks(role))
             assert mesh.world_size == size, f"role {role!r} has {size} ranks but its mesh says {mesh.world_size}"
         self._placement, self._meshes, self._call_timeout = placement, dict(meshes), call_timeout
-        self._until = time.monotonic() + startup_timeout
+        self._began = time.monotonic()
+        self._until = self._began + startup_timeout
         self._order = threading.Lock()
         self._pools: list[PlacedPool] = []
         self._processes: dict[tuple[str, int], Process] = {}
@@ -169,13 +170,15 @@ class RayBackend:
         arguments = {rank: (packet, self._placement.infos(process.place.pool, process.place.rank)) for rank, process in everywhere.items()}
         started = time.monotonic()
         self._all("build", everywhere, arguments)
-        roles, took = ", ".join(self._meshes), time.monotonic() - started
+        roles, now = ", ".join(self._meshes), time.monotonic()
         names = ", ".join(dict.fromkeys(process.place.node for process in everywhere.values()))
-        logger.info("%d worker processes on %s have built their workers (%s) in %.0f s", len(everywhere), names, roles, took)
+        said = "%d worker processes on %s started in %.0f s and built their workers (%s) in %.0f s"
+        logger.info(said, len(everywhere), names, started - self._began, roles, now - started)
 
     def _all(self, task: str, processes: Mapping[int, Process], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """One step of starting on all processes, numbered over all pools."""
-        parts = self._send("worker", task, task, processes, arguments, self._left(), "trainer.startup_timeout")
+        starting = f"starting {len(processes)} worker processes" if task == "meet" else ""
+        parts = self._send("worker", task, task, processes, arguments, self._left(), "trainer.startup_timeout", starting)
         _wait(parts)
         return {rank: part.result() for rank, part in parts.items()}
 
@@ -197,6 +200,7 @@ class RayBackend:
         arguments: Mapping[int, tuple[Any, ...]],
         limit: float,
         limit_key: str,
+        starting: str = "",
     ) -> dict[int, RayPart]:
         """Call `task` of the processes, followed by the watch as `role.method`."""
         assert self._watch is not None, f"{role}.{method}: the backend is shut down"
@@ -206,7 +210,7 @@ class RayBackend:
             for rank, process in processes.items():
                 statuses[rank], result = getattr(process.actor, task).remote(*arguments[rank])
                 parts[rank] = RayPart(result, role, method, rank)
-            self._watch.follow(Running(role, method, dict(processes), parts, limit, limit_key), statuses)
+            self._watch.follow(Running(role, method, dict(processes), parts, limit, limit_key, starting), statuses)
         return parts
 
 

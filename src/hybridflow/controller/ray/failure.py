@@ -1,6 +1,6 @@
 """What a rank sends in the place of a result, and what the driver makes of it: an exception that says where and why.
 
-rank: exception ──Failure.of──► Failure ──travels──► driver: the same exception, with notes of its place and its traceback there
+rank: exception ──Failure.of──► Failure ──travels──► driver: the same exception, with notes of its place, caused by its traceback there
 rank: gone ──Ray's word for it──► driver: WorkerLost with the cause in plain words
 """
 
@@ -19,7 +19,7 @@ import ray.exceptions
 from ray import cloudpickle
 
 from hybridflow.controller.worker import Place
-from hybridflow.errors import WorkerError, WorkerLost
+from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback
 
 _MACHINERY = (os.path.dirname(ray.__file__) + os.sep, os.path.join(os.path.dirname(__file__), "process.py"), threading.__file__)
 
@@ -59,12 +59,13 @@ class Failure:
         return WorkerError(self.text)
 
     def exception(self, role: str, method: str, rank: int) -> Exception:
-        """What is raised in the driver: the original, with notes of where it was and of its traceback there."""
+        """What is raised in the driver: the original, with notes of where it was; its cause, which Python prints first, is its traceback."""
         error = self.original()
         notes = getattr(error, "__notes__", [])
         if not any(f"{role}.{method}, rank {rank}" in note for note in notes):
             error.add_note(f"in {role}.{method}, rank {rank}")
-        error.add_note(f"there (pool {self.place.pool}, node {self.place.node}, process {self.pid}):\n{self.traceback}")
+        error.add_note(f"there: pool {self.place.pool}, node {self.place.node}, process {self.pid}")
+        error.__cause__ = WorkerTraceback(self.traceback)
         return error
 
 

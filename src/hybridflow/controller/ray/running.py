@@ -51,6 +51,8 @@ class Running:
     """Seconds that it may take."""
     limit_key: str
     """What to set where that is too short."""
+    starting: str = ""
+    """In words, of the call that waits for processes to start: they cannot show a stack yet."""
     started: float = field(default_factory=time.monotonic)
     reported: int = 0
     """How often it was said that it still runs."""

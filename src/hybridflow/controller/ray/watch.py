@@ -28,6 +28,8 @@ from hybridflow.errors import WorkerError
 logger = logging.getLogger(__name__)
 
 STACK_SECONDS = 2.0
+START_SECONDS = 5.0
+"""Until it is said that processes are starting; then after twice as long each time."""
 TICK_SECONDS = 0.2
 
 
@@ -174,7 +176,7 @@ class Watch:
                     self._end_hanging(call)
             elif now - call.started > call.limit:
                 self._end_late(call)
-            elif now - call.started > self._report_every * (call.reported + 1):
+            elif now - call.started > self._next_report(call):
                 call.reported += 1
                 self._report(call, now)
 
@@ -216,18 +218,33 @@ class Watch:
 
         process.actor.ping.remote().future().add_done_callback(answered)
 
+    def _next_report(self, call: Running) -> float:
+        """Seconds from a call's start to the next line about it."""
+        return START_SECONDS * 2**call.reported if call.starting else self._report_every * (call.reported + 1)
+
     def _report(self, call: Running, now: float) -> None:
         ranks = sorted(call.waiting)
-        if ranks:
+        if call.starting:
+            self._report_start(call, now - call.started)
+        elif ranks:
             stack = self._stack(call, ranks[0]) or f"rank {ranks[0]} ({call.waiting.get(ranks[0])}) does not say where"
             logger.warning("%s has been running for %.0f s on ranks %s; %s", call, now - call.started, ranks, stack)
+
+    def _report_start(self, call: Running, seconds: float) -> None:
+        """Starting takes its time, and only half of what it may take is late."""
+        missing = [str(process) for process in list(call.waiting.values())]
+        here = f"{call.starting}: {len(call.parts) - len(missing)} are there after {seconds:.0f} s"
+        if missing and seconds > call.limit / 2:
+            logger.warning("%s, not yet %s; the run gives up after %.0f s (%s)", here, ", ".join(missing), call.limit, call.limit_key)
+        elif missing:
+            logger.info("%s", here)
 
     def _end_late(self, call: Running) -> None:
         ranks = sorted(call.waiting)
         if not ranks:
             return
         error = WorkerError(
-            f"{call} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or needs a longer {call.limit_key}",
+            f"{call.starting or call} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or needs a longer {call.limit_key}",
             role=call.role,
             rank=ranks[0],
             method=call.method,

@@ -19,7 +19,7 @@ from hybridflow.controller.ray.parts import RayPart
 from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.watch import Watch
 from hybridflow.controller.worker import Place
-from hybridflow.errors import WorkerError, WorkerLost
+from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]  # Ray starts slowly on a busy machine: once for all
 
@@ -38,13 +38,14 @@ class House:
         self.watch = Watch(self.processes, **({"heartbeat_timeout": 4.0} | settings))
         self.watch.expect_signs()
 
-    def call(self, *seconds: float, limit: float = 60.0, task: str = "invoke") -> dict[int, RayPart]:
+    def call(self, *seconds: float, limit: float = 60.0, task: str = "invoke", starting: str = "") -> dict[int, RayPart]:
         """A task of as many ranks as there are numbers."""
         parts, statuses = {}, {}
         for rank, number in enumerate(seconds):
             statuses[rank], result = getattr(self.processes[rank].actor, task).remote(*([number] if task == "invoke" else []))
             parts[rank] = RayPart(result, "actor", "update", rank)
-        self.watch.follow(Running("actor", "update", dict(enumerate(self.processes[: len(seconds)])), parts, limit, "a.key"), statuses)
+        processes = dict(enumerate(self.processes[: len(seconds)]))
+        self.watch.follow(Running("actor", "update", processes, parts, limit, "a.key", starting), statuses)
         return parts
 
     def close(self) -> None:
@@ -107,6 +108,18 @@ def test_slow_calls_are_reported_with_a_stack_and_end_at_their_deadline(house: H
     assert "asleep in invoke" in error.__notes__[0]
 
 
+def test_processes_that_start_are_counted_and_only_late_ones_warned_about(
+    house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridflow.controller.ray.watch.START_SECONDS", 0.5)
+    with caplog.at_level(logging.INFO, "hybridflow"):
+        error = house.call(0.0, 60.0, limit=3.0, starting="starting 2 worker processes")[1].exception(timeout=10)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said[:2] == [("INFO", f"starting 2 worker processes: 1 are there after {seconds} s") for seconds in (1, 1)], said
+    assert said[2][0] == "WARNING" and "not yet global/1; the run gives up after 3 s (a.key)" in said[2][1]
+    assert "starting 2 worker processes has not finished after 3 s" in str(error)
+
+
 def ranks_of(errors: dict[int, tuple[float, Exception]], waiting: tuple[int, ...] = ()) -> Running:
     process = Process(Place(), None)
     running = Running("actor", "update", dict.fromkeys((*errors, *waiting), process), {}, 60.0, "a.key")
@@ -141,4 +154,5 @@ def test_a_failure_travels_with_its_type_notes_and_traceback() -> None:
         error = Failure.of(raised, Place("train", 3, 4, 1, "node-7")).exception("actor", "update", 3)
     assert isinstance(error, WorkerError) and error.rank == 3 and str(error) == "no room"
     assert error.__notes__[0] == "in actor.update, rank 3" and len(error.__notes__) == 2
-    assert "pool train, node node-7" in error.__notes__[1] and 'raise WorkerError("no room"' in error.__notes__[1]
+    assert error.__notes__[1].startswith("there: pool train, node node-7")
+    assert isinstance(error.__cause__, WorkerTraceback) and 'raise WorkerError("no room"' in str(error.__cause__)

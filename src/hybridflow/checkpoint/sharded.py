@@ -31,6 +31,7 @@ from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.shard_index import SavedTensor, read_index, stored_tensors
 from hybridflow.checkpoint.shard_storage import ShardReader, ShardWriter
 from hybridflow.checkpoint.state import State, decode_tree, encode_tree
+from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.errors import CheckpointError
 
 Parts = Mapping[str, dict[str, Any]]
@@ -129,15 +130,8 @@ def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
     return {part: decode_tree(index.structure[part], targets.__getitem__) for part in templates}
 
 
-def world_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(rank, world size) in a group; (0, 1) where there is none."""
-    if not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
 def _plan(folder: Path, parts: Parts, group: dist.ProcessGroup | None, copies: CpuCopies | None) -> ShardWriter:
-    rank, world_size = world_of(group)
+    rank, world_size = rank_and_size(group)
     structure, tensors = encode_tree(dict(parts))
     if world_size > 1:
         # which tensors are tied is seen where they have elements, and rank 0 always holds the first

@@ -1,4 +1,5 @@
-"""The torch.distributed world of a resource pool: joined once by each of its processes, left at the end.
+"""The torch.distributed world of a resource pool: joined once by each of its processes, left at the end;
+and what its ranks tell each other.
 
 CPU tensors travel by gloo, CUDA tensors by NCCL. Small numbers that all ranks must agree on (counts, flags) are CPU tensors on purpose:
 they never make a GPU wait.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from hybridflow.errors import WorkerError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def init(rank: int, world_size: int, address: str, port: int, device: torch.device, timeout_s: float) -> None:
@@ -49,8 +53,34 @@ def destroy() -> None:
         dist.destroy_process_group()
 
 
+def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """This process's number in `group` (None: in its world) and how many there are; 0 of 1 without a world."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of `group` (None: of the world, if there is one) gives, in their order; all of them call it together."""
+    _, size = rank_and_size(group)
+    if size == 1:
+        return [mine]
+    every: list[T | None] = [None] * size
+    dist.all_gather_object(every, mine, group=group)
+    return cast(list[T], every)
+
+
 def max_over(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """The largest of each number over the ranks of `group` (None: all); all of them call it together."""
+    """The largest of each number over the ranks of `group` (None: of the world, if there is one); all of them call it together."""
+    return _reduced(values, dist.ReduceOp.MAX, group)
+
+
+def min_over(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Like `max_over`, the least of each."""
+    return _reduced(values, dist.ReduceOp.MIN, group)
+
+
+def _reduced(values: Sequence[int], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
+    if rank_and_size(group)[1] == 1:
+        return list(values)
     numbers = torch.tensor(list(values), dtype=torch.int64)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(numbers, op=how, group=group)
     return [int(number) for number in numbers]

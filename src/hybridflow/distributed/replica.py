@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.distributed.process_group import min_over, rank_and_size
 from hybridflow.errors import ConfigError, RolloutError
 
 _WORD = 1 << 62
@@ -33,13 +33,12 @@ class Replica:
         """
         if size == 1:
             return cls()
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rank, ranks = rank_and_size()
         if ranks % size:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {ranks} rank(s) of a pool that "
                 "generates: set it to a divisor of them"
             )
-        rank = dist.get_rank()
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
         return cls(size, rank % size, groups[rank // size])
 
@@ -51,24 +50,16 @@ class Replica:
 
     def smallest(self, number: int) -> int:
         """The least of a number over the ranks."""
-        return number if self.size == 1 else smallest_over(number, self.group)
+        return number if self.size == 1 else min_over([number], self.group)[0]
 
     def check_same(self, tokens: int) -> None:
         """Raise RolloutError on all ranks where they sampled different tokens, which `tokens` stands for."""
         if self.size == 1:
             return
         word = tokens % _WORD
-        if -self.smallest(-word) != self.smallest(word):
+        least, largest = min_over([word, -word], self.group)
+        if least != -largest:
             raise RolloutError(
                 f"the {self.size} ranks of a replica sampled different tokens from the same requests, so their logits differ. Are their "
                 "machines and their software equal? Else set actor_rollout_ref.rollout.tensor_model_parallel_size=1"
             )
-
-
-def smallest_over(number: int, group: dist.ProcessGroup | None = None) -> int:
-    """The least of a number over the ranks of `group` (None: all of this process's world, if it has one)."""
-    if not dist.is_initialized():
-        return number
-    value = torch.tensor(number, dtype=torch.int64)  # on the CPU: no device waits
-    dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
-    return int(value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hybridflow.distributed.boxes import Box, box_at
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -14,12 +15,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def own_box(tensor: Tensor) -> Box:
+    """The box of the whole that this rank holds, empty where it holds nothing; a plain tensor is whole."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank asks only for tensors of meshes that it is part of"
+    box = box_at(tensor.shape, tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
+    held = tuple(local(tensor).shape)
+    assert held == box.shape, f"a tensor {tuple(tensor.shape)} placed {tensor.placements} is {held} here, not {box.shape}"
+    return box
+
+
 def own_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where `local(tensor)` lies in the whole: one slice for each dim, empty ones where this rank holds nothing."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for size, start in zip(sizes, starts, strict=True))
+    return own_box(tensor).within(Box.whole(tensor.shape))
 
 
 def placed_like(part: Tensor, tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from hybridflow.distributed.process_group import gather_objects, rank_and_size
 from hybridflow.errors import ModelError
 from hybridflow.models.adapter_folder import write_adapter_config, write_adapter_weights
 from hybridflow.models.lora import PlainEntry, adapter_config, adapter_tensors, has_adapters, plain_state
@@ -67,10 +68,10 @@ def save_config(model: PolicyModel | ValueModel, folder: str | Path, tokenizer: 
 
 
 def save_adapter(model: PolicyModel | ValueModel, folder: str | Path, group: ProcessGroup | None = None) -> Path:
-    """Write the adapters in peft's format; with `group`, all its ranks call this and the first writes."""
+    """Write the adapters in peft's format; all ranks of `group` (None: of the world, if there is one) call this, and the first writes."""
     folder = Path(folder)
     tensors = {name: _whole(tensor) for name, tensor in adapter_tensors(model)}
-    if group is None or dist.get_rank(group) == 0:
+    if rank_and_size(group)[0] == 0:
         write_adapter_config(folder, adapter_config(model))
         write_adapter_weights(folder, tensors)
     return folder
@@ -85,14 +86,15 @@ def save_hf_sharded(
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write a Hugging Face folder from a sharded model: all ranks of `group` call this, each writes its share of the files.
+    """Write a Hugging Face folder from a sharded model: all ranks of `group` (None: of the world, if there is one) call this, and each
+    writes its share of the files.
 
     A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and written beside. `dtypes`, by
     names of `model.state_dict()`: of weights whose shards are wider than they are written. ModelError on every rank where one could not.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    rank, world_size = rank_and_size(group)
     entries = _entries(model)
     files = _plan(entries, max_file_bytes)
     places: dict[str, tuple[str, int]] = {}
@@ -117,7 +119,7 @@ def save_hf_sharded(
         _write_rest(model, folder, tokenizer, places, dtypes.get("hf." + next(iter(entries)), model.dtype), indexed=len(files) > 1)
     if has_adapters(model):
         save_adapter(model, folder / ADAPTER_FOLDER, group)
-    if group is not None:
+    if world_size > 1:
         dist.barrier(group)
     return folder
 
@@ -158,10 +160,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _agree(places: dict[str, tuple[str, int]], error: str | None, group: ProcessGroup | None) -> None:
     """Let every rank know where all tensors are; ModelError on all where one failed."""
-    reports: list[Any] = [(places, error)]
-    if group is not None:
-        reports = [None] * dist.get_world_size(group)
-        dist.all_gather_object(reports, (dict(places), error), group=group)
+    reports = gather_objects((dict(places), error), group)
     failed = [each for _, each in reports if each is not None]
     if failed:
         raise ModelError(f"cannot write the model: {failed[0]}. Make room or give another folder")

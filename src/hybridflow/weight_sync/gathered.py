@@ -5,7 +5,7 @@ shards of the trainer ──Reshard──► twin's parameters (all of them, or 
 
 from __future__ import annotations
 
-from hybridflow.distributed.replica import smallest_over
+from hybridflow.distributed.process_group import min_over
 from hybridflow.errors import RolloutError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
@@ -29,7 +29,7 @@ class GatheredWeights:
         """Gather the weights as they are in training now, and prove it; RolloutError on all ranks, naming a weight that differs on one."""
         self.reshard.run(self.twin.allocate())
         sent, arrived = self.reshard.checksums(), self.holding.checksums(self.twin.parameters)
-        first = smallest_over(first_difference(sent, arrived), self.reshard.group)
+        (first,) = min_over([first_difference(sent, arrived)], self.reshard.group)
         if first < len(sent):
             name = list(self.holding.boxes)[first]
             raise RolloutError(explain_difference(name, sent[first], arrived[first], version=version))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.replica import Replica
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
-from hybridflow.weight_sync.boxes import Box
 from hybridflow.weight_sync.checksum import bit_sum
 
 

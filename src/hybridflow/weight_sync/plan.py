@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybridflow.weight_sync.boxes import Box
+from hybridflow.distributed.boxes import Box
 
 Boxes = Mapping[str, Box]
 

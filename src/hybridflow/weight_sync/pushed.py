@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.errors import RolloutError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine
-from hybridflow.weight_sync.boxes import Box
 from hybridflow.weight_sync.checksum import explain_difference, first_difference
 from hybridflow.weight_sync.holding import Holding, trainer_parameters
-from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard, rank_and_size
+from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
 
 
 @dataclass(frozen=True)

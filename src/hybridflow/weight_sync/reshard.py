@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.weight_sync.boxes import Box, held_box, local_part
+from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.process_group import gather_objects, rank_and_size
+from hybridflow.distributed.shards import local, own_box
 from hybridflow.weight_sync.checksum import bit_sum
 from hybridflow.weight_sync.plan import Boxes, Parameter, Plan, Route, make_plan
 
@@ -57,9 +59,9 @@ class Reshard:
         assert set(wanted) <= set(now), f"nobody holds {sorted(set(wanted) - set(now))[:3]}"
         self.held, self.wanted, self.device, self.group = held, dict(wanted), torch.device(device), group
         self.rank, self.world_size = rank_and_size(group)
-        self.boxes = {name: held_box(tensor) for name, tensor in now.items()}
+        self.boxes = {name: own_box(tensor) for name, tensor in now.items()}
         self.dtypes = {name: dtypes[name] for name in now}
-        have, want = (_of_all_ranks(boxes, self.world_size, group) for boxes in (self.boxes, self.wanted))
+        have, want = (gather_objects(boxes, group) for boxes in (self.boxes, self.wanted))
         parameters = {name: Parameter(tuple(tensor.shape), self.dtypes[name]) for name, tensor in now.items()}
         plan = make_plan(have, want, parameters, bucket_bytes)
         self._work = _work_of(plan, self.rank, self.world_size)
@@ -71,7 +73,7 @@ class Reshard:
     @torch.no_grad()
     def run(self, out: Mapping[str, Tensor]) -> None:
         """Fill `out`: tensors of the shapes of the wanted boxes and of their dtypes."""
-        held = {name: local_part(tensor) for name, tensor in self.held().items()}
+        held = {name: local(tensor) for name, tensor in self.held().items()}
         for work in self._work:
             for name, box in work.stays:
                 self._put(out, name, box, held[name][box.within(self.boxes[name])])
@@ -101,22 +103,10 @@ class Reshard:
         sums = torch.zeros(len(self.boxes), dtype=torch.int64, device=self.device)
         for index, (name, tensor) in enumerate(self.held().items()):
             if name in self._answers_for:
-                sums[index] = bit_sum(local_part(tensor).to(self.dtypes[name]), self.boxes[name])
+                sums[index] = bit_sum(local(tensor).to(self.dtypes[name]), self.boxes[name])
         if self.world_size > 1:
             dist.all_reduce(sums, group=self.group)
         return sums.cpu()
-
-
-def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """This process's number in `group` (None: in its world) and how many there are; 0 of 1 without a world."""
-    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-
-
-def _of_all_ranks(boxes: Boxes, world_size: int, group: dist.ProcessGroup | None) -> list[Boxes]:
-    found: list[Boxes] = [boxes] * world_size
-    if world_size > 1:
-        dist.all_gather_object(found, dict(boxes), group=group)
-    return found
 
 
 def _work_of(plan: Plan, rank: int, world_size: int) -> list[_Work]:

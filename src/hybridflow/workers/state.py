@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import FileDigest
-from hybridflow.checkpoint.sharded import CpuCopies, PendingShards, load_shards, save_shards, start_shards, world_of
+from hybridflow.checkpoint.sharded import CpuCopies, PendingShards, load_shards, save_shards, start_shards
 from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
+from hybridflow.distributed.process_group import gather_objects
 from hybridflow.distributed.shards import local, placed_like
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import CheckpointError
@@ -50,7 +51,7 @@ class StatefulWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_done(self) -> bool:
         """True when no rank is writing any more."""
-        return all(_each_rank(self._saving is None or self._saving.done()))
+        return all(gather_objects(self._saving is None or self._saving.done()))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_save(self) -> Digests:
@@ -148,20 +149,11 @@ class StatefulGroup(WorkerGroup[W]):
         self.call(StatefulWorker.take_weights, other.submit(StatefulWorker.weights).by_reference())
 
 
-def _each_rank(mine: Any) -> list[Any]:
-    """What every rank says, on every rank."""
-    _, world_size = world_of(None)
-    if world_size == 1:
-        return [mine]
-    every: list[Any] = [None] * world_size
-    dist.all_gather_object(every, mine)
-    return every
-
-
 def _of_all_ranks(mine: Digests | str) -> Digests:
     """The digests of all ranks; a rank that could not write gives the reason in their place."""
-    every = _each_rank(mine)
-    for rank, told in enumerate(every):
+    found: dict[str, FileDigest] = {}
+    for rank, told in enumerate(gather_objects(mine)):
         if isinstance(told, str):
             raise CheckpointError(f"rank {rank}: {told}")
-    return {name: digest for digests in every for name, digest in digests.items()}
+        found.update(told)
+    return found

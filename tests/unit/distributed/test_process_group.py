@@ -58,9 +58,22 @@ def test_meshes_of_two_ranks(two_ranks: Ranks, sizes: dict[str, int], expected: 
     assert two_ranks.run(describe, ParallelSizes(world_size=2, **sizes)) == expected
 
 
-def largest(rank: int) -> list[int]:
-    return process_group.max_over([rank, -rank])
+def say(rank: int) -> tuple[object, ...]:
+    return (
+        process_group.rank_and_size(),
+        process_group.max_over([rank, -rank]),
+        process_group.min_over([rank, -rank]),
+        process_group.gather_objects({"rank": rank}),
+    )
 
 
-def test_ranks_agree_on_the_largest(two_ranks: Ranks) -> None:
-    assert two_ranks.run(largest) == [[1, 0], [1, 0]]
+def test_ranks_tell_each_other(two_ranks: Ranks) -> None:
+    both = ([1, 0], [0, -1], [{"rank": 0}, {"rank": 1}])
+    assert two_ranks.run(say) == [((0, 2), *both), ((1, 2), *both)]
+
+
+def test_a_process_without_a_group_is_alone() -> None:
+    mine = {"rank": 3}
+    assert process_group.rank_and_size() == (0, 1)
+    assert process_group.max_over((4, -1)) == process_group.min_over((4, -1)) == [4, -1]
+    assert process_group.gather_objects(mine)[0] is mine, "no copy, no trip through pickle"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridflow.distributed.boxes import Box
 from hybridflow.weight_sync import checksum
-from hybridflow.weight_sync.boxes import Box
 from hybridflow.weight_sync.checksum import bit_sum, explain_difference, first_difference
 
 

@@ -11,13 +11,14 @@ from sync_models import policy, requests, spread, state
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.shards import local, own_box
 from hybridflow.errors import RolloutError
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.weight_sync.boxes import Box, held_box, local_part
 from hybridflow.weight_sync.gathered import GatheredWeights
 from hybridflow.weight_sync.reshard import Reshard
 from ranks import Ranks
@@ -34,9 +35,9 @@ def gather(rank: int, how: str, bucket: int) -> dict[str, Any]:
     wanted = state(model)
     held = dict(spread(model, how).named_parameters())
     boxes = {name: Box.whole(tensor.shape) for name, tensor in held.items()}
-    own = sum(held_box(tensor).numel for tensor in held.values())
+    own = sum(own_box(tensor).numel for tensor in held.values())
     for name, tensor in held.items():
-        assert torch.equal(local_part(tensor), wanted[name][held_box(tensor).within(boxes[name])])
+        assert torch.equal(local(tensor), wanted[name][own_box(tensor).within(boxes[name])])
     reshard = Reshard(lambda: held, boxes, dict.fromkeys(held, torch.float32), bucket_bytes=bucket)
     out = {name: torch.full(box.shape, torch.nan) for name, box in boxes.items()}
     reshard.run(out)
@@ -64,7 +65,7 @@ def cast(rank: int) -> None:
         reshard.run(out)
         whole = {name: tensor.full_tensor().detach() for name, tensor in held.items() if isinstance(tensor, DTensor)}
         assert all(torch.equal(out[name], tensor.to(to)) for name, tensor in whole.items()) and len(whole) == len(out)
-        assert reshard.bytes_sent == to.itemsize * sum(local_part(tensor).numel() for tensor in held.values()), "cast before it travels"
+        assert reshard.bytes_sent == to.itemsize * sum(local(tensor).numel() for tensor in held.values()), "cast before it travels"
 
 
 def test_the_sender_casts(two_ranks: Ranks) -> None:
@@ -97,7 +98,7 @@ def sleep_and_wake(rank: int, lora: bool) -> dict[str, Any]:
     hooks = [module for module in twin.policy.modules() if module._forward_pre_hooks or module._forward_hooks]
     with torch.no_grad():
         for parameter in model.parameters():
-            local_part(parameter).mul_(1.2)
+            local(parameter).mul_(1.2)
     engine.wake_up()
     moved = sorted(engine.generate(asked), key=lambda output: output.request_id)
     engine.sleep()
@@ -157,7 +158,7 @@ def lockstep(rank: int, kind: str, how: str, lora: bool) -> dict[str, Any]:
     asked = requests(n=3, temperature=0.9)
     alone = sorted(NativeEngine(model, eos_token_ids=[2]).generate(asked), key=lambda output: output.request_id)
     replica = Replica.of_this_rank(2)
-    held = {name: held_box(tensor).numel for name, tensor in spread(model, how).named_parameters()}
+    held = {name: own_box(tensor).numel for name, tensor in spread(model, how).named_parameters()}
     twin = twin_of(model, lora=settings, replica=replica)
     source = GatheredWeights(model, twin)
     engine = NativeEngine(twin.policy, eos_token_ids=[2], source=source, replica=replica, max_num_seqs=5)

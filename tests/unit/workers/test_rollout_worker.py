@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.controller import Call, Dispatch, LocalBackend, MeshInfo
+from hybridflow.distributed.shards import local
 from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
@@ -22,7 +23,6 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.weight_sync.boxes import local_part
 from hybridflow.weight_sync.pushed import WeightShare, deal_tensors
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
@@ -65,7 +65,7 @@ def learn(engine: FSDPEngine) -> None:
     """A change of the trained weights that is the same however they are spread."""
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
-            local_part(parameter).mul_(1.25).add_(0.01)
+            local(parameter).mul_(1.25).add_(0.01)
 
 
 def requests(groups: int = 5, n: int = 3) -> list[GenerationRequest]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
@@ -56,18 +55,6 @@ class Box:
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start))
 
 
-def held_box(tensor: Tensor) -> Box:
-    """The box of a parameter that this rank holds; a plain tensor is whole."""
-    if not isinstance(tensor, DTensor):
-        return Box.whole(tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank asks only for parameters of meshes that it is part of"
-    box = box_at(tensor.shape, tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
-    held = tuple(tensor.to_local().shape)
-    assert held == box.shape, f"a parameter {tuple(tensor.shape)} placed {tensor.placements} is {held} here, not {box.shape}"
-    return box
-
-
 def box_at(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]) -> Box:
     """The box of a tensor of `shape` at a mesh coordinate.
 
@@ -80,8 +67,3 @@ def box_at(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Place
     for mesh_dim, dim in (*plain, *reversed(strided)):
         box = box.cut(dim % len(box.start), coordinate[mesh_dim], mesh[mesh_dim])
     return box
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter, detached: the shape of its `held_box`."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -70,7 +70,7 @@ def config(options: argparse.Namespace) -> int:
     if not (options.recipe or options.overrides or options.explain or options.changed):
         print(to_yaml(root()), end="")
         return 0
-    prepared = prepare_config(root, options.overrides, recipe=options.recipe, make_folders=False)
+    prepared = prepare_config(root, options.overrides, recipe=options.recipe)
     _show_notes(prepared.notes)
     if options.explain:
         from hybridflow.cli.explain_view import show_explanation
@@ -106,14 +106,13 @@ def merge(options: argparse.Namespace) -> int:
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
-    folder = merge_checkpoint(
+    merge_checkpoint(
         Path(options.checkpoint),
         Path(options.target),
         lora=options.lora,
         base_model=options.base_model,
         trust_remote_code=options.trust_remote_code,
     )
-    print(f"wrote {folder}")
     return 0
 
 
@@ -125,7 +124,7 @@ def reward_test(options: argparse.Namespace) -> int:
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
-    prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe, make_folders=False)
+    prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe)
     _show_notes(prepared.notes)
     return show_reward_test(prepared.config, rows=options.rows, response=options.response)
 

@@ -2,8 +2,7 @@
 
     resolved config ──check──► notes (things that may surprise), or one ConfigError
 
-Reads the file system (do files exist, can the run folder be written); creates nothing but the run folder, and with `make_folders=False`
-nothing at all.
+Reads the file system (do files exist, can the run folder be written) and creates nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TRACKERS = ("console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab")
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 
 
-def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_folders: bool = True) -> list[str]:
+def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[str]:
     """Cross-check a resolved configuration; notes on what may surprise. `given`: paths that the user set.
 
     Raises ConfigError that lists every problem.
@@ -43,7 +42,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_
             *_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim"),
             *_optim(config.critic.optim, "critic.optim"),
             *_optim(config.reward.process_reward_model.optim, f"{PROCESS}.optim"),
-            *_trainer(config.trainer, make_folders),
+            *_trainer(config.trainer),
             *ppo_cluster_problems(config),
         ]
         notes = [*ppo_notes(config, given), *cluster_notes(config, given)]
@@ -53,7 +52,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, make_
             *data_problems(config.data.train_files, config.data.val_files, config.data.task),
             *model_problem(config.model, "model"),
             *_optim(config.optim, "optim"),
-            *_trainer(config.trainer, make_folders),
+            *_trainer(config.trainer),
             *sft_cluster_problems(config),
         ]
         notes = list(cluster_notes(config, given))
@@ -163,13 +162,13 @@ def _optim(optim: OptimConfig, path: str) -> Iterator[str]:
         yield f"{path}.lr_warmup_steps={optim.lr_warmup_steps} is more than {path}.total_training_steps={optim.total_training_steps}"
 
 
-def _trainer(trainer: TrainerConfig | SFTTrainerConfig, make_folders: bool) -> Iterator[str]:
+def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     names = [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger
     for name in names:
         if name not in TRACKERS:
             yield f"trainer.logger={name}: there are {', '.join(TRACKERS)}"
     yield from resume_problems(trainer)
-    yield from folder_problems(trainer, make=make_folders)
+    yield from folder_problems(trainer)
     if isinstance(trainer, TrainerConfig) and trainer.total_training_steps and trainer.critic_warmup >= trainer.total_training_steps:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} leaves no step of trainer.total_training_steps="

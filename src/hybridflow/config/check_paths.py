@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,8 +92,8 @@ def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         yield f"trainer.resume_from_path: there is no folder {path}"
 
 
-def folder_problems(trainer: TrainerConfig | SFTTrainerConfig, *, make: bool = True) -> Iterator[str]:
-    """The run folder, and the folders of samples, can be written: they are made and tried, or with `make=False` only looked at."""
+def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
+    """The run folder, and the folders of samples, can be written, or made. They are only looked at: the run may be refused yet."""
     folders = {"trainer.default_local_dir": trainer.default_local_dir}
     if isinstance(trainer, TrainerConfig):
         folders |= {f"trainer.{n}": getattr(trainer, n) or "" for n in ("rollout_data_dir", "validation_data_dir")}
@@ -105,12 +104,7 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig, *, make: bool = T
             yield f"{key}={folder}: wanted a local folder"
             continue
         try:
-            if make:
-                os.makedirs(local(folder), exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=local(folder)):
-                    pass
-            else:
-                _look_at(local(folder))
+            _look_at(local(folder))
         except OSError as error:
             yield f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you may write"
 

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridflow.config.check import check
 from hybridflow.config.check_correction import quote_bounds
 from hybridflow.config.convert import convert, raise_all, unknown_key
-from hybridflow.config.recipes import read_recipe
+from hybridflow.config.recipes import read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import blocks_of, delete_path, flatten, is_native, keys_of, set_path, to_tree
@@ -79,16 +79,11 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
     return Loaded(config, notes, frozenset(given))
 
 
-def prepare_config(
-    root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None, *, make_folders: bool = True
-) -> Loaded[C]:
-    """`load_config`, then derived values filled in, then every cross-check: what a command runs with.
-
-    `make_folders=False` is for commands that only look: no run folder is made.
-    """
+def prepare_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[C]:
+    """`load_config`, then derived values filled in, then every cross-check: what a command runs with."""
     loaded: Loaded[C] = load_config(root, overrides, recipe)
     resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
-    surprises = check(resolved[0], loaded.given, make_folders=make_folders)
+    surprises = check(resolved[0], loaded.given)
     return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)
 
 
@@ -108,6 +103,8 @@ def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _parse_one(text: str) -> Override:
+    if "=" not in text and not text.startswith("~"):
+        raise ConfigError(f"{text}: not an override, which is key=value. {recipe_hint(text)}")
     text = quote_bounds(text)
     try:
         return OverridesParser.create().parse_override(text)

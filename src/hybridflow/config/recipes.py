@@ -40,6 +40,17 @@ def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
     raise ConfigError(f"no recipe is called {name}: {text}")
 
 
+def recipe_hint(word: str) -> str:
+    """What to write instead of a word that stands alone on a command line: perhaps it is a recipe, or nearly one."""
+    names = recipe_names()
+    if word in names or word.endswith((".yaml", ".yml")):
+        return f"A recipe is given as --recipe {word} (of the hybridflow command)"
+    near = difflib.get_close_matches(word, names, n=1)
+    if near:
+        return f"If it is the recipe {near[0]}, write --recipe {near[0]}"
+    return f"Recipes are given as --recipe NAME: {', '.join(name for name in names if '/' not in name)}; also tiny/NAME, for tiny models"
+
+
 def read_recipe(name: str | Path) -> dict[str, Any]:
     """A recipe merged over those named in its `defaults` list, in order; `_self_` in the list says where its own keys come (else last).
 

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hybridflow.config.explain import format_bytes
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.merger.source import Source
 from hybridflow.models.adapter_folder import CONFIG, PREFIX, WEIGHTS
@@ -94,8 +95,10 @@ def compare(checkpoint_dir: str | Path, hf_dir: str | Path, *, base_model: str |
 
 
 def _merge_weights(source: Source, staged: Path, final: Path, trust_remote_code: bool) -> str:
+    logger.info("joining %d tensors (%s) from their shards", len(source.tensors), source.dtype)
     source.stage_weights(staged)
     policy = _load(staged, source.dtype, trust_remote_code)
+    _say_writing(policy)
     save_hf(policy, final)
     del policy
     return _check_bits(_load(final, source.dtype, trust_remote_code), _fingerprints(source.items()), final)
@@ -105,6 +108,7 @@ def _fold(source: Source, final: Path, base: str, trust_remote_code: bool) -> st
     policy = _with_adapters(source, base, trust_remote_code)
     wanted = probe_log_probs(policy)
     fold_adapters(policy)
+    _say_writing(policy)
     save_hf(policy, final)
     prints, dtype = _fingerprints(policy.hf.state_dict().items()), policy.dtype
     del policy
@@ -125,11 +129,17 @@ def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_cod
 
 def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> PolicyModel:
     """What the checkpoint's actor was in training."""
+    logger.info("loading the base %s and putting the checkpoint's adapters on it (%d tensors)", base, len(source.tensors))
     policy = _load(base, source.dtype, trust_remote_code)
     with TemporaryDirectory() as folder:
         source.write_adapter(Path(folder), base)
         add_lora(policy, LoraSettings(0, adapter_path=folder))
     return policy
+
+
+def _say_writing(policy: PolicyModel) -> None:
+    size = sum(tensor.numel() * tensor.element_size() for tensor in policy.parameters())
+    logger.info("writing %s", format_bytes(size))
 
 
 def _load(path: str | Path, dtype: str, trust_remote_code: bool) -> PolicyModel:
@@ -149,6 +159,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path) -> str:
+    logger.info("reading it back: %d tensors are compared bit for bit", len(wanted))
     own = policy.hf.state_dict()
     odd = sorted(set(own) ^ set(wanted))
     if odd:
@@ -160,6 +171,7 @@ def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path) -> str:
 
 
 def _check_log_probs(policy: PolicyModel, wanted: Tensor, dtype: torch.dtype, folder: Path) -> str:
+    logger.info("comparing log-probs on a probe batch with those of the base with its adapters")
     found, allowed = difference(probe_log_probs(policy), wanted, dtype), probe_tolerance(dtype)
     if not found <= allowed:  # also where it is nan
         raise CheckpointError(

@@ -49,6 +49,7 @@ class Source:
         """Of a `global_step_N` folder (its actor) or a role's folder. CheckpointError where it is damaged or holds no policy."""
         folder = _role_folder(path)
         if (folder.parent / MANIFEST).is_file():
+            logger.info("verifying %s: each of its files is read and digested", folder)
             damage = read_manifest(folder.parent).damage(folder.parent, below=folder.name)
             if damage is not None:
                 raise CheckpointError(f"checkpoint {folder.parent} is damaged: {damage}. Merge another step")

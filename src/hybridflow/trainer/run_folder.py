@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,39 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a writable place."
-            ) from error
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other runs out while this one writes here; ConfigError where one is at work. A run that was killed holds nothing."""
+        """Make the folder and keep other runs out while this one writes here; ConfigError where that cannot be or one is at work.
+
+        A run that was killed holds nothing, and one that is refused before it has written anything leaves no folder.
+        """
+        made = self._make()
         with locked(self.path / LOCK) as free:
             if not free:
                 raise ConfigError(
                     f"another run is writing into {self.path}: wait for its end, or give this one its own "
                     "trainer.experiment_name or trainer.default_local_dir"
                 )
-            yield
+            try:
+                yield
+            finally:
+                if made and [path.name for path in self.path.iterdir()] == [LOCK]:
+                    (self.path / LOCK).unlink()
+                    with suppress(OSError):  # another run may have made its folder beside this one
+                        for folder in made:
+                            folder.rmdir()
+
+    def _make(self) -> list[Path]:
+        """The folders that were not there and are now, innermost first."""
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a writable place."
+            ) from error
+        return missing
 
     @property
     def nonfinite(self) -> Path:

@@ -109,7 +109,29 @@ def test_a_sweep_into_one_run_folder_is_refused_before_it_starts(tiny: Path, tmp
     assert "2 runs would write into 1 run folders" in capsys.readouterr().err
     named = [*words, "trainer.experiment_name=lr-${actor_rollout_ref.actor.optim.lr}", "reward.function=none"]
     assert main(named) == 1 and "got 'none'" in capsys.readouterr().err
-    assert sorted(path.name for path in (tmp_path / "checkpoints" / "hybridflow").iterdir()) == ["lr-0.0001", "lr-0.001", "run"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("refused", ["trainer.n_gpus_per_node=1000", "trainer.critic_warmup=1000", "data.train_batch_size=4096"])
+def test_a_refused_run_leaves_no_folder(refused: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = task(tiny, "actor_rollout_ref.rollout.n=4", "data.task.size=64", "data.train_batch_size=8", "trainer.device=cpu", refused)
+    assert main(run("train", *words)) == 1
+    assert "Error: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("grpo", "A recipe is given as --recipe grpo"),
+        ("mine.yaml", "A recipe is given as --recipe mine.yaml"),
+        ("drgrpo", "If it is the recipe dr_grpo, write --recipe dr_grpo"),
+        ("something-else", "Recipes are given as --recipe NAME: cispo, "),
+    ],
+)
+def test_a_word_that_stands_alone_may_be_a_recipe(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", word]) == 1
+    assert f"{word}: not an override, which is key=value. {says}" in capsys.readouterr().err
 
 
 def test_explain_counts_steps_parameters_and_memory(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

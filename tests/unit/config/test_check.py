@@ -221,9 +221,10 @@ def test_notes_on_what_may_surprise(base: list[str], overrides: list[str], says:
     assert any(says in note for note in prepare_config(PPOConfig, [*base, *overrides]).notes)
 
 
-def test_the_run_folder_is_made_and_left_empty(base: list[str], tmp_path: Path) -> None:
-    prepare_config(PPOConfig, base)
-    assert list((tmp_path / "run").iterdir()) == []
+def test_checking_makes_no_folder(base: list[str], tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    prepare_config(PPOConfig, [*base, f"trainer.rollout_data_dir={tmp_path}/samples"])
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_several_processes_need_ray_and_one_does_not(base: list[str]) -> None:

@@ -107,6 +107,21 @@ def test_a_checkpoint_without_the_model(tmp_path: Path) -> None:
         merge(step, tmp_path / "merged")
 
 
+def test_merging_says_what_it_does(tmp_path: Path, tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = save(tmp_path / "run", trained(tiny_folder))
+    with caplog.at_level("INFO", "hybridflow"):
+        merge(step, tmp_path / "merged")
+    said = [record.getMessage() for record in caplog.records]
+    wanted = [
+        f"verifying {step / ACTOR}: ",
+        "joining ",
+        "writing ",
+        "reading it back: ",
+        f"wrote {tmp_path / 'merged'} from {step / ACTOR}: ",
+    ]
+    assert [text[: len(start)] for text, start in zip(said, wanted, strict=True)] == wanted
+
+
 def test_the_command(tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = save(tmp_path / "run", trained(tiny_folder))
     source = ["--backend", "fsdp", "--local_dir", str(step / ACTOR)]

@@ -21,7 +21,7 @@ TEACHER = {"on_policy_distillation"}
 def prepared(recipe: str, folder: Path, *overrides: str) -> PPOConfig:
     teacher = [f"distillation.teacher_model.path={folder}"] if recipe.removeprefix("tiny/") in TEACHER else []
     keys = [f"actor_rollout_ref.model.path={folder}", *teacher, *overrides]
-    return prepare_config(PPOConfig, keys, recipe=recipe, make_folders=False).config
+    return prepare_config(PPOConfig, keys, recipe=recipe).config
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -59,7 +59,7 @@ class Failure:
         return WorkerError(self.text)
 
     def exception(self, role: str, method: str, rank: int) -> Exception:
-        """What is raised in the driver: the original, with notes of where it was; its cause, which Python prints first, is its traceback."""
+        """What is raised in the driver: the original, with notes of where it was; its cause, printed before it, is its traceback there."""
         error = self.original()
         notes = getattr(error, "__notes__", [])
         if not any(f"{role}.{method}, rank {rank}" in note for note in notes):

@@ -243,8 +243,9 @@ class Watch:
         ranks = sorted(call.waiting)
         if not ranks:
             return
+        what = call.starting or str(call)
         error = WorkerError(
-            f"{call.starting or call} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or needs a longer {call.limit_key}",
+            f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or needs a longer {call.limit_key}",
             role=call.role,
             rank=ranks[0],
             method=call.method,

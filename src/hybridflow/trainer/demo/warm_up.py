@@ -83,7 +83,7 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
 def held_out_questions(tokenizer: Tokenizer, *, seed: int) -> MapDataset[PromptRow]:
     """The validation split of the tiny task, in neither training set."""
     few = ["actor_rollout_ref.model.path=unused", "data.task.size=64"]  # training questions are not wanted here
-    config = prepare_config(PPOConfig, few, recipe="tiny/grpo", make_folders=False).config
+    config = prepare_config(PPOConfig, few, recipe="tiny/grpo").config
     data = build_prompt_data(config.data, tokenizer, seed)
     assert data.val_dataset is not None, "the recipe has held-out questions"
     return data.val_dataset

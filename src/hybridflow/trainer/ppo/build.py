@@ -53,7 +53,6 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[SyncTrainer]:
 
 
 def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: Start) -> Iterator[SyncTrainer]:
-    changed = folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
     data = build_prompt_data(
         config.data,
@@ -78,7 +77,7 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
         state = _state(config, roles, controller, loader, tokenizer, total_steps)
         store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
         done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
-        say_changes(done, changed)
+        say_changes(done, folder.write_config(to_yaml(config)))
         with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
             timer = Timer()
             samples = SampleLog(folder.path, config, tokenizer, total_steps, trackers, done)

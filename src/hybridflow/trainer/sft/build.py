@@ -60,7 +60,6 @@ def build(config: SFTConfig, *, patience: float = 0.0) -> Iterator[SFTTrainer]:
 
 def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTrainer]:
     trainer = config.trainer
-    changed = folder.write_config(to_yaml(config))
     tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
     data = build_sft_data(config.data, tokenizer, trainer.seed)
     total_steps = trainer.total_training_steps or len(data.train_loader) * trainer.total_epochs
@@ -75,7 +74,7 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTr
     state = SFTState(group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed)
     store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
     done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
-    say_changes(done, changed)
+    say_changes(done, folder.write_config(to_yaml(config)))
     assert tokenizer.pad_token_id is not None, "the tokenizer loader sets a pad token"
     with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
         yield SFTTrainer(

@@ -20,6 +20,9 @@ FORMAT = 2
 
 HASHING_THREADS = 4
 
+_whole: dict[tuple[Path, str], tuple[Mapping[str, FileDigest], list[tuple[int, ...]]]] = {}
+"""Folders that this process has found whole: by what digests, and what the file system said of their files before they were read."""
+
 
 @dataclass(frozen=True)
 class FileDigest:
@@ -47,17 +50,26 @@ class Manifest:
         return tuple(name.removesuffix(f"/{SHARDS}") for name in self.files if name.endswith(f"/{SHARDS}"))
 
     def damage(self, folder: Path, *, below: str = "") -> str | None:
-        """What is wrong with the first file that differs (with `below`, of those in that folder), None where all are as written."""
+        """What is wrong with the first file that differs (with `below`, of those in that folder), None where all are as written.
+
+        A folder that this process has found whole is read again only if one of its files is another or was written since.
+        """
         wanted = {folder / name: digest for name, digest in self.files.items() if name.startswith(f"{below}/" if below else "")}
+        seen: list[tuple[int, ...]] = []
         for path, digest in wanted.items():
             if not path.is_file():
                 return f"{path} is missing"
-            size = path.stat().st_size
-            if size != digest.size:
-                return f"{path} has {size} bytes, the manifest says {digest.size}"
+            entry = path.stat()
+            if entry.st_size != digest.size:
+                return f"{path} has {entry.st_size} bytes, the manifest says {digest.size}"
+            seen.append((entry.st_ino, entry.st_mtime_ns, entry.st_ctime_ns))
+        key = (folder.resolve(), below)
+        if _whole.get(key) == (self.files, seen):
+            return None
         for (path, digest), got in zip(wanted.items(), _digests(wanted), strict=True):
             if got != digest.sha256:
                 return f"{path} has SHA-256 {got}, the manifest says {digest.sha256}"
+        _whole[key] = (self.files, seen)
         return None
 
 

@@ -144,6 +144,10 @@ class CheckpointStore:
             logger.error("checkpoint %s is damaged and is passed over: %s", folder, damage)
         return None
 
+    def newest_sequence(self) -> int:
+        """The highest number in the order of saving of the checkpoints that are here, whole or not; 0 without any. No digest is taken."""
+        return max((_sequence(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
+
     def load_latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, None in a run folder without any.
 
@@ -182,7 +186,7 @@ class CheckpointStore:
         final = self.run_dir / f"{STEP_PREFIX}{pending.step}"
         old: Path | None = None
         try:
-            sequence = 1 + max((_sequence(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
+            sequence = 1 + self.newest_sequence()
             write_manifest(pending.folder, step=pending.step, sequence=sequence, roles=pending.roles, known=pending.known)
             sync_tree(pending.folder)
             if final.exists():

@@ -37,7 +37,7 @@ class Attempts(Generic[C]):
         self.patience = 0.0
         """Seconds that the coming attempt may wait for devices: none at first, since they should be there; a lost node may come back."""
         self._allowed, self._lost, self._done = config.trainer.max_restarts, 0, False
-        self._before = _newest(config)
+        self._before = CheckpointStore(config.trainer.default_local_dir).newest_sequence() if self._allowed else 0
 
     def __iter__(self) -> Iterator[Attempts[C]]:
         while not self._done:
@@ -54,21 +54,13 @@ class Attempts(Generic[C]):
                 error.add_note(f"that was the last of trainer.max_restarts={self._allowed} restarts")
             return False
         self._lost, self._done, self.patience = self._lost + 1, False, self.config.trainer.startup_timeout
-        newest = _newest(self.config)
-        if newest is not None and newest != self._before:
-            self.config = _resuming(self.config, newest[1])
+        newest = CheckpointStore(self.config.trainer.default_local_dir).latest()
+        if newest is not None and read_manifest(newest).sequence > self._before:
+            self.config = _resuming(self.config, newest)
         logger.error("%s", error)
         where = "step 1" if self.config.trainer.resume_mode == "disable" else "its newest checkpoint"
         logger.warning("restart %d of %d: the workers are built anew and the run goes on from %s", self._lost, self._allowed, where)
         return True
-
-
-def _newest(config: PPOConfig | SFTConfig) -> tuple[int, Path] | None:
-    """Number in the order of saving, and folder, of the newest whole checkpoint in the run folder."""
-    if not config.trainer.max_restarts:
-        return None  # nobody will ask, and looking reads every byte of it
-    folder = CheckpointStore(config.trainer.default_local_dir).latest()
-    return None if folder is None else (read_manifest(folder).sequence, folder)
 
 
 def _resuming(config: C, checkpoint: Path) -> C:

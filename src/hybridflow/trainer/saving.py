@@ -7,6 +7,7 @@ save ──► store.begin ─► folders filled, or copies taken and threads wr
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from hybridflow.trainer.resume import parts_to_save
 from hybridflow.workers.state import StatefulGroup
 
 logger = logging.getLogger(__name__)
+
+GIVE_UP_SECONDS = 30.0
+"""How long a save that is given up may go on writing before its folder is removed under it."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,21 @@ class RunSaves:
             self.abandon(store)
 
     def abandon(self, store: CheckpointStore) -> None:
-        """Give up the save that is under way, if any."""
+        """Give up the save that is under way, if any: its folder is removed once nobody writes into it, or after `GIVE_UP_SECONDS`."""
         pending, self._pending = self._pending, None
-        self._writing.clear()
-        if pending is not None:
+        if pending is None:
+            return
+        end = time.monotonic() + GIVE_UP_SECONDS
+        try:
+            while self._writing:
+                name, group = self._writing.popitem()
+                with suppress(HybridFlowError):  # its processes are lost, or it could not write: then nobody does
+                    if group.wait_saved(end - time.monotonic()):
+                        group.finish_save()
+                    else:
+                        logger.warning("%s is still writing the checkpoint of step %d, which is removed all the same", name, pending.step)
+        finally:
+            self._writing.clear()
             store.abandon(pending)
 
     def _fill(self, name: str, engine: SavedEngine) -> Fill:

@@ -6,6 +6,7 @@ driver: group.start_save(...) ──► copies taken ··· training goes on ·�
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,6 +127,15 @@ class StatefulGroup(WorkerGroup[W]):
     def save_done(self) -> bool:
         """See `StatefulWorker.save_done`."""
         return self.call(StatefulWorker.save_done)
+
+    def wait_saved(self, seconds: float) -> bool:
+        """Wait until no rank is writing any more, at most so long; whether it came to that. WorkerError where a rank does not answer."""
+        end = time.monotonic() + seconds
+        while not self.submit(StatefulWorker.save_done).result(max(0.0, end - time.monotonic())):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        return True
 
     def finish_save(self) -> Digests:
         """See `StatefulWorker.finish_save`."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint import CheckpointStore, manifest
 from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER, TRACKER, TRAINER
 from hybridflow.errors import CheckpointError
 
@@ -197,3 +198,41 @@ def test_two_processes_cannot_save_into_one_run(tmp_path: Path) -> None:
 
     CheckpointStore(tmp_path).save(1, state_of(1), folders={"x": meanwhile})
     assert loaded_step(CheckpointStore(tmp_path)) == 1
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files of which a digest is taken."""
+    files: list[Path] = []
+    digest = manifest.file_digest
+    monkeypatch.setattr(manifest, "file_digest", lambda path: (files.append(path), digest(path))[1])
+    return files
+
+
+def test_a_folder_is_read_once_while_nobody_writes_into_it(tmp_path: Path, read: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, 1, 2)
+    read.clear()
+    newest = tmp_path / "global_step_2"
+    assert CheckpointStore(tmp_path).latest() == newest
+    assert sorted(read) == sorted(path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json")
+    read.clear()
+    assert loaded_step(CheckpointStore(tmp_path)) == 2 and CheckpointStore(tmp_path).load(newest).step == 2 and read == []
+    for harm in ("written in place, its time set back", "another file in its place"):
+        victim = newest / "actor" / "huggingface" / "config.json"
+        content, before = victim.read_bytes(), victim.stat()
+        if harm.startswith("another"):
+            victim.unlink()
+        victim.write_bytes(content[:-1] + b" ")
+        os.utime(victim, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert CheckpointStore(tmp_path).latest() == tmp_path / "global_step_1", harm
+        assert "global_step_2 is damaged" in caplog.text
+        victim.write_bytes(content)
+        assert CheckpointStore(tmp_path).latest() == newest
+
+
+def test_a_step_that_was_saved_again_is_read_again(tmp_path: Path, read: list[Path]) -> None:
+    store = saved(tmp_path, 1)
+    assert store.latest() is not None
+    store.save(1, state_of(1), folders=FOLDERS)
+    read.clear()
+    assert store.latest() is not None and read != []

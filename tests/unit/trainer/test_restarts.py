@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 
+from hybridflow.checkpoint import manifest
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
 from hybridflow.errors import ConfigError, WorkerLost
@@ -50,6 +51,29 @@ def test_it_resumes_from_the_newest_checkpoint_of_this_run(tmp_path: Path) -> No
     assert with_restarts(config_of(tmp_path, resume_mode="disable", max_restarts=3, startup_timeout=9.0), attempt) == "done"
     mine = str(tmp_path / "global_step_2")
     assert seen == [("disable", None, 0.0), ("disable", None, 9.0), ("resume_path", mine, 9.0), ("resume_path", mine, 9.0)]
+
+
+def test_a_damaged_checkpoint_of_this_run_is_passed_over_and_none_is_read_before_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 7)
+    digest, read = manifest.file_digest, list[Path]()
+    monkeypatch.setattr(manifest, "file_digest", lambda path: (read.append(path), digest(path))[1])
+    seen: list[str | None] = []
+
+    def attempt(config: PPOConfig, patience: float) -> None:
+        seen.append(config.trainer.resume_from_path)
+        if len(seen) == 1:
+            assert read == []
+            save(tmp_path, 1)
+        if len(seen) == 2:
+            damaged = save(tmp_path, 2) / "trainer" / "state.json"
+            damaged.write_bytes(damaged.read_bytes().replace(b"2", b"3"))
+        if len(seen) < 4:
+            raise WorkerLost("gone")
+
+    with_restarts(config_of(tmp_path, max_restarts=3), attempt)
+    assert seen == [None, *[str(tmp_path / "global_step_1")] * 3]
 
 
 def test_a_run_that_resumed_goes_on_from_there_until_it_has_saved(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hybridflow.checkpoint.tensor_file import write_tensors
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.controller import LocalBackend
 from hybridflow.errors import CheckpointError
+from hybridflow.trainer import saving
 from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -45,13 +46,16 @@ class Gate:
 
     def __init__(self) -> None:
         self.opened, self.reached, self.fails = threading.Event(), threading.Event(), ""
+        self.written = 0
 
     def write(self, path: Path, tensors: dict[str, Tensor]) -> Any:
         self.reached.set()
         assert self.opened.wait(30)
         if self.fails and self.fails in path.parts:
             raise OSError(28, "No space left on device", str(path))
-        return write_tensors(path, tensors)
+        digest = write_tensors(path, tensors)
+        self.written += 1
+        return digest
 
 
 @pytest.fixture
@@ -195,12 +199,30 @@ def test_a_save_that_cannot_begin_ends_what_had_begun(tmp_path: Path, gate: Gate
     assert_holds(house, 2)
 
 
-def test_one_given_up_leaves_nothing_and_frees_the_folder(tmp_path: Path, gate: Gate) -> None:
+def test_one_given_up_leaves_nothing_once_its_threads_are_done(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    house = House(tmp_path)
+    house.save(1)
+    gate.reached.wait(5)
+    threading.Timer(0.2, gate.opened.set).start()
+    with house.saves.given_up_at_the_end(house.store):
+        assert hidden(tmp_path) != []
+    assert gate.opened.is_set() and gate.written == 4, "both roles had written model and optimizer"
+    assert hidden(tmp_path) == [] and steps(tmp_path) == [] and caplog.text == ""
+    house.save(2)  # the same workers may save again
+    house.saves.commit(house.store)
+    assert steps(tmp_path) == [2]
+    assert_holds(house, 2)
+
+
+def test_one_given_up_does_not_wait_for_ever(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saving, "GIVE_UP_SECONDS", 0.1)
     house = House(tmp_path)
     house.save(1)
     gate.reached.wait(5)
     house.saves.abandon(house.store)
-    assert hidden(tmp_path) == []
+    assert hidden(tmp_path) == [] and "is still writing the checkpoint of step 1" in caplog.text
     gate.opened.set()
     again = House(tmp_path)
     again.save(2)

@@ -141,7 +141,7 @@ class WeightSource(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the memory of the weights."""
+        """Free the memory of the weights; a repeated call does nothing, nor does one before the first `acquire`."""
         ...
 
 

@@ -8,6 +8,8 @@ somewhere else is seen too, which a plain sum of bits would miss.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,42 @@ def _odd(dim: int, start: int, stop: int, device: torch.device) -> Tensor:
     """A factor for each index of a dim [stop - start] int64; products of int64 wrap around."""
     index = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device) * (2654435761 + 2 * dim)
     return ((index ^ (index >> 15)) * 0x2545F4914F6CDD1D) | 1
+
+
+Take = Callable[[str, Callable[[], Tensor]], Tensor]
+"""(name of a tensor, how its number is computed) -> its number."""
+
+
+def anew(name: str, compute: Callable[[], Tensor]) -> Tensor:
+    """The rule that computes each number when it is asked for."""
+    return compute()
+
+
+class Remembered:
+    """Numbers of tensors that nothing should write, such as the base under adapters: remembered, and yet held to.
+
+    At each push one of `turns` parts of them is computed again, so a frozen tensor that was written all the same is found within as many
+    pushes. Tensors in `written` are computed each time.
+    """
+
+    def __init__(self, *, turns: int = 16) -> None:
+        self.turns = turns
+        self._known: dict[str, Tensor] = {}
+        self._places: dict[str, int] = {}
+
+    def at(self, push: int, written: Collection[str]) -> Take:
+        """The rule for push number `push`."""
+
+        def take(name: str, compute: Callable[[], Tensor]) -> Tensor:
+            if name in written:
+                self._known.pop(name, None)
+                return compute()
+            place = self._places.setdefault(name, len(self._places))
+            if name not in self._known or (push - place) % self.turns == 0:
+                self._known[name] = compute()
+            return self._known[name]
+
+        return take
 
 
 def first_difference(sent: Tensor, arrived: Tensor) -> int:

@@ -35,5 +35,5 @@ class GatheredWeights:
             raise RolloutError(explain_difference(name, sent[first], arrived[first], version=version))
 
     def release(self) -> None:
-        """Free what was gathered."""
+        """Free what was gathered; again, nothing happens."""
         self.twin.free()

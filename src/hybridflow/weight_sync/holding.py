@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.replica import Replica
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
-from hybridflow.weight_sync.checksum import bit_sum
+from hybridflow.weight_sync.checksum import Take, anew, bit_sum
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,12 @@ class Holding:
         return tensor[self.boxes[name].within(Box.whole(tensor.shape))]
 
     @torch.no_grad()
-    def checksums(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """[number of parameters] int64 on the CPU: of each whole parameter, as the ranks of the replica, which all ask, hold it."""
-        sums = torch.stack([bit_sum(parameters[name].detach(), box) for name, box in self.boxes.items()])
+    def checksums(self, parameters: Mapping[str, Tensor], take: Take = anew) -> Tensor:
+        """[number of parameters] int64 on the CPU: of each whole parameter, as the ranks of the replica, which all ask, hold it.
+
+        `take`: which of this rank's numbers are computed and which remembered.
+        """
+        sums = torch.stack([take(name, partial(bit_sum, parameters[name].detach(), box)) for name, box in self.boxes.items()])
         sliced = torch.tensor([name in self.cut for name in self.boxes], device=sums.device)
         return torch.where(sliced, self.replica.sum_(sums * sliced), sums).cpu()
 

@@ -16,7 +16,7 @@ from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.errors import RolloutError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine
-from hybridflow.weight_sync.checksum import explain_difference, first_difference
+from hybridflow.weight_sync.checksum import Remembered, explain_difference, first_difference
 from hybridflow.weight_sync.holding import Holding, trainer_parameters
 from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
 
@@ -29,7 +29,7 @@ class WeightShare:
     tensors: dict[str, Tensor]
     """Whole tensors on the CPU in the compute dtype, by name. The shares of all ranks together have every tensor that training changes."""
     checksums: dict[str, int]
-    """Of every tensor of the model, whoever sends it, and of those that never change."""
+    """Of every tensor of the model, whoever sends it, and of those that never change (`Remembered`)."""
 
 
 class WeightExport:
@@ -44,7 +44,9 @@ class WeightExport:
         held = trainer_parameters(policy)
         dtypes = {name: narrow.get(name, parameter.dtype) for name, parameter in held.items()}
         rank, world_size = rank_and_size()
-        owners = deal_tensors({name: parameter.numel() for name, parameter in held.items() if parameter.requires_grad}, world_size)
+        self._trained = {name: parameter.numel() for name, parameter in held.items() if parameter.requires_grad}
+        self._sums = Remembered()
+        owners = deal_tensors(self._trained, world_size)
         wanted = {name: Box.whole(held[name].shape) for name, owner in owners.items() if owner == rank}
         self.reshard = Reshard(lambda: trainer_parameters(policy), wanted, dtypes, device=device, bucket_bytes=bucket_bytes)
 
@@ -52,7 +54,8 @@ class WeightExport:
         """This rank's part of the weights as they are now, called `version`."""
         tensors = {name: torch.empty(box.shape, dtype=self.reshard.dtypes[name]) for name, box in self.reshard.wanted.items()}
         self.reshard.run(tensors)
-        return WeightShare(version, tensors, dict(zip(self.reshard.boxes, self.reshard.checksums().tolist(), strict=True)))
+        sums = self.reshard.checksums(self._sums.at(version, self._trained))
+        return WeightShare(version, tensors, dict(zip(self.reshard.boxes, sums.tolist(), strict=True)))
 
 
 def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
@@ -70,12 +73,14 @@ class PushedWeights:
 
     def __init__(self, policy: PolicyModel, holding: Holding) -> None:
         self.policy, self.holding = policy, holding
+        self._sums = Remembered()
 
     def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:
         """Make the engine's weights those of the trainer, which it then calls `version`.
 
         Compared is what is here afterwards with what the trainer holds: a share that got lost is found, and an update that rightly
-        changed nothing passes. RolloutError names the first weight that differs, or what the shares lack.
+        changed nothing passes. RolloutError names the first weight that differs, or what the shares lack. Weights that no share brings are
+        compared by remembered checksums, each computed again in its turn.
         """
         before = engine.policy_version
         odd = sorted({share.version for share in shares} - {version})
@@ -86,7 +91,8 @@ class PushedWeights:
             lacking = sorted(set(sent) ^ set(self.holding.boxes))
             raise RolloutError(f"the trainer's model and the one that generates have other weights: {lacking[0]} is in one of them only")
         engine.update_weights(self._parts(shares), version)
-        arrived = self.holding.checksums(dict(self.policy.named_parameters()))
+        written = {name for share in shares for name in share.tensors}
+        arrived = self.holding.checksums(dict(self.policy.named_parameters()), self._sums.at(version, written))
         wanted = torch.tensor([sent[name] for name in self.holding.boxes])
         wrong = first_difference(wanted, arrived)
         if wrong < len(wanted):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
 from hybridflow.distributed.shards import local, own_box
-from hybridflow.weight_sync.checksum import bit_sum
+from hybridflow.weight_sync.checksum import Take, anew, bit_sum
 from hybridflow.weight_sync.plan import Boxes, Parameter, Plan, Route, make_plan
 
 BUCKET_BYTES = 256 * 2**20
@@ -98,15 +99,21 @@ class Reshard:
         out[name][box.within(self.wanted[name])].copy_(value)
 
     @torch.no_grad()
-    def checksums(self) -> Tensor:
-        """[number of parameters] int64 on the CPU: of each whole parameter as it is held now, cast to the dtype it arrives in."""
+    def checksums(self, take: Take = anew) -> Tensor:
+        """[number of parameters] int64 on the CPU: of each whole parameter as it is held now, cast to the dtype it arrives in.
+
+        `take`: which of this rank's numbers are computed and which remembered.
+        """
         sums = torch.zeros(len(self.boxes), dtype=torch.int64, device=self.device)
         for index, (name, tensor) in enumerate(self.held().items()):
             if name in self._answers_for:
-                sums[index] = bit_sum(local(tensor).to(self.dtypes[name]), self.boxes[name])
+                sums[index] = take(name, partial(self._sum, name, tensor))
         if self.world_size > 1:
             dist.all_reduce(sums, group=self.group)
         return sums.cpu()
+
+    def _sum(self, name: str, tensor: Tensor) -> Tensor:
+        return bit_sum(local(tensor).to(self.dtypes[name]), self.boxes[name])
 
 
 def _work_of(plan: Plan, rank: int, world_size: int) -> list[_Work]:

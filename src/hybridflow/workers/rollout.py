@@ -62,9 +62,18 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         return self.call(RolloutWorker.generate, requests, policy_version=policy_version)
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
-        """Bring the actor's weights, now called `version`, to replicas that have their own; nothing to do where all share the actor's."""
-        if self.backend.together(actor.role, self.role) and self.world_size == actor.world_size:
-            return
+        """Bring the actor's weights, now called `version`, to replicas that have their own; nothing to do where all share the actor's.
+
+        RolloutError where the two share processes and the rollout is not on all of the actor's.
+        """
+        if self.backend.together(actor.role, self.role):
+            if self.world_size < actor.world_size:
+                raise RolloutError(
+                    f"{self.role} has {self.world_size} of the {actor.world_size} ranks of {actor.role}, whose weights it shares: all must "
+                    "take part where shards are gathered. Set trainer.placement.rollout to the actor's pool, or to others only"
+                )
+            if self.world_size == actor.world_size:  # a role lives on whole pools: it has no rank outside of the actor's
+                return
         shares = actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size)
         self.call(RolloutWorker.update_weights, shares.by_reference(), version=version)
 

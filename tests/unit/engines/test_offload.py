@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -79,21 +80,39 @@ def test_parameters_rest_when_nobody_needs_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_optimizer_comes_for_its_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_rests_steps_as_one_that_stays(dtype: torch.dtype) -> None:
     config = FSDPConfig(optimizer_offload=True)
     engine = FSDPEngine(tiny_policy(dtype), name="actor", optim=OptimConfig(lr=1e-3), fsdp=config)
-    assert engine.optimizer is not None
-    order: list[str] = []
-    for name in ("move_masters", "move_moments", "step"):
-        method = getattr(engine.optimizer, name)
-        monkeypatch.setattr(engine.optimizer, name, lambda *args, name=name, method=method: (order.append(name), method(*args))[1])
     plain = FSDPEngine(tiny_policy(dtype), name="actor", optim=OptimConfig(lr=1e-3))
     run = Run("", deal=(tuple(range(7)),))
     for each in (engine, plain):
         batch, loss = dealt(run, each)
         each.train_mini_batch(batch, ask(run), loss, run.limits)
-    assert order == ["move_masters", "move_moments", "step", "move_moments", "move_masters"]
     assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), plain.module.parameters(), strict=True))
+
+
+def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FSDPEngine(tiny_policy(torch.bfloat16), name="actor", optim=OptimConfig(), fsdp=FSDPConfig(optimizer_offload=True))
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    engine.residence.device = torch.device("meta")  # there is no second device to compute on: what would move says where it is
+    where = {"masters": "cpu", "moments": "cpu"}
+    monkeypatch.setattr(optimizer, "move_masters", lambda device: where.update(masters=str(device)))
+    monkeypatch.setattr(optimizer, "move_moments", lambda device: where.update(moments=where["masters"] if device is None else str(device)))
+    at: dict[str, list[dict[str, str]]] = {"backward": [], "step": []}
+    optimizer.adamw.register_step_pre_hook(lambda *_: at["step"].append(dict(where)))
+    run = Run("", deal=(tuple(range(7)),))
+    batch, loss = dealt(run, engine)
+
+    def noting(*args: Any) -> Any:
+        at["backward"].append(dict(where))
+        return loss(*args)
+
+    for _ in range(2):
+        engine.train_mini_batch(batch, ask(run), noting, run.limits)
+        assert where == {"masters": "cpu", "moments": "cpu"}
+    assert at["step"] == [{"masters": "meta", "moments": "meta"}] * 2
+    assert len(at["backward"]) > 2 and all(each == {"masters": "meta", "moments": "cpu"} for each in at["backward"])
 
 
 def moments_of(optimizer: MasterAdamW) -> set[str]:

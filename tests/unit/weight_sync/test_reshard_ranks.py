@@ -18,9 +18,11 @@ from hybridflow.errors import RolloutError
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
+from hybridflow.rollout.base import WeightSource
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync.gathered import GatheredWeights
 from hybridflow.weight_sync.reshard import Reshard
+from hybridflow.weight_sync.resting import RestingWeights
 from ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -116,6 +118,37 @@ def sleep_and_wake(rank: int, lora: bool) -> dict[str, Any]:
 def test_a_sharded_policy_generates_on_gathered_weights_that_sleep_frees(two_ranks: Ranks, lora: bool) -> None:
     for found in two_ranks.run(sleep_and_wake, lora):
         assert found == {"same": True, "moved": True, "full": found["whole"], "rest": 0, "hooks": 0, "whole": found["whole"]}
+
+
+def release_again(rank: int, rests: bool) -> list[int]:
+    model = spread(policy(), "fsdp")
+    twin = twin_of(model)
+    source: WeightSource = GatheredWeights(model, twin)
+    if rests:
+        source = RestingWeights(Resting(), source)  # type: ignore[arg-type]
+    held = []
+    source.release()
+    for version in (1, 2):
+        source.acquire(version)
+        held.append(sum(parameter.numel() for parameter in twin.policy.parameters()))
+        for _ in range(2):
+            source.release()
+            held.append(sum(parameter.numel() for parameter in twin.policy.parameters()))
+    return held
+
+
+class Resting:
+    """An engine whose parameters may always be read."""
+
+    def onload(self) -> None: ...
+
+    def offload(self) -> None: ...
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_weights_may_be_released_before_they_came_and_again_and_come_back(two_ranks: Ranks, rests: bool) -> None:
+    whole = sum(parameter.numel() for parameter in policy().parameters())
+    assert two_ranks.run(release_again, rests) == [[whole, 0, 0, whole, 0, 0]] * 2
 
 
 def broken(rank: int, how: str) -> str:

@@ -39,6 +39,8 @@ class Inner:
 def test_the_trainers_own_module_stays_while_the_engine_is_awake() -> None:
     engine = Engine()
     source = RestingWeights(engine, None)  # type: ignore[arg-type]
+    source.release()
+    assert engine.users == 0, "nothing was acquired yet"
     source.acquire(3)
     assert engine.users == 1
     for _ in range(2):  # an engine may be sent to sleep twice

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.controller import Call, Dispatch, LocalBackend, MeshInfo
+from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.shards import local
 from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines import BatchLimits
@@ -23,6 +25,7 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.weight_sync import checksum, holding, reshard
 from hybridflow.weight_sync.pushed import WeightShare, deal_tensors
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
@@ -111,6 +114,19 @@ def test_in_one_process_the_module_is_shared_and_nothing_moves(folder: str) -> N
     assert worker.engine.policy_version == 1
 
 
+class Sized(LocalBackend):
+    """One process that says how many ranks its roles have."""
+
+    def mesh(self, role: str) -> MeshInfo:
+        return MeshInfo({"actor": 2, "rollout": 1}[role])
+
+
+def test_a_rollout_on_a_part_of_the_actors_processes_is_refused(folder: str) -> None:
+    actor, rollout, _ = local_groups(folder, Sized)
+    with pytest.raises(RolloutError, match=r"rollout has 1 of the 2 ranks of actor.*trainer\.placement\.rollout"):
+        rollout.update_from(actor, 1)
+
+
 def test_a_replica_of_its_own_generates_with_what_was_pushed(folder: str) -> None:
     actor, rollout, engine = local_groups(folder, Apart)
     together = NativeEngine(engine.module, eos_token_ids=EOS)  # type: ignore[arg-type]
@@ -156,6 +172,41 @@ def test_a_push_that_does_not_bring_the_weights_is_an_error(folder: str) -> None
         worker.update_weights([replace(share, tensors={**share.tensors, lost: bits})], version=1)
     worker.update_weights([share], version=1)
     assert worker.engine.policy_version == 1
+
+
+@pytest.mark.parametrize("where", ["trainer", "replica"])
+def test_the_base_under_adapters_is_read_by_turns_and_a_change_of_it_is_found(
+    folder: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = actor_engine(folder, lora=LORA)
+    actor = actor_worker(engine)
+    worker = build_rollout_worker(RolloutConfig(), actor_engine=None, model=model(folder), eos_token_ids=EOS, lora=LORA)
+    base = sum(parameter.numel() for parameter in engine.module.parameters() if not parameter.requires_grad)
+    adapters = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
+    read: list[int] = []
+
+    def counting(part: Tensor, box: Box) -> Tensor:
+        read.append(part.numel())
+        return checksum.bit_sum(part, box)
+
+    monkeypatch.setattr(reshard, "bit_sum", counting)
+    monkeypatch.setattr(holding, "bit_sum", counting)
+
+    def push(version: int) -> int:
+        read.clear()
+        learn(engine)
+        worker.update_weights([actor.export_buckets(version)], version=version)
+        return sum(read)
+
+    assert push(1) == 2 * (base + adapters)
+    turns = [push(version) for version in range(2, 18)]
+    assert sum(turns) == 2 * (base + 16 * adapters) and max(turns) < base
+    owner = engine.module if where == "trainer" else worker.engine.policy  # type: ignore[attr-defined]
+    frozen = next(parameter for name, parameter in owner.named_parameters() if "layers.1.mlp.up_proj" in name and "lora" not in name)
+    frozen.data.view(torch.int64)[2, 1] ^= 1
+    with pytest.raises(RolloutError, match=r"differs is hf\.model\.layers\.1\.mlp\.up_proj\.base"):
+        for version in range(18, 34):
+            push(version)
 
 
 # ---- ranks --------------------------------------------------------------------------------------------------------

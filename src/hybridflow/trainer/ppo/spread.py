@@ -34,6 +34,12 @@ def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
     return ParallelSizes(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
 
 
+def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], ...]:
+    """How `world_size` ranks generate: groups of `tensor_model_parallel_size` serve requests together."""
+    tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return ("dp", world_size // tensor), ("tp", tensor)
+
+
 def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Mapping[str, MeshInfo]:
     """The ranks of each role, with what a row costs it; `trainer.balance_batch=false` leaves the cost out: rows are dealt by number."""
     found: dict[str, MeshInfo] = {}
@@ -41,11 +47,10 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
     for role in roles:
         world = sum(pool.world_size for pool in placement.pools_of(role))
         if role == "rollout":
-            tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
             # requests say themselves what they cost
-            found[role] = MeshInfo(world, (("dp", world // tensor), ("tp", tensor)), Workload() if config.trainer.balance_batch else None)
+            found[role] = MeshInfo(world, rollout_axes(config, world), Workload() if config.trainer.balance_batch else None)
             continue
-        engine = "actor" if role == "reference" and _is_actors_module(config, placement) else role
+        engine = "actor" if role == "reference" and is_actors_module(config, placement) else role
         model = engine_keys(config, engine)[2]
         if config.trainer.balance_batch and str(model.path) not in costs:
             costs[str(model.path)] = row_cost(model)
@@ -53,7 +58,7 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
     return found
 
 
-def _is_actors_module(config: PPOConfig, placement: Placement) -> bool:
+def is_actors_module(config: PPOConfig, placement: Placement) -> bool:
     """Whether the reference is the actor without its adapters: where both live in the same processes."""
     return LoraSettings.from_config(config.actor_rollout_ref.model) is not None and (
         placement.pools_of("reference") == placement.pools_of("actor")

@@ -93,7 +93,8 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTr
         )
 
 
-def _sizes(config: SFTConfig, world_size: int) -> ParallelSizes:
+def sizes(config: SFTConfig, world_size: int) -> ParallelSizes:
+    """How the engine of a supervised run uses `world_size` processes."""
     engine = config.engine
     return ParallelSizes(world_size, engine.fsdp_size, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size)
 
@@ -101,7 +102,7 @@ def _sizes(config: SFTConfig, world_size: int) -> ParallelSizes:
 def _meshes(config: SFTConfig, placement: Placement) -> Mapping[str, MeshInfo]:
     world = placement.num_devices
     cost = row_cost(config.model) if config.trainer.balance_batch else None
-    return {"sft": MeshInfo(world, _sizes(config, world).axes(), cost), "rollout": MeshInfo(world)}
+    return {"sft": MeshInfo(world, sizes(config, world).axes(), cost), "rollout": MeshInfo(world)}
 
 
 def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
@@ -121,7 +122,7 @@ def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
             dump_dir=facts.nonfinite,
             fsdp=config.engine,
-            sizes=_sizes(config, house.place.world_size),
+            sizes=sizes(config, house.place.world_size),
             activation_offload=config.model.enable_activation_offload,
             lora=lora,
         )

@@ -1,0 +1,118 @@
+"""How large a model is: what is counted of it before any of it has memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hybridflow.config.model import ModelConfig
+from hybridflow.models.blocks import decoder_blocks
+from hybridflow.models.build import resolve_dtype, shape_of
+from hybridflow.models.lora import LoraSettings, add_lora
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.tensor_parallel import check_sizes, tensor_slices, tensor_styles
+from hybridflow.models.value import ValueModel
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters of a model or a part of it, shared ones once."""
+
+    all: int
+    trained: int
+    cut: int = 0
+    """Of all, those that tensor parallelism cuts."""
+    cut_trained: int = 0
+    """Of the trained ones."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter], cut: set[int]) -> Count:
+        """What is in `parameters`; `cut` holds the ids of those that are cut."""
+        each = list({id(parameter): parameter for parameter in parameters}.values())
+        trained = [parameter for parameter in each if parameter.requires_grad]
+        numbers = (each, trained, [p for p in each if id(p) in cut], [p for p in trained if id(p) in cut])
+        return cls(*(sum(parameter.numel() for parameter in some) for some in numbers))
+
+    def on_rank(self, tensor: int, shards: int = 1) -> Count:
+        """What one rank holds of it where `tensor` ranks cut it and each of these slices is sharded over `shards` ranks."""
+
+        def held(count: int, cut: int) -> int:
+            return math.ceil((count - cut + cut // tensor) / shards)
+
+        return Count(held(self.all, self.cut), held(self.trained, self.cut_trained))
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model in numbers."""
+
+    whole: Count
+    root: Count
+    """What is outside of the blocks: embeddings, last norm, head."""
+    block: Count
+    """The largest block."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    itemsize: int
+    """Bytes of a number in the compute dtype."""
+
+
+def size_of(
+    kind: Literal["policy", "value"],
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: torch.device,
+    lora: LoraSettings | None = None,
+    trained: bool = True,
+    tensor: int = 1,
+    blocks: bool = False,
+) -> ModelSize:
+    """Count the model that `build_engine` would make of these arguments, on the meta device; no weights are read.
+
+    `tensor`: ranks that cut its layers. `blocks` counts block and root too, else they are 0. Raises ModelError as building it would.
+    """
+    shape, compute = shape_of(config), resolve_dtype(dtype, device)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(shape, dtype=compute, attn_implementation="eager", trust_remote_code=config.trust_remote_code)
+        module: PolicyModel | ValueModel = PolicyModel(hf) if kind == "policy" else ValueModel(hf)
+    cut: set[int] = set()
+    if tensor > 1:
+        base = hf if kind == "policy" else hf.base_model
+        check_sizes(base, tensor_styles(base), tensor)
+        cut = {id(base.get_parameter(name)) for name in tensor_slices(base)}
+    if lora is not None:
+        add_lora(module, lora)
+    if not trained:
+        module.requires_grad_(False)
+    whole = Count.of(module.parameters(), cut)
+    root = block = Count(0, 0)
+    if blocks:
+        parts = [Count.of(part.parameters(), cut) for part in decoder_blocks(module)]
+        block = max(parts, key=lambda part: part.all)
+        inside = {id(parameter) for part in decoder_blocks(module) for parameter in part.parameters()}
+        root = Count.of((parameter for parameter in module.parameters() if id(parameter) not in inside), cut)
+    text = shape.get_text_config()
+    heads, hidden = text.num_attention_heads, text.hidden_size
+    return ModelSize(
+        whole,
+        root,
+        block,
+        num_layers=text.num_hidden_layers,
+        hidden_size=hidden,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * hidden,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or hidden // heads,
+        vocab_size=text.vocab_size,
+        itemsize=compute.itemsize,
+    )

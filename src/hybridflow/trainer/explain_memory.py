@@ -1,0 +1,179 @@
+"""How much memory a process needs for a model in training and for generation: what `hybridflow config --explain` adds up.
+
+    Engine (how a role is spread), ModelSize ──engine_needs──► parts ──► between phases · during an update
+    rollout keys, ModelSize ──generation_needs──► weights of its own, KV cache
+
+An estimate to plan with: it counts what grows with the model and the batch, not the libraries themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
+from hybridflow.distributed.sizes import ParallelSizes
+from hybridflow.engines.fsdp.sharding import REDUCE_DTYPES
+from hybridflow.models.log_probs import CHUNK_BYTES
+from hybridflow.models.size import ModelSize
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A role's engine, as the run will build it."""
+
+    role: str
+    sizes: ParallelSizes
+    fsdp: FSDPConfig
+    model: ModelConfig
+    trained: bool = True
+    rows: int = 0
+    """Rows of a mini-batch, those of all processes."""
+    longest: int = 0
+    """Tokens of the longest row."""
+    max_tokens: int = 0
+    """Of a forward."""
+    max_rows: int | None = None
+    keys: str = ""
+    """What the keys of the two limits begin with."""
+
+    @property
+    def rows_here(self) -> int:
+        """Rows of a mini-batch that a process gets, if all are equally long."""
+        return math.ceil(self.rows / self.sizes.data)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of the greatest length in one forward."""
+        by_tokens = max(1, self.max_tokens // self.longest)
+        return min(by_tokens, self.max_rows or by_tokens)
+
+
+class Part(NamedTuple):
+    """Something that takes memory in one process: bytes, and where the number is from."""
+
+    label: str
+    size: int
+    how: str
+    resting: bool = True
+    """It is there all through the run, else only while its role is at work."""
+    on_host: bool = False
+    """In CPU memory where the run computes on a GPU."""
+
+
+class Needs(NamedTuple):
+    """What one role takes in one process: bytes on its device."""
+
+    parts: list[Part]
+    between: int
+    """Between its phases."""
+    update: int = 0
+    """On top of that, at the peak of an update."""
+    fetched: int = 0
+    """Weights that rest in CPU memory and are on the device while the role works."""
+
+
+def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
+    """Parameters, masters, gradients, moments, what is gathered, activations; offload moves nothing where the run computes on a CPU."""
+    fsdp, sizes, many = engine.fsdp, engine.sizes, engine.sizes.world_size > 1
+    wide = max(4, size.itemsize)
+    live = fsdp.offload_policy and not on_cpu  # on the CPU even while it works
+    weights_away = (fsdp.param_offload or fsdp.offload_policy) and not on_cpu
+    state_away = (fsdp.optimizer_offload or fsdp.offload_policy) and not on_cpu
+    own = size.whole.on_rank(sizes.tensor, sizes.shards)
+    share = _share(sizes)
+    weights = (own.all - own.trained) * size.itemsize + own.trained * (wide if many else size.itemsize)
+    parts = [Part("weights", weights, _weights_how(size, wide if many else size.itemsize, share), not weights_away, weights_away)]
+    gathered, at_once, how = _gathered(engine, size) if many else (0, 0, "")
+    if gathered:
+        parts.append(Part("weights gathered for a pass", gathered, how, False))
+    if not engine.trained:
+        between = 0 if weights_away else weights
+        return Needs(parts, between, fetched=0 if live else weights - between)
+    masters = 0 if many or size.itemsize >= 4 else 4 * own.trained
+    if masters:
+        parts.append(Part("float32 masters", masters, f"{size.whole.trained:,} trained × 4 bytes", not state_away, state_away))
+    kept = many and not fsdp.reshard_after_forward
+    grads = at_once if kept else own.trained * wide
+    grads_how = "whole on each process (reshard_after_forward=false)" if kept else f"{size.whole.trained:,} trained × {wide} bytes{share}"
+    parts.append(Part("gradients", grads, grads_how, False, live))
+    moments = 2 * own.trained * wide
+    parts.append(Part("Adam moments", moments, f"{size.whole.trained:,} trained × 2 × {wide} bytes{share}", not state_away, state_away))
+    passing, passing_parts = _pass(engine, size, on_cpu)
+    parts += passing_parts
+    between = (0 if weights_away else weights) + (0 if state_away else masters + moments)
+    fetched = weights if weights_away and not live else 0
+    stepping = moments if state_away and not live else 0
+    accumulating = masters if state_away and not live else 0
+    peak = max(gathered + passing + (0 if kept else at_once), stepping)
+    return Needs(parts, between, fetched + accumulating + (0 if live else grads) + peak, fetched)
+
+
+def _share(sizes: ParallelSizes) -> str:
+    """What a count is divided by."""
+    shards = f" / {sizes.shards} shards" if sizes.shards > 1 else ""
+    return shards + (f", layers / {sizes.tensor} (tensor parallelism)" if sizes.tensor > 1 else "")
+
+
+def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
+    frozen, trained = size.whole.all - size.whole.trained, size.whole.trained
+    if not trained or not frozen:
+        return f"{size.whole.all:,} parameters × {trained_bytes if trained else size.itemsize} bytes{share}"
+    if trained_bytes == size.itemsize:
+        return f"{size.whole.all:,} parameters ({trained:,} trained) × {size.itemsize} bytes{share}"
+    return f"({frozen:,} frozen × {size.itemsize} bytes + {trained:,} trained × {trained_bytes} bytes){share}"
+
+
+def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
+    """(bytes of what is gathered in a pass, bytes of its whole gradients, how) of a sharded model."""
+    tensor, reduce = engine.sizes.tensor, max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize)
+    whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))
+    if engine.trained and not engine.fsdp.reshard_after_forward:
+        return whole.all * size.itemsize, whole.trained * reduce, "the whole model (reshard_after_forward=false)"
+    how = f"what is outside of blocks and two blocks, {root.all + 2 * block.all:,} parameters × {size.itemsize} bytes"
+    return (root.all + 2 * block.all) * size.itemsize, (root.trained + block.trained) * reduce, how
+
+
+def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part]]:
+    """What the heaviest micro-batch leaves on the device: activations and one chunk of logits."""
+    sequence, tensor, model = engine.sizes.sequence, engine.sizes.tensor, engine.model
+    tokens = math.ceil(min(engine.max_tokens, engine.rows_here * engine.longest) / sequence)
+    shared = f"{tokens:,} tokens" + (f" (a {sequence}th of a micro-batch, Ulysses)" if sequence > 1 else "")
+    layer = tokens * (12 * size.hidden_size + 4 * size.intermediate_size // tensor) * size.itemsize
+    kept, one = size.num_layers * tokens * size.hidden_size * size.itemsize, layer
+    how = f"{shared} × ({size.num_layers} layers × hidden + one layer recomputed)"
+    if not model.enable_gradient_checkpointing:
+        kept, one = size.num_layers * layer, 0
+        how = f"{shared} × {size.num_layers} layers × (12 hidden + 4 intermediate)"
+    logits = min(2 * CHUNK_BYTES, 2 * tokens * size.vocab_size * 4)
+    parts = [Part("logits of a chunk", logits, f"two chunks of at most {CHUNK_BYTES // 2**20} MiB", False)]
+    if model.enable_activation_offload and not on_cpu:
+        moved = Part("activations of a micro-batch", kept, how, False, True)
+        here = Part("activations of the layer at work", layer, f"{shared} × (12 hidden + 4 intermediate)", False)
+        return layer + logits, [moved, here, *parts]
+    return kept + one + logits, [Part("activations of a micro-batch", kept + one, how, False), *parts]
+
+
+def generation_needs(size: ModelSize, *, tensor: int, rows: int, longest: int, own_weights: str, standing: bool) -> Needs:
+    """Of a process that generates `rows` rows of `longest` tokens at once.
+
+    `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they are there all the time.
+    """
+    parts = []
+    weights = size.whole.on_rank(tensor).all * size.itemsize if own_weights else 0
+    cut = f", layers / {tensor}" if tensor > 1 else ""
+    if weights:
+        parts.append(Part("weights", weights, f"{size.whole.all:,} parameters × {size.itemsize} bytes{cut}: {own_weights}", standing))
+    heads = max(1, size.num_kv_heads // tensor)
+    cache = rows * longest * 2 * size.num_layers * heads * size.head_dim * size.itemsize
+    how = f"{rows} rows × {longest:,} tokens × 2 × {size.num_layers} layers × {heads} × {size.head_dim}"
+    parts.append(Part("KV cache, at most", cache, how, False))
+    between = weights if standing else 0
+    return Needs(parts, between, weights - between + cache)
+
+
+def compute_dtype(fsdp: FSDPConfig, model: ModelConfig) -> str:
+    """The dtype that an engine computes in, as its keys name it."""
+    return model.dtype if fsdp.mixed_precision.param_dtype == "auto" else fsdp.mixed_precision.param_dtype

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,17 +39,14 @@ class SequenceCut:
         self.group, self.size, self.rank = group, group.size(), group.rank()
         self.num_tokens, self.num_targets = packed.num_tokens, len(packed.targets)
         self.part = -(-self.num_tokens // self.size)
-        index = packed.predict_index.cpu()
-        assert bool((index[1:] > index[:-1]).all()), "the predicting positions of a packed batch ascend"
-        edges = torch.arange(self.size + 1) * self.part
-        held = torch.searchsorted(index, edges).tolist()  # rank r holds the predicting positions held[r] to held[r + 1]
+        held = [_predicting_before(rank * self.part, packed) for rank in range(self.size + 1)]  # rank r: held[r] to held[r + 1]
         share = -(-self.num_targets // self.size)
         dealt = [min(share * rank, self.num_targets) for rank in range(self.size + 1)]
         self.own = slice(dealt[self.rank], dealt[self.rank + 1])
         self._share = share
         self._sends = [_overlap(held, self.rank, dealt, other) for other in range(self.size)]
         self._receives = [_overlap(held, other, dealt, self.rank) for other in range(self.size)]
-        self.predict_index = index[held[self.rank] : held[self.rank + 1]] - self.rank * self.part
+        self.predict_index = packed.predict_index[held[self.rank] : held[self.rank + 1]] - self.rank * self.part
 
     def tokens(self, whole: Tensor) -> Tensor:
         """This rank's part [P] of a column [N], with zeros for dummy tokens."""
@@ -159,6 +157,13 @@ def check_positions(config: PretrainedConfig, lengths: Sequence[int]) -> None:
                 "part of the row cannot tell. Set ulysses_sequence_parallel_size=1, or shorten data.max_prompt_length and "
                 "data.max_response_length"
             )
+
+
+def _predicting_before(edge: int, packed: PackedBatch) -> int:
+    """How many predicting positions lie before a position; known on the host, so no device is asked and waited for."""
+    ends = accumulate(packed.lengths)
+    firsts = (end - 1 - count for end, count in zip(ends, packed.num_predicted, strict=True))
+    return sum(min(max(edge - first, 0), count) for first, count in zip(firsts, packed.num_predicted, strict=True))
 
 
 def _overlap(first: list[int], i: int, second: list[int], j: int) -> int:

@@ -22,7 +22,7 @@ class PackedBatch:
     """The rows of a micro-batch one after the other, without padding: N tokens in all, M of them predicted.
 
     Example: rows `[1 2 | 3 4]` and `[5 | 6]` (prompt | response) give input_ids `1 2 3 4 5 6`, position_ids `0 1 2 3 0 1`,
-    lengths `(4, 2)`, targets `3 4 6` and predict_index `1 2 4`.
+    lengths `(4, 2)`, num_predicted `(2, 1)`, targets `3 4 6` and predict_index `1 2 4`.
     """
 
     input_ids: Tensor
@@ -31,6 +31,8 @@ class PackedBatch:
     """[N] int64, from 0 in each row."""
     lengths: tuple[int, ...]
     """Tokens of each row; their sum is N."""
+    num_predicted: tuple[int, ...]
+    """Predicted tokens of each row, which are the last of it; their sum is M."""
     predict_index: Tensor
     """[M] int64: which of the N positions predicts the target, the one before it."""
     targets: Tensor
@@ -93,6 +95,7 @@ def pack(batch: DataProto) -> PackedBatch:
         input_ids=input_ids[attended],
         position_ids=in_row[attended],
         lengths=lengths,
+        num_predicted=tuple(attended[:, start:].sum(dim=1).tolist()),
         predict_index=in_all[rows, start + columns] - 1,
         targets=targets,
         rows=rows,

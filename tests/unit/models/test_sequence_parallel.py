@@ -17,7 +17,7 @@ from zoo import packed_rows, tiny_hf, tiny_rows
 from hybridflow.errors import ModelError
 from hybridflow.models.build import enable_gradient_checkpointing
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.sequence_parallel import check_positions, divide_heads
+from hybridflow.models.sequence_parallel import SequenceCut, check_positions, divide_heads
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
 from ranks import Ranks
@@ -165,3 +165,25 @@ def test_rotary_embeddings_that_depend_on_the_longest_row() -> None:
     with pytest.raises(ModelError, match=r"17 tokens.*'longrope' change past 16.*ulysses_sequence_parallel_size=1"):
         check_positions(config, [17, 3])
     check_positions(tiny_hf("llama").config, [1000])
+
+
+class Seat:
+    """A rank's place in a group."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = lambda: size, lambda: rank
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("lengths", [MIXED, ((4, 1),), ((3, 0), (1, 9))])
+def test_each_predicting_position_is_on_the_rank_of_its_token_and_no_device_is_asked(
+    size: int, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    packed = packed_rows(tiny_rows(lengths))
+    places = [SequenceCut(packed, Seat(size, rank)) for rank in range(size)]  # type: ignore[arg-type]
+    found = [cut.predict_index + rank * cut.part for rank, cut in enumerate(places)]
+    assert torch.equal(torch.cat(found), packed.predict_index)
+    assert all(bool(((cut.predict_index >= 0) & (cut.predict_index < cut.part)).all()) for cut in places)
+    for rank, cut in enumerate(places):
+        blind = SequenceCut(packed.to("meta"), Seat(size, rank))  # type: ignore[arg-type]  # whose numbers nobody can read
+        assert (blind.own, blind._sends, blind._receives) == (cut.own, cut._sends, cut._receives)

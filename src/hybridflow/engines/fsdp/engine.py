@@ -80,7 +80,7 @@ class FSDPEngine:
         with self.residence.parameters():
             with _memory_named(self.name, limits):
                 for micro in self._plan(batch, limits, at_least=1):
-                    packed = micro.pack()
+                    packed = micro.packed
                     for key, value in forward(self.module, packed).items():
                         rows = packed.unpack(value).cpu()
                         whole = results.setdefault(key, rows.new_zeros(len(batch), width))
@@ -101,7 +101,7 @@ class FSDPEngine:
                 micros = self._plan(batch, limits)
                 for number, micro in enumerate(micros, start=1):
                     self._before(last=number == len(micros))
-                    packed = micro.pack()
+                    packed = micro.packed
                     with nullcontext() if self.activations is None else self.activations.kept():
                         named = forward(self.module, packed)
                     if micro.rows is None:

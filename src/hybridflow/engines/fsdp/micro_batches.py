@@ -24,14 +24,12 @@ Agree = Callable[[Sequence[int]], list[int]]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward; None for both: a dummy."""
+    """Rows of one forward; a dummy has none."""
 
     indices: list[int] | None
     rows: DataProto | None
-
-    def pack(self) -> PackedBatch:
-        """The tokens of the forward pass."""
-        return dummy() if self.rows is None else pack(self.rows)
+    packed: PackedBatch
+    """The tokens of the forward pass."""
 
 
 def plan(batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agree | None, *, at_least: int = 0) -> list[MicroBatch]:
@@ -55,8 +53,13 @@ def plan(batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agr
         if failed:
             raise failure or TrainingError("the rows of another rank do not fit its micro-batches; its message says why")
         bins = split_further(bins, lengths, groups, count)
-    found = [MicroBatch(indices, batch.select_idxs(indices).to(device)) for indices in bins]
-    return found + [MicroBatch(None, None)] * (count - len(found))
+    found = [_on_device(indices, batch.select_idxs(indices), device) for indices in bins]
+    return found + [MicroBatch(None, None, dummy().to(device))] * (count - len(found))
+
+
+def _on_device(indices: list[int], rows: DataProto, device: torch.device) -> MicroBatch:
+    """Packed before it goes there: packing asks for lengths and places, and each answer of a device would be waited for."""
+    return MicroBatch(indices, rows.to(device), pack(rows).to(device))
 
 
 def split_further(bins: list[list[int]], lengths: Sequence[int], groups: Sequence[int] | None, count: int) -> list[list[int]]:
@@ -89,6 +92,7 @@ def dummy() -> PackedBatch:
         input_ids=torch.zeros(2, dtype=torch.int64),
         position_ids=torch.arange(2),
         lengths=(2,),
+        num_predicted=(1,),
         predict_index=zero,
         targets=zero,
         rows=zero,

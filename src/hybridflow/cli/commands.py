@@ -93,7 +93,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """What this machine has, and what each backend misses."""
+    """What this machine has, and what a run can ask for here."""
     from hybridflow.cli.doctor import show_machine
 
     show_machine()

@@ -1,4 +1,4 @@
-"""`hybridflow doctor`: versions, devices, the optional parts that are there, and the backends that are not."""
+"""`hybridflow doctor`: versions, devices and what a run can ask for here, the optional parts, the backends that are not there yet."""
 
 from __future__ import annotations
 
@@ -8,39 +8,44 @@ import os
 import platform
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import hybridflow
+
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part: the module that proves it and the package that brings it."""
+    """An optional part: the module that proves it, the package it is in, and the extra of ours that brings that."""
 
     name: str
     module: str
     distribution: str
+    extra: str
 
 
 PARTS = (
-    Part("many processes, many machines", "ray", "ray[default]"),
-    Part("LoRA adapters", "peft", "peft"),
-    Part("math rewards", "math_verify", "math-verify"),
-    Part("reasoning-gym tasks", "reasoning_gym", "reasoning-gym"),
-    Part("TensorBoard", "tensorboard", "tensorboard"),
-    Part("Weights & Biases", "wandb", "wandb"),
-    Part("MLflow", "mlflow", "mlflow"),
-    Part("SwanLab", "swanlab", "swanlab"),
-    Part("S3 files", "s3fs", "s3fs"),
-    Part("ModelScope", "modelscope", "modelscope"),
+    Part("many processes, many machines", "ray", "ray", "ray"),
+    Part("LoRA adapters", "peft", "peft", "lora"),
+    Part("math rewards", "math_verify", "math-verify", "math"),
+    Part("reasoning-gym tasks", "reasoning_gym", "reasoning-gym", "tasks"),
+    Part("TensorBoard", "tensorboard", "tensorboard", "tensorboard"),
+    Part("Weights & Biases", "wandb", "wandb", "wandb"),
+    Part("MLflow", "mlflow", "mlflow", "mlflow"),
+    Part("SwanLab", "swanlab", "swanlab", "swanlab"),
+    Part("S3 files", "s3fs", "s3fs", "remote"),
+    Part("ModelScope", "modelscope", "modelscope", "remote"),
 )
 
 LATER = (
-    Part("generation by vLLM", "vllm", "vllm"),
-    Part("generation by SGLang", "sglang", "sglang"),
-    Part("training by Megatron", "megatron.core", "megatron-core"),
+    Part("generation by vLLM", "vllm", "vllm", "vllm"),
+    Part("generation by SGLang", "sglang", "sglang", "sglang"),
+    Part("training by Megatron", "megatron.core", "megatron-core", "megatron"),
 )
 
 
@@ -55,13 +60,16 @@ def show_machine() -> None:
 def _machine() -> Table:
     import torch
 
-    table = Table("machine", "", title="This machine", title_justify="left")
+    table = Table("what", "here", title="This machine", title_justify="left")
     table.add_row("hybridflow", hybridflow.__version__)
     table.add_row("Python", platform.python_version())
     for name in ("torch", "transformers", "tensordict", "hydra-core"):
         table.add_row(name, importlib.metadata.version(name))
-    table.add_row("CPU cores", f"{_usable_cores()} usable, torch uses {torch.get_num_threads()} threads")
+    cores, threads = _usable_cores(), torch.get_num_threads()
+    table.add_row("CPU cores", f"{cores} usable; torch uses {threads} threads (OMP_NUM_THREADS, trainer.num_threads)")
     table.add_row("memory", f"{_memory_gib():.1f} GiB")
+    if Path(SHARED_MEMORY).is_dir():
+        table.add_row("shared memory", f"{shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB free: batches of many processes")
     table.add_row("disk free here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB")
     table.add_row("CPU vectors", torch.backends.cpu.get_cpu_capability())
     if torch.cuda.is_available():
@@ -73,14 +81,26 @@ def _machine() -> Table:
         table.add_row("CUDA", "none: runs use the CPU in float32")
         table.add_row("training engine", "fsdp2, float32")
     table.add_row("generation engine", "native, with the weights in training")
+    table.add_row("processes of a run", _processes(torch.cuda.device_count() if torch.cuda.is_available() else 0, cores))
     return table
+
+
+def _processes(gpus: int, cores: int) -> str:
+    """What `trainer.nnodes` and `trainer.n_gpus_per_node` may be here."""
+    if importlib.util.find_spec("ray") is None:
+        return "1; more need the extra ray"
+    if address := os.environ.get("RAY_ADDRESS"):
+        return f"as many as the Ray cluster at RAY_ADDRESS={address} has devices (`ray status`)"
+    if gpus:
+        return f"trainer.n_gpus_per_node up to {gpus}, one a GPU"
+    return f"trainer.n_gpus_per_node up to {cores}, one a core; more may share them (ray_kwargs.ray_init.num_cpus)"
 
 
 def _parts() -> Table:
     table = Table("optional part", "there", "to have it", title="Optional parts", title_justify="left")
     for part in PARTS:
         version = _version(part)
-        table.add_row(part.name, version or "no", "" if version else f"pip install {part.distribution}")
+        table.add_row(part.name, version or "no", "" if version else Text(f"pip install -e '.[{part.extra}]'"))
     return table
 
 
@@ -95,7 +115,7 @@ def _version(part: Part) -> str | None:
     if importlib.util.find_spec(part.module.partition(".")[0]) is None:
         return None
     try:
-        return importlib.metadata.version(part.distribution.partition("[")[0])
+        return importlib.metadata.version(part.distribution)
     except importlib.metadata.PackageNotFoundError:
         return "yes"
 

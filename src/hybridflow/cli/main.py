@@ -12,12 +12,21 @@ from hybridflow import __version__
 from hybridflow.cli import commands
 from hybridflow.trainer.command import ends_in_status
 
-OVERRIDES = "key=value, as in `data.train_batch_size=256`; `hybridflow config` lists all keys"
+FIRST_STEPS = (
+    "First steps: `hybridflow doctor`, `hybridflow demo`, then `hybridflow config --explain --recipe grpo key=value …` and the same with "
+    "`train`. `hybridflow COMMAND --help` has the options of a command."
+)
+RECIPE = "a recipe by name (grpo, ppo, dapo, …), or a YAML file"
+OVERRIDES = "key=value, as in `data.train_batch_size=256`; `hybridflow config` alone lists all keys"
 
 
 def parser() -> argparse.ArgumentParser:
     """The grammar of the command line."""
-    root = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement-learning post-training of language models.")
+    root = argparse.ArgumentParser(
+        prog="hybridflow",
+        description="Reinforcement-learning post-training of language models.",
+        epilog=FIRST_STEPS,
+    )
     root.add_argument("--version", action="version", version=f"hybridflow {__version__}")
     words = root.add_subparsers(dest="command", metavar="command", required=True)
 
@@ -36,31 +45,19 @@ def parser() -> argparse.ArgumentParser:
         ("sft", commands.sft, "supervised fine-tuning"),
     ):
         run = words.add_parser(word, help=text)
-        run.add_argument("--recipe", help="name of a recipe, or a YAML file")
+        run.add_argument("--recipe", help=RECIPE)
         run.add_argument("--multirun", action="store_true", help="run every combination of comma-separated values, one after another")
         run.add_argument("overrides", nargs="*", help=OVERRIDES)
         run.set_defaults(body=body)
 
-    config = words.add_parser("config", help="print a run's configuration, and what follows from it")
-    config.add_argument("--recipe", help="name of a recipe, or a YAML file")
-    config.add_argument("--sft", action="store_true", help="a supervised run")
-    config.add_argument("--explain", action="store_true", help="sequences and optimizer steps, micro-batches, memory")
-    config.add_argument("--changed", action="store_true", help="only what differs from the defaults")
-    config.add_argument("overrides", nargs="*", help=OVERRIDES)
-    config.set_defaults(body=commands.config)
-
-    explained = words.add_parser("explain", help="print the formulas of a run with its numbers put in; needs no model and no data")
-    explained.add_argument("--recipe", help="name of a recipe, or a YAML file")
-    explained.add_argument("overrides", nargs="*", help=OVERRIDES)
-    explained.set_defaults(body=commands.explain)
-
-    words.add_parser("doctor", help="what this machine has, and what each backend misses").set_defaults(body=commands.doctor)
+    _add_looking(words)
+    words.add_parser("doctor", help="what this machine has: versions, devices, optional parts").set_defaults(body=commands.doctor)
 
     _add_merge(words)
-    reward = words.add_parser("reward-test", help="score the first rows of the data before a run")
+    reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
     reward.add_argument("-n", "--rows", type=int, default=8)
     reward.add_argument("--response", default="ground_truth", help="what is scored: ground_truth, empty, or a column of the data")
-    reward.add_argument("--recipe", help="name of a recipe, or a YAML file")
+    reward.add_argument("--recipe", help=RECIPE)
     reward.add_argument("overrides", nargs="*", help=OVERRIDES)
     reward.set_defaults(body=commands.reward_test)
 
@@ -69,6 +66,24 @@ def parser() -> argparse.ArgumentParser:
     view.add_argument("-o", "--out", help="file to write (default: report.html in the run's folder)")
     view.set_defaults(body=commands.view)
     return root
+
+
+def _add_looking(words: Any) -> None:
+    """The commands that say what a run would be."""
+    config = words.add_parser("config", help="print a run's keys and values; with --explain, what follows: steps, processes, memory")
+    config.add_argument("--recipe", help=RECIPE)
+    config.add_argument("--sft", action="store_true", help="a supervised run")
+    config.add_argument("--explain", action="store_true", help="steps, processes, rows and memory of each, instead of the keys")
+    config.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    config.add_argument("overrides", nargs="*", help=OVERRIDES)
+    config.set_defaults(body=commands.config)
+
+    explained = words.add_parser(
+        "explain", help="print a run's formulas (advantage, loss) with its numbers put in; needs no model and no data"
+    )
+    explained.add_argument("--recipe", help=RECIPE)
+    explained.add_argument("overrides", nargs="*", help=OVERRIDES)
+    explained.set_defaults(body=commands.explain)
 
 
 def _add_merge(words: Any) -> None:

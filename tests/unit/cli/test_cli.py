@@ -215,10 +215,12 @@ def test_a_wrong_configuration_is_one_message_and_status_1(word: str, capsys: py
     assert shown.startswith("ConfigError: ") and "data.train_batch_size" in shown and "Traceback" not in shown
 
 
-def test_doctor_says_what_is_here_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_what_is_here_and_what_is_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "pip install" in shown and "not in this version" in shown
+    assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "not in this version" in shown
+    assert "pip install -e '.[" in shown and "trainer.n_gpus_per_node up to " in shown
 
 
 def test_view_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

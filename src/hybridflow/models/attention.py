@@ -9,6 +9,7 @@ grouped key-value heads and value heads of another size are honoured; a keyword 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -38,21 +39,29 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """How a layer scores the keys that a query sees; left out: plain attention."""
+
+    layer_idx: int = 0
+    scaling: float | None = None
+    """None: 1/√D."""
+    sliding_window: int | None = None
+    """A query sees so many of the newest tokens, its own included; None: all."""
+    softcap: float | None = None
+    """c: a score x becomes c·tanh(x/c) (Gemma 2)."""
+    sinks: Tensor | None = None
+    """[H]: one more score for each head, which takes weight and gives no value (gpt-oss)."""
+
+    def window(self, length: int) -> int | None:
+        """The sliding window, where it hides some of `length` tokens."""
+        return self.sliding_window if self.sliding_window is not None and self.sliding_window < length else None
+
+
 class Layout(Protocol):
     """Which tokens see which: query [1|B, H, Q, D] in, attended values [1|B, Q, H, Dv] out."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        layer_idx: int,
-    ) -> Tensor: ...
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor: ...
 
 
 def register() -> str:
@@ -96,17 +105,8 @@ def attention(
     if unknown.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
         raise ModelError(f"{name} wants attention in both directions; only causal language models can be trained here")
     _refuse_unknown(name, unknown)
-    attended = layout.attend(
-        query,
-        key,
-        value,
-        scaling=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        layer_idx=int(getattr(module, "layer_idx", 0)),
-    )
-    return attended, None
+    scores = Scores(int(getattr(module, "layer_idx", 0)), scaling, sliding_window, softcap, s_aux)
+    return layout.attend(query, key, value, scores), None
 
 
 def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:
@@ -118,34 +118,25 @@ def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:
         )
 
 
-def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    allowed: Tensor | None,
-    *,
-    scaling: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, how: Scores) -> Tensor:
     """Plain attention, softmax in float32 or better: query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv].
 
-    `allowed` is bool and broadcasts to [B, 1, 1, Q, K] from the right, or to [B, Q, K] when it has three axes. `softcap` c turns a
-    score x into c·tanh(x/c) (Gemma 2); `sinks` [H] add one score per head that takes weight and gives no value (gpt-oss).
+    `allowed` is bool and broadcasts to [B, 1, 1, Q, K] from the right, or to [B, Q, K] when it has three axes; it stands for `how`'s
+    sliding window too.
     """
     batch, heads, num_queries, dim = query.shape
     kv_heads = key.shape[1]
-    scaling = dim**-0.5 if scaling is None else scaling
+    scaling = dim**-0.5 if how.scaling is None else how.scaling
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, num_queries, dim)
     scores = (grouped @ key[:, :, None].transpose(-2, -1)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if allowed is not None:
         allowed = allowed[:, None, None] if allowed.dim() == 3 else allowed
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        extra = sinks.to(scores.dtype).view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, num_queries, 1)
+    if how.sinks is not None:
+        extra = how.sinks.to(scores.dtype).view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, num_queries, 1)
         weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
@@ -205,22 +196,11 @@ class PackedLayout:
         layout.kv_sink = kv_sink
         return layout
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        layer_idx: int,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [1, H, N, D], key [1, KV, N, D], value [1, KV, N, Dv] -> [1, N, H, Dv]."""
         assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
         if self.kv_sink is not None:
-            self.kv_sink(layer_idx, key, value)
+            self.kv_sink(scores.layer_idx, key, value)
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, D]
         if self._gather is not None:
             assert self._restore is not None
@@ -228,33 +208,22 @@ class PackedLayout:
         done, offset = [], 0
         for rows, longest in self.buckets:
             q, k, v = (x[offset : offset + rows * longest].unflatten(0, (rows, longest)).transpose(1, 2) for x in tokens)
-            window = sliding_window if sliding_window is not None and sliding_window < longest else None
-            attended = self._bucket(q, k, v, scaling, window, softcap, sinks)
-            done.append(attended.transpose(1, 2).flatten(0, 1))  # [rows * longest, H, Dv]
+            done.append(self._bucket(q, k, v, scores).transpose(1, 2).flatten(0, 1))  # [rows * longest, H, Dv]
             offset += rows * longest
         out = done[0] if len(done) == 1 else torch.cat(done)
         if self._gather is not None:
             out = _Collect.apply(out, self._gather, self._restore, self._padding)  # type: ignore[no-untyped-call]
         return out[None]
 
-    def _bucket(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        if softcap is not None or sinks is not None:
-            allowed = self._allowed(query.shape[2], window, query.device)
-            return masked_attention(query, key, value, allowed, scaling=scaling, softcap=softcap, sinks=sinks)
+    def _bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        window = scores.window(query.shape[2])
+        if scores.softcap is not None or scores.sinks is not None:
+            return masked_attention(query, key, value, self._allowed(query.shape[2], window, query.device), scores)
         grouped = query.shape[1] != key.shape[1]
         if window is None:
-            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=grouped)
         allowed = self._allowed(query.shape[2], window, query.device)
-        return scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scaling, enable_gqa=grouped)
+        return scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scores.scaling, enable_gqa=grouped)
 
     def _allowed(self, length: int, window: int | None, device: torch.device) -> Tensor:
         """[length, length] bool: not in the future, and one of the `window` newest tokens (itself included)."""

@@ -9,13 +9,12 @@ from wrong log-probs.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import ATTENTION_NAME, PackedLayout
+from hybridflow.models.attention import ATTENTION_NAME, PackedLayout, Scores
 from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.slot_layout import SlotLayout
@@ -29,9 +28,9 @@ class _CountingLayout(PackedLayout):
 
     calls: Counter[int]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
-        self.calls[settings["layer_idx"]] += 1
-        return super().attend(query, key, value, **settings)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        self.calls[scores.layer_idx] += 1
+        return super().attend(query, key, value, scores)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import Layout
+from hybridflow.models.attention import Layout, Scores
 from hybridflow.models.log_probs import TokenOutputs
 from hybridflow.protocol.packing import PackedBatch
 
@@ -85,29 +86,15 @@ class SequenceLayout:
     def __init__(self, whole: Layout, cut: SequenceCut) -> None:
         self.whole, self.cut = whole, cut
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        layer_idx: int,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [1, H, P, D], key [1, KV, P, D], value [1, KV, P, Dv] -> [1, P, H, Dv]."""
         heads, size, rank = query.shape[1], self.cut.size, self.cut.rank
         query, key, value = divide_heads(query, key, value, size)
-        if sinks is not None:
+        if scores.sinks is not None:
             each = query.shape[1] // size
-            sinks = pad(sinks, (0, query.shape[1] - heads))[rank * each : (rank + 1) * each]
+            scores = replace(scores, sinks=pad(scores.sinks, (0, query.shape[1] - heads))[rank * each : (rank + 1) * each])
         query, key, value = self._to_heads([query, key, value])
-        attended = self.whole.attend(
-            query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks, layer_idx=layer_idx
-        )
-        return self._to_tokens(attended)[:, :, :heads]
+        return self._to_tokens(self.whole.attend(query, key, value, scores))[:, :, :heads]
 
     def _to_heads(self, states: list[Tensor]) -> list[Tensor]:
         """All heads of P tokens -> 1/size of the heads of N tokens, each [1, h, N, D]; one exchange for all of them."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hybridflow.models.attention import masked_attention
+from hybridflow.models.attention import Scores, masked_attention
 from hybridflow.models.kv_cache import Places, SlotCache
 
 
@@ -27,34 +27,22 @@ class SlotLayout:
         self._allowed: dict[int | None, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        layer_idx: int,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]; stores key and value."""
         batch, heads, num_queries, dim = query.shape
         assert batch == self.num_rows and num_queries == 1, f"slot layout of {self.num_rows} rows, query {tuple(query.shape)}"
-        self.cache.write(layer_idx, key[:, :, 0], value[:, :, 0], self.places)
-        keys = self.cache.keys[layer_idx][:batch, :, : self.num_keys]
-        values = self.cache.values[layer_idx][:batch, :, : self.num_keys]
-        window = sliding_window if sliding_window is not None and sliding_window < self.num_keys else None
-        if softcap is not None or sinks is not None:
-            allowed = self._mask(window)[:, None]
-            return masked_attention(query, keys, values, allowed, scaling=scaling, softcap=softcap, sinks=sinks).transpose(1, 2)
+        self.cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
+        keys = self.cache.keys[scores.layer_idx][:batch, :, : self.num_keys]
+        values = self.cache.values[scores.layer_idx][:batch, :, : self.num_keys]
+        window = scores.window(self.num_keys)
+        if scores.softcap is not None or scores.sinks is not None:
+            return masked_attention(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
         folded = query.reshape(batch, keys.shape[1], heads // keys.shape[1], dim)
         if query.device.type != "cpu":
-            attended = scaled_dot_product_attention(folded, keys, values, attn_mask=self._mask(window)[:, None, None], scale=scaling)
+            attended = scaled_dot_product_attention(folded, keys, values, attn_mask=self._mask(window)[:, None, None], scale=scores.scaling)
         else:
-            scores = torch.matmul(folded * (dim**-0.5 if scaling is None else scaling), keys.transpose(-1, -2))
-            weights = scores.add_(self._additive(window, scores.dtype)).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+            raw = torch.matmul(folded * (dim**-0.5 if scores.scaling is None else scores.scaling), keys.transpose(-1, -2))
+            weights = raw.add_(self._additive(window, raw.dtype)).softmax(-1, dtype=torch.promote_types(raw.dtype, torch.float32))
             attended = torch.matmul(weights.to(values.dtype), values)
         return attended.reshape(batch, 1, heads, values.shape[-1])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zoo import packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import PackedLayout, attention, make_buckets
+from hybridflow.models.attention import PackedLayout, Scores, attention, make_buckets
 from hybridflow.models.policy import PolicyModel
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5
@@ -64,7 +64,7 @@ def test_against_a_loop_over_tokens(lengths: list[int], window: int | None, soft
     states = _states(sum(lengths))
     wanted = _token_by_token(*states, lengths, 0.4, window, softcap, sinks)
     layout = PackedLayout.build(lengths)
-    got = layout.attend(*states, scaling=0.4, sliding_window=window, softcap=softcap, sinks=sinks, layer_idx=0)
+    got = layout.attend(*states, Scores(scaling=0.4, sliding_window=window, softcap=softcap, sinks=sinks))
     assert got.shape == (1, sum(lengths), HEADS, VALUE_DIM)
     torch.testing.assert_close(got, wanted, atol=1e-10, rtol=0)
     inputs = [*states, *([sinks] if sinks is not None else [])]
@@ -77,11 +77,8 @@ def test_against_a_loop_over_tokens(lengths: list[int], window: int | None, soft
 
 def test_default_scaling() -> None:
     states = _states(4)
-    settings = {"sliding_window": None, "softcap": None, "sinks": None, "layer_idx": 0}
     layout = PackedLayout.build([4])
-    torch.testing.assert_close(
-        layout.attend(*states, scaling=None, **settings), layout.attend(*states, scaling=1 / math.sqrt(DIM), **settings)
-    )
+    torch.testing.assert_close(layout.attend(*states, Scores()), layout.attend(*states, Scores(scaling=1 / math.sqrt(DIM))))
 
 
 def test_kv_sink_sees_every_layer_once() -> None:

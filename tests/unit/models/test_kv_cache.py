@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.models.attention import masked_attention
+from hybridflow.models.attention import Scores, masked_attention
 from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
 from hybridflow.models.slot_layout import SlotLayout
 
@@ -56,14 +56,14 @@ def test_decoding_attends_to_the_own_slot_up_to_the_new_token(window: int | None
     cache.values[0].normal_()
     lengths = torch.tensor([2, 7, 0])
     query, key, value = torch.randn(3, 4, 1, 6, dtype=dtype), torch.randn(3, 2, 1, 6, dtype=dtype), torch.randn(3, 2, 1, 5, dtype=dtype)
-    settings = {"softcap": None, "sinks": None, **special}
-    out = SlotLayout(cache, lengths, 7).attend(query, key, value, scaling=0.3, sliding_window=window, layer_idx=0, **settings)  # type: ignore[arg-type]
+    scores = Scores(scaling=0.3, sliding_window=window, **special)  # type: ignore[arg-type]
+    out = SlotLayout(cache, lengths, 7).attend(query, key, value, scores)
     assert out.shape == (3, 1, 4, 5) and out.dtype == dtype
     for row, length in enumerate(lengths.tolist()):
         first = 0 if window is None else max(0, length + 1 - window)
         keys, values = (x[0][row : row + 1, :, first : length + 1] for x in (cache.keys, cache.values))
         assert torch.equal(keys[0, :, -1], key[row, :, 0])
-        wanted = masked_attention(query[row : row + 1], keys, values, None, scaling=0.3, **settings)  # type: ignore[arg-type]
+        wanted = masked_attention(query[row : row + 1], keys, values, None, scores)
         torch.testing.assert_close(out[row : row + 1], wanted.transpose(1, 2))
 
 

@@ -188,7 +188,7 @@ def test_the_twin_has_every_kind_of_layer() -> None:
 
 def test_the_twin_finds_attention_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = PackedLayout.attend
-    monkeypatch.setattr(PackedLayout, "attend", lambda self, q, k, v, **kw: attend(self, q, k.roll(1, 2), v, **kw))
+    monkeypatch.setattr(PackedLayout, "attend", lambda self, q, k, v, scores: attend(self, q, k.roll(1, 2), v, scores))
     with pytest.raises(ModelError, match="does not give the same log-probs"):
         probe_twin(tiny_hf("llama", initializer_range=0.02).config, CPU)
 

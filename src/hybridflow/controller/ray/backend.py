@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ class RayBackend:
                 self._pools.append(cluster.place(pool, device, deadline=self._left()))
                 self._start(self._pools[-1], runtime_env)
             self._watch = Watch(list(self._processes.values()), heartbeat_timeout, report_every=report_every)
-            self._set_up(SetUp(device, num_threads, log_level, "", 0, call_timeout))
+            self._set_up(SetUp(device, num_threads, log_level, "", 0, call_timeout, os.getcwd()))
             self._build(make)
             self._watch.expect_signs()
         except BaseException:

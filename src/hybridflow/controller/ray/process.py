@@ -54,6 +54,8 @@ class SetUp:
     """Where the rank 0 of the pool listens."""
     timeout: float
     """Seconds that a collective may wait."""
+    folder: str
+    """Where the driver is: relative paths mean the same in both. On a node without that folder the process stays where Ray put it."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class RankProcess:
 
     def _set_up(self, how: SetUp) -> None:
         place = self.place
+        if os.path.isdir(how.folder):
+            os.chdir(how.folder)  # in a cluster that was joined, Ray starts processes where its node was started
         setup_logging(logging.getLevelName(how.log_level if place.rank == 0 else max(how.log_level, logging.WARNING)), rich=False)
         set_threads(how.num_threads)  # of this thread: OpenMP counts them for each
         device = torch.device(how.device, 0) if how.device == "cuda" else torch.device("cpu")  # Ray shows each process its own GPU

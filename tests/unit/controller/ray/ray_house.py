@@ -37,6 +37,11 @@ class Prober(Counter):
         world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 0)
         return os.getpid(), self.rank, *world
 
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def folder(self) -> str:
+        """Where relative paths begin."""
+        return os.getcwd()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sum_of_ranks(self) -> float:
         """Over the torch.distributed world."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from ray.exceptions import ObjectLostError
 from ray_house import Prober, ask, make_broken, start
 from test_backend_conformance import *  # noqa: F403 the tests of the suite, with the fixtures below in the place of theirs
 
+from hybridflow.controller.ray import process
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.failure import Failure
@@ -199,9 +202,22 @@ def test_a_killed_process_is_lost_with_its_cause(own: Callable[..., RayBackend])
     assert time.monotonic() - began < 5
 
 
+def test_a_process_goes_where_the_driver_is_if_its_node_has_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "setup_logging", lambda *_, **__: None)
+    monkeypatch.chdir(tmp_path)  # and back, at the end
+    here = tmp_path / "driver"
+    here.mkdir()
+    rank = RankProcess(Place("train", 0, 1, 0, "node"))
+    for folder in (here, tmp_path / "on the driver's node only"):
+        rank._set_up(process.SetUp("cpu", None, logging.INFO, "", 0, 1.0, str(folder)))
+        assert Path.cwd() == here
+
+
 @pytest.mark.slow
-def test_a_call_beyond_its_deadline_ends(own: Callable[..., RayBackend]) -> None:
+def test_a_call_beyond_its_deadline_ends(own: Callable[..., RayBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     backend = own(call_timeout=2.0)
+    assert ask(backend).call_list(Prober.folder) == [str(tmp_path)] * 2  # Ray was started elsewhere
     with pytest.raises(WorkerError, match=r"counter\.span has not finished after 2 s on ranks \[0, 1\].*trainer\.worker_timeout") as caught:
         ask(backend).call(Prober.span, 60.0)
     assert "time.sleep(seconds)" in "\n".join(caught.value.__notes__)

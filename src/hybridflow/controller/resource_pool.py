@@ -45,6 +45,13 @@ class ResourcePool:
         return sum(self.devices_per_node)
 
 
+def pools_of(trainer: TrainerConfig | SFTTrainerConfig) -> tuple[ResourcePool, ...]:
+    """The pools that the keys ask for."""
+    if isinstance(trainer, TrainerConfig) and trainer.resource_pools:
+        return tuple(ResourcePool(name, tuple(counts)) for name, counts in trainer.resource_pools.items())
+    return (ResourcePool("global", (trainer.n_gpus_per_node,) * trainer.nnodes),)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Roles on pools. Roles of one pool are colocated: one process for each device hosts them all.
@@ -78,17 +85,15 @@ class Placement:
     @classmethod
     def from_config(cls, trainer: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) -> Placement:
         """The placement that the keys ask for, of the roles that the run has; those not named live in the first pool."""
-        devices = (trainer.n_gpus_per_node,) * trainer.nnodes
+        pools = pools_of(trainer)
         if isinstance(trainer, SFTTrainerConfig):
-            return cls.colocated(roles, devices)
+            return cls(pools, dict.fromkeys(roles, (pools[0].name,)))
         strange = [role for role in trainer.placement if role not in roles]
         if strange:
             raise ConfigError(
                 f"trainer.placement.{strange[0]} names a role that this run does not have: its roles are {', '.join(roles)}"
                 f"{_nearest(strange[0], roles)}"
             )
-        pools = tuple(ResourcePool(name, tuple(counts)) for name, counts in trainer.resource_pools.items())
-        pools = pools or (ResourcePool("global", devices),)
         asked = {role: (where,) if isinstance(where, str) else tuple(where) for role, where in trainer.placement.items()}
         return cls(pools, {role: asked.get(role, (pools[0].name,)) for role in roles})
 

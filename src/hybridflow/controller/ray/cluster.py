@@ -38,6 +38,8 @@ from hybridflow.controller.ray.preflight import (
     check_port_free,
     choose_address,
     describe,
+    device_of,
+    living,
     num_cpus,
     processes,
     reach,
@@ -128,7 +130,7 @@ class Cluster:
     @classmethod
     def _joined(cls, config: RayConfig, device: str, *, leaves: bool) -> Cluster:
         if device == "auto":
-            device = "cuda" if any(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]) else "cpu"
+            device = device_of(ray.nodes())
         address = ray.get_runtime_context().gcs_address
         ours = ("num_cpus", "num_gpus", "object_store_memory", "dashboard_port")
         if given := [f"ray_kwargs.ray_init.{name}" for name in ours if getattr(config.ray_init, name) is not None]:
@@ -164,20 +166,7 @@ class Cluster:
         """
         if not answers(self.address):
             raise WorkerLost(f"the head node of the Ray cluster at {self.address} is gone: start the cluster again, then the run")
-        unit, free = UNIT[self.device], available_resources_per_node()
-        # a node that was lost a moment ago is still alive to Ray, for seconds, and a run that starts again must not go there
-        alive = [node for node in ray.nodes() if node["Alive"] and answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")]
-        names = [_name(node) for node in alive]
-        return [
-            NodeInfo(
-                id=node["NodeID"],
-                name=name if names.count(name) == 1 else f"{name}#{node['NodeID'][:6]}",
-                ip=node["NodeManagerAddress"],
-                free=int(free.get(node["NodeID"], {}).get(unit, 0)),
-                total=int(node["Resources"].get(unit, 0)),
-            )
-            for node, name in zip(alive, names)
-        ]
+        return living(ray.nodes(), available_resources_per_node(), self.device)
 
     def check(self, placement: Placement, device: str, *, wait: float = SETTLE_SECONDS) -> None:
         """Before any placement group: are there devices for all pools? Remembers which node each pool will be on.
@@ -335,10 +324,6 @@ def _init(config: RayConfig, *, address: str, **own: Any) -> None:
             ) from error
         what = "Ray did not start on this machine" if own else f"the Ray cluster at {address} could not be joined"
         raise ConfigError(f"{what}: {text}") from error
-
-
-def _name(node: dict[str, Any]) -> str:
-    return str(node["NodeName"] if node["NodeName"] != node["NodeManagerAddress"] else node["NodeManagerHostname"])
 
 
 def _end(temp_dir: str) -> None:

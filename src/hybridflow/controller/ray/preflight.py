@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from hybridflow.config.check_cluster import num_processes
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
-from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.controller.resource_pool import ResourcePool, pools_of
 from hybridflow.errors import ConfigError
 
 CONNECT_SECONDS = 2.0
@@ -58,6 +58,7 @@ def look_ahead(trainer: TrainerConfig | SFTTrainerConfig, config: RayConfig) -> 
         return
     if address is not None:
         reach(address, source=source_of(config))
+        _check_totals(address, trainer)
         return
     if given.include_dashboard and given.dashboard_port is not None:
         check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
@@ -211,6 +212,52 @@ def check_own(wanted: int, num_nodes: int, offered: int, device: str) -> None:
             f"the run asks for {wanted} processes, a {unit} each, but this machine offers {offered} {unit}{'s' * (offered != 1)}: lower "
             f"trainer.n_gpus_per_node (or trainer.resource_pools), or {more}{elsewhere}"
         )
+
+
+def living(table: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]], device: str) -> list[NodeInfo]:
+    """The nodes of Ray's table that are alive and answer, with what is free and there in all of GPUs for cuda, of CPUs for cpu."""
+    # a node that was lost a moment ago is still alive to Ray, for seconds, and a run that starts again must not go there
+    alive = [node for node in table if node["Alive"] and answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")]
+    names, unit = [_name(node) for node in alive], UNIT[device]
+    return [
+        NodeInfo(
+            id=node["NodeID"],
+            name=name if names.count(name) == 1 else f"{name}#{node['NodeID'][:6]}",
+            ip=node["NodeManagerAddress"],
+            free=int(free.get(node["NodeID"], {}).get(unit, 0)),
+            total=int(node["Resources"].get(unit, 0)),
+        )
+        for node, name in zip(alive, names)
+    ]
+
+
+def device_of(table: Sequence[Mapping[str, Any]]) -> str:
+    """What `auto` means on a cluster: cuda where a living node has a GPU."""
+    return "cuda" if any(node["Resources"].get("GPU", 0) for node in table if node["Alive"]) else "cpu"
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return str(node["NodeName"] if node["NodeName"] != node["NodeManagerAddress"] else node["NodeManagerHostname"])
+
+
+def _check_totals(address: str, trainer: TrainerConfig | SFTTrainerConfig) -> None:
+    """ConfigError if the cluster has too few devices even when nobody else uses it; asked without joining it."""
+    from ray._private.state import GlobalState
+    from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
+    from ray.exceptions import RayError
+
+    state = GlobalState()
+    state._initialize_global_state(GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True))
+    try:
+        table, free = state.node_table(), state.available_resources_per_node()
+    except (RayError, RuntimeError):  # joining it says why
+        return
+    finally:
+        state.disconnect()
+    device = device_of(table) if trainer.device == "auto" else trainer.device
+    pools, nodes = pools_of(trainer), living(table, free, device)
+    if assign(pools, nodes, by_total=True) is None:
+        raise ConfigError(shortage(pools, nodes, device, f"the Ray cluster at {address}", own=False))
 
 
 def assign(pools: Sequence[ResourcePool], nodes: Sequence[NodeInfo], *, by_total: bool = False) -> dict[str, list[NodeInfo]] | None:

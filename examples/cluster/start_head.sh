@@ -6,6 +6,10 @@ set -euo pipefail
 source "$(dirname "$0")/ray_env.sh"
 
 port=${RAY_PORT:-6379}
+if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+    echo "port $port is in use on this machine, perhaps by a Ray that runs already (\`ray status\`): set RAY_PORT to another one" >&2
+    exit 1
+fi
 ray start --head --port="$port" --dashboard-host=127.0.0.1 --disable-usage-stats "$@"
 
 cat <<TEXT

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,18 @@ def bash_accepts(text: str) -> str:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_bash(path: Path) -> None:
     assert bash_accepts(path.read_text()) == ""
+
+
+def test_a_head_is_not_started_on_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_PORT": port}
+        done = subprocess.run(
+            ["bash", str(EXAMPLES / "start_head.sh"), "--no-such-option"], env=environment, capture_output=True, text=True
+        )
+    assert done.returncode == 1 and done.stderr.startswith(f"port {port} is in use") and "RAY_PORT" in done.stderr
 
 
 def manifest(name: str) -> dict[str, Any]:

@@ -42,11 +42,6 @@ class EngineMesh:
             self.sequence_group = rows["sp"].get_group()
 
     @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        """The ranks that split each dense layer with this one, where there are any."""
-        return None if self.tensor is None else self.tensor.get_group()
-
-    @property
     def data_rank(self) -> int:
         """Which part of the rows this rank computes."""
         return self.sizes.data_rank(self.rank)

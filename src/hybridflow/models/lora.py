@@ -177,11 +177,6 @@ def is_adapter(name: str) -> bool:
     return _PART.search(name) is not None
 
 
-def adapter_names(names: Iterable[str]) -> list[str]:
-    """Those of `names` that are parts of adapters."""
-    return [name for name in names if is_adapter(name)]
-
-
 def adapter_part(name: str) -> str:
     """`LAYER.lora_A` or `LAYER.lora_B` of an adapter parameter's name in a policy."""
     return name.removeprefix("hf.").removesuffix(f".{ADAPTER}.weight")

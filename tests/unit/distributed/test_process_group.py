@@ -41,7 +41,8 @@ def test_others_that_do_not_come_are_an_error_that_names_the_address() -> None:
 
 def describe(rank: int, sizes: ParallelSizes) -> tuple[object, ...]:
     mesh = engine_mesh(sizes, "cpu")
-    groups = [None if group is None else dist.get_process_group_ranks(group) for group in (mesh.sequence_group, mesh.tensor_group)]
+    tensor = None if mesh.tensor is None else mesh.tensor.get_group()
+    groups = [None if group is None else dist.get_process_group_ranks(group) for group in (mesh.sequence_group, tensor)]
     return mesh.fsdp.mesh_dim_names, tuple(mesh.fsdp.shape), *groups, mesh.data_rank, mesh.is_leader
 
 

@@ -13,6 +13,7 @@ from hybridflow.config.check_algorithm import PROCESS, algorithm_problems
 from hybridflow.config.check_cluster import cluster_notes, ppo_cluster_problems, sft_cluster_problems
 from hybridflow.config.check_notes import has_validation, ppo_notes
 from hybridflow.config.check_paths import data_problems, folder_problems, model_problem, plugin_problem, resume_problems
+from hybridflow.config.check_reward import reward_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
@@ -36,6 +37,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             *_rollout(config),
             *_validation(config),
             *_plugins(config),
+            *reward_problems(config.reward),
             *data_problems(config.data.train_files, config.data.val_files, config.data.task, own_class=bool(config.data.custom_cls.path)),
             *model_problem(config.actor_rollout_ref.model, "actor_rollout_ref.model"),
             *_other_models(config),

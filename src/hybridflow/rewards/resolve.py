@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+from hybridflow.config.check_reward import CUSTOM, reward_problems
+from hybridflow.config.convert import raise_all
 from hybridflow.config.reward import RewardConfig
-from hybridflow.errors import ConfigError
 from hybridflow.rewards.compose import compose, load_terms
 from hybridflow.rewards.load import DEFAULT_NAMES, load_builtin, load_user_function
 from hybridflow.rewards.table import RewardFunction
 
-_CUSTOM = "reward.custom_reward_function"
-
 
 def check_choice(config: RewardConfig) -> None:
-    """Raise ConfigError if the keys choose more than one reward function."""
-    choices = {
-        "reward.terms": repr(config.terms) if config.terms else "",
-        f"{_CUSTOM}.path": config.custom_reward_function.path or "",
-        "reward.function": config.function if config.function != "auto" else "",
-    }
-    chosen = [f"{key}={value}" for key, value in choices.items() if value]
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} each choose the reward: keep one (a path.py:name may also be the name of a term)")
-    if config.terms and config.custom_reward_function.reward_kwargs:
-        raise ConfigError(f"{_CUSTOM}.reward_kwargs has no effect with reward.terms: write the options into the term")
+    """Raise ConfigError if the keys choose more than one reward function; a run from the command line was told so before it began."""
+    raise_all(list(reward_problems(config)))
 
 
 def resolve(config: RewardConfig, seed: int) -> RewardFunction:
@@ -35,7 +25,7 @@ def resolve(config: RewardConfig, seed: int) -> RewardFunction:
     if config.terms:
         return compose(load_terms(config.terms, seed))
     if custom.path:
-        return load_user_function(custom.path, custom.name, dict(custom.reward_kwargs), key=_CUSTOM)
+        return load_user_function(custom.path, custom.name, dict(custom.reward_kwargs), key=CUSTOM)
     if ":" in config.function:
         return load_user_function(config.function, DEFAULT_NAMES[0], dict(custom.reward_kwargs), key="reward.function")
     return load_builtin(config.function, dict(custom.reward_kwargs), seed, key="reward.function")

@@ -166,6 +166,8 @@ BAD = [
     (["data.custom_cls.path=a.py"], "without a name: set data.custom_cls.name"),
     (["data.sampler.class_path=/no/a.py:S"], "data.sampler.class_path: there is no file /no/a.py"),
     (["reward.terms=[{weight: 1}]"], "reward.terms[0]"),
+    (["reward.terms=[{name: math}]", "reward.function=gsm8k"], "reward.function=gsm8k each choose the reward"),
+    (["reward.terms=[{name: math}]", "reward.custom_reward_function.reward_kwargs={a: 1}"], "write the options into the term"),
 ]
 
 

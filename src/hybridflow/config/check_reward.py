@@ -1,0 +1,23 @@
+"""What must hold of the keys that choose the reward function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.config.reward import RewardConfig
+
+CUSTOM = "reward.custom_reward_function"
+
+
+def reward_problems(reward: RewardConfig) -> Iterator[str]:
+    """One line for each problem: more than one choice, options that nobody takes."""
+    choices = {
+        "reward.terms": repr(reward.terms) if reward.terms else "",
+        f"{CUSTOM}.path": reward.custom_reward_function.path or "",
+        "reward.function": reward.function if reward.function != "auto" else "",
+    }
+    chosen = [f"{key}={value}" for key, value in choices.items() if value]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} each choose the reward: keep one (a path.py:name may also be the name of a term)"
+    if reward.terms and reward.custom_reward_function.reward_kwargs:
+        yield f"{CUSTOM}.reward_kwargs has no effect with reward.terms: write the options into the term"

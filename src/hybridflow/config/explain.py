@@ -130,6 +130,6 @@ def format_bytes(size: float) -> str:
     """Bytes in the unit that reads best."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
-            return f"{size:.0f} {unit}"
+            return f"{size:.1f} {unit}" if unit == "MiB" and size < 10 else f"{size:.0f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
-from hybridflow.errors import HybridFlowError, WorkerError, WorkerTraceback
+from hybridflow.errors import HybridFlowError, WorkerError, WorkerLost, WorkerTraceback
 
 P = ParamSpec("P")
 NOTE_LENGTH = 300
@@ -41,7 +41,7 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
 def _told(error: HybridFlowError) -> Iterator[str]:
     """The message, then where it was and what other ranks said, a line each; of a worker that failed, also its traceback and stacks."""
     whole = isinstance(error, WorkerError)
-    if whole and isinstance(error.__cause__, WorkerTraceback):
+    if whole and not isinstance(error, WorkerLost) and isinstance(error.__cause__, WorkerTraceback):
         yield str(error.__cause__).strip()
     yield f"{type(error).__name__}: {error}"
     for note in getattr(error, "__notes__", []):

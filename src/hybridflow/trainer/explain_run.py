@@ -192,7 +192,9 @@ def _memory(plan: Plan) -> Iterator[Line]:
         yield from lines
     if _on_cpu(plan) and plan.num_processes > 1:
         yield Line(
-            f"memory of all {plan.num_processes} processes, at most", format_bytes(sum(totals)), "they share this machine's, if it is one"
+            f"memory of all {plan.num_processes} processes, at most",
+            format_bytes(sum(totals)),
+            "on one machine they share it; the libraries take some 0.4 GiB each besides",
         )
 
 

@@ -58,7 +58,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_spans_two_nodes_then_three(nodes: RayNodes, begun: Callable[..., LosingRun], undisturbed: Path, tmp_path: Path) -> None:
     two = begun(undisturbed).outcome(PATIENCE)
-    assert two.status == 0 and re.search("2 worker processes on (node0, node1|node1, node0) have", two.log), two.log
+    assert two.status == 0 and re.search("2 worker processes on (node0, node1|node1, node0) started", two.log), two.log
     nodes.add(1)
     three = begun(tmp_path / "three", num_nodes=3, steps=1).outcome(PATIENCE)
     assert three.status == 0 and "3 worker processes on" in three.log, three.log

@@ -17,8 +17,13 @@ from hybridflow.errors import ConfigError
 _HANDLER_NAME = "hybridflow"
 _NOISY = ("transformers", "huggingface_hub", "httpx", "urllib3", "filelock", "fsspec", "datasets", "torch.distributed", "matplotlib")
 
+FILE_WIDTH = 120
+"""Columns where nobody's terminal sets them; at rich's own 80 the names of metrics break in the middle."""
+
 console = Console()
 """The terminal of a run: log lines, step lines and the progress bar share it, so that they do not overwrite each other."""
+if not console.is_terminal:
+    console.width = max(console.width, FILE_WIDTH)
 
 
 def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -116,6 +118,18 @@ def test_console_validation_table_shows_changes(tmp_path: Path) -> None:
     row = next(line for line in table.splitlines() if "gsm8k" in line)
     assert row.split() == ["openai/gsm8k", "acc", "mean@4", "0.4000", "-0.1000", "+0.1500"]
     assert "step 20 ·" not in text_of(console), "a validation alone is no training step"
+
+
+def test_names_of_metrics_stay_whole_in_a_log_file() -> None:
+    code = (
+        "from pathlib import Path; from hybridflow.observability.trackers.base import RunInfo; "
+        "from hybridflow.observability.trackers.console import ConsoleTracker; tracker = ConsoleTracker(RunInfo(Path('.'))); "
+        "metrics = {'val-core/arithmetic_chain/reward/mean@1': 0.5, 'val-aux/response_length/clip_ratio': 1.0}; "
+        "[tracker.log(metrics, step) for step in (1, 2)]"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.count("response_length/clip_ratio") == 2
 
 
 def test_console_bar_on_a_terminal(tmp_path: Path) -> None:

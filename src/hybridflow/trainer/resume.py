@@ -17,6 +17,15 @@ logger = logging.getLogger(__name__)
 ENGINE_PARTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("scheduler",)}
 """What the words of `checkpoint.save_contents` mean in an engine's state."""
 
+SPREADS = {"fsdp_size", "tensor_parallel_size", "ulysses_sequence_parallel_size", "tensor_model_parallel_size"} | {
+    "reshard_after_forward",
+    "forward_prefetch",
+    "param_offload",
+    "optimizer_offload",
+    "offload_policy",
+}
+"""Keys, by their last word, that say where a model is and not what it learns."""
+
 
 def find(store: CheckpointStore, mode: str, path: str | None) -> Checkpoint | None:
     """The checkpoint that `trainer.resume_mode` asks for, read; None where a run starts from nothing."""
@@ -69,8 +78,10 @@ def say_where(done: int, total: int, path: Path) -> None:
 
 
 def say_changes(done: int, changed: Sequence[str]) -> None:
-    """Warn of a resumed run whose keys are not those that it began with; how long it runs and what it shows may change freely."""
-    telling = [change for change in changed if not change.startswith("trainer.")]
+    """Warn of a resumed run whose keys are not those that it began with; how long it runs, what it shows and where it runs may change."""
+    telling = [
+        change for change in changed if not change.startswith("trainer.") and change.partition(":")[0].rpartition(".")[2] not in SPREADS
+    ]
     if done and telling:
         more = f", and {len(telling) - 8} more" if len(telling) > 8 else ""
         logger.warning("it goes on with other settings than it began with: %s%s", "; ".join(telling[:8]), more)

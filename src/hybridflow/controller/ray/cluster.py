@@ -147,7 +147,7 @@ class Cluster:
         check_own(wanted, num_nodes, num_gpus if device == "cuda" else cpus, device)
         if given.include_dashboard and given.dashboard_port is not None:
             check_port_free(given.dashboard_port, "ray_kwargs.ray_init.dashboard_port")
-        temp_dir = _start(
+        temp_dir, dashboard = _start(
             config,
             num_cpus=cpus,
             num_gpus=num_gpus,
@@ -156,7 +156,8 @@ class Cluster:
             dashboard_port=given.dashboard_port,
         )
         address = ray.get_runtime_context().gcs_address
-        logger.info("started a Ray of this run's own at %s: %d CPUs, %d GPUs", address, cpus, num_gpus)
+        shown = f"; its dashboard: http://{dashboard}" if dashboard else ""
+        logger.info("started a Ray of this run's own at %s: %d CPUs, %d GPUs%s", address, cpus, num_gpus, shown)
         return cls(device=device, address=address, owns=True, leaves=True, temp_dir=temp_dir, timeline=config.timeline_json_file)
 
     def nodes(self) -> list[NodeInfo]:
@@ -279,16 +280,15 @@ class Cluster:
             logger.warning("ray_kwargs.timeline_json_file=%s could not be written: %s", self._timeline, error)
 
 
-def _start(config: RayConfig, **offered: Any) -> str:
-    """Start a Ray in a temporary folder of its own; gives the folder.
+def _start(config: RayConfig, **offered: Any) -> tuple[str, str]:
+    """Start a Ray in a temporary folder of its own; gives the folder, and where its dashboard is (empty: nowhere).
 
     Ray gives a node 30 s to start, whatever the machine has to do at the time: then it is tried again, and refused after the third time.
     """
     for attempt in range(1, START_ATTEMPTS + 1):
         temp_dir = tempfile.mkdtemp(prefix="hf-ray-", dir=None if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp")
         try:
-            _init(config, address="local", _temp_dir=temp_dir, _system_config={**HEALTH_CHECKS, **NICENESS}, **offered)
-            return temp_dir
+            return temp_dir, _init(config, address="local", _temp_dir=temp_dir, _system_config={**HEALTH_CHECKS, **NICENESS}, **offered)
         except BaseException as error:
             _end(temp_dir)
             if STARTUP_TIMEOUT not in str(error):
@@ -303,14 +303,15 @@ def _start(config: RayConfig, **offered: Any) -> str:
     raise AssertionError("the loop returns or raises")
 
 
-def _init(config: RayConfig, *, address: str, **own: Any) -> None:
-    """`ray.init`, with its errors in our words."""
+def _init(config: RayConfig, *, address: str, **own: Any) -> str:
+    """`ray.init`, with its errors in our words; gives where the dashboard is (empty: nowhere)."""
     namespace = config.ray_init.namespace or f"hybridflow-{uuid.uuid4().hex[:8]}"
     runtime_env = config.ray_init.runtime_env or None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # about environment variables of accelerators in later versions of Ray
-            ray.init(address=address, namespace=namespace, runtime_env=runtime_env, log_to_driver=True, logging_level=logging.ERROR, **own)
+            given = {"namespace": namespace, "runtime_env": runtime_env, "log_to_driver": True, "logging_level": logging.ERROR, **own}
+            return ray.init(address=address, **given).dashboard_url or ""
     except (RuntimeError, ConnectionError, ValueError) as error:
         text = " ".join(str(error).split())
         if "Version mismatch" in text:

@@ -7,6 +7,7 @@ pools, nodes ──assign──► for each node of each pool, a node of the clu
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.resource_pool import ResourcePool, pools_of
 from hybridflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.0
 MAX_TRIES = 10_000  # of laying pools out on nodes: far more than any cluster needs that has room
@@ -241,23 +244,29 @@ def _name(node: Mapping[str, Any]) -> str:
 
 
 def _check_totals(address: str, trainer: TrainerConfig | SFTTrainerConfig) -> None:
-    """ConfigError if the cluster has too few devices even when nobody else uses it; asked without joining it."""
-    from ray._private.state import GlobalState
-    from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
-    from ray.exceptions import RayError
-
-    state = GlobalState()
-    state._initialize_global_state(GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True))
+    """ConfigError if the cluster has too few devices even when nobody else uses it; asked without joining it, which takes seconds."""
     try:
-        table, free = state.node_table(), state.available_resources_per_node()
-    except (RayError, RuntimeError):  # joining it says why
+        table, free = _tables(address)
+    except Exception as error:  # a way into Ray that another version may not have, or a cluster that refuses us: joining it will tell
+        logger.debug("the devices of the Ray cluster at %s could not be counted before joining it: %s", address, error)
         return
-    finally:
-        state.disconnect()
     device = device_of(table) if trainer.device == "auto" else trainer.device
     pools, nodes = pools_of(trainer), living(table, free, device)
     if assign(pools, nodes, by_total=True) is None:
         raise ConfigError(shortage(pools, nodes, device, f"the Ray cluster at {address}", own=False))
+
+
+def _tables(address: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """A cluster's nodes, and what is free on each; by way of what Ray's own commands use, for it offers nothing public."""
+    from ray._private.state import GlobalState
+    from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
+
+    state = GlobalState()
+    try:
+        state._initialize_global_state(GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=True))
+        return state.node_table(), state.available_resources_per_node()
+    finally:
+        state.disconnect()
 
 
 def assign(pools: Sequence[ResourcePool], nodes: Sequence[NodeInfo], *, by_total: bool = False) -> dict[str, list[NodeInfo]] | None:

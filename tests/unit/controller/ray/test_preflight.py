@@ -216,10 +216,11 @@ def test_a_ray_that_does_not_start_in_time_is_tried_three_times(monkeypatch: pyt
     """Ray raises a plain Exception 30 s after a busy machine was asked; `starts`: the attempt that would succeed."""
     folders: list[Path] = []
 
-    def init(config: RayConfig, *, address: str, **own: Any) -> None:
+    def init(config: RayConfig, *, address: str, **own: Any) -> str:
         folders.append(Path(own["_temp_dir"]))
         if len(folders) < starts:
             raise Exception("The current node timed out during startup. This could happen because …")
+        return "127.0.0.1:8265"
 
     monkeypatch.setattr(cluster, "_init", init)
     monkeypatch.setattr(cluster, "_end", lambda folder: Path(folder).rmdir())  # its own would end the Ray of the other tests

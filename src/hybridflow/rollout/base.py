@@ -35,7 +35,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the response besides the model's end tokens; kept in it."""
     ignore_eos: bool = False
-    """Go on after the model's end tokens; `stop_token_ids` still end the response."""
+    """Go on after the model's end tokens; `stop_token_ids` and `stop` still end the response."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divide the positive and multiply the negative logits of tokens that the prompt or the response has (Keskar et al. 2019, CTRL)."""
+    min_tokens: int = 0
+    """No token that would end the response is chosen before it has this many."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the response; the token that completes one is the last, and is kept."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    top_log_probs: int = 0
+    """At each place, log-probs of this many most probable tokens."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -46,6 +58,16 @@ class SamplingParams:
             raise RolloutError(f"top_k={self.top_k}: use -1 for all tokens, or at least 1")
         if not 0 < self.top_p <= 1:
             raise RolloutError(f"top_p={self.top_p}: use a number above 0 and at most 1 (1 keeps all tokens)")
+        if not 0 <= self.min_p <= 1:
+            raise RolloutError(f"min_p={self.min_p}: use a number from 0 (keeps all tokens) to 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise RolloutError(f"repetition_penalty={self.repetition_penalty}: use a number above 0 (1 changes nothing)")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise RolloutError(f"min_tokens={self.min_tokens}: use a number from 0 to max_tokens={self.max_tokens}")
+        if self.top_log_probs < 0:
+            raise RolloutError(f"top_log_probs={self.top_log_probs}: use 0 for none, or how many")
+        if "" in self.stop:
+            raise RolloutError("stop has an empty text, which every response ends with: leave it out")
 
     @property
     def takes_argmax(self) -> bool:
@@ -55,7 +77,7 @@ class SamplingParams:
     @property
     def limits_tokens(self) -> bool:
         """Draws from fewer tokens than the vocabulary."""
-        return not self.takes_argmax and (self.top_k > 0 or self.top_p < 1)
+        return not self.takes_argmax and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,10 @@ class GenerationOutput:
     """Version of the weights that sampled each token."""
     error: str | None = None
     """Why, when `finish_reason` is "error"."""
+    stop_reason: int | str | None = None
+    """Which token or text ended it, when `finish_reason` is "stop"."""
+    top_log_probs: list[list[tuple[int, float]]] | None = None
+    """For each token, (id, log-prob) of the most probable ones at its place, the most probable first; None where not asked for."""
 
 
 @dataclass

@@ -19,7 +19,6 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.slot_layout import SlotLayout
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
 from hybridflow.rollout.native.rows import RowTable
-from hybridflow.rollout.native.sampling import SamplingPlan, sample, uniforms
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
 
 
@@ -40,7 +39,6 @@ class Generation:
     ) -> None:
         self.policy, self.cache, self.version, self.stats = policy, cache, version, stats
         self.scheduler = Scheduler(requests, max_rows=max_rows, max_batched_tokens=max_batched_tokens)
-        self.plan = SamplingPlan.of(request.sampling for request in requests)
         self._eos = tuple(eos_token_ids)
         self._max_rows = max_rows
         self._dtype = torch.promote_types(policy.dtype, torch.float32)
@@ -145,19 +143,7 @@ class Generation:
 
     def _choose(self, start: int, hidden: Tensor) -> list[GenerationOutput]:
         """Sample the next token of rows start.. from their hidden states [n, H]; those that finish by it leave."""
-        table, rows = self.rows, slice(start, self.rows.count)
-        logits = self.policy.logits(hidden)
-        uniform = None if self.plan.all_greedy else uniforms(table.stream[rows], table.generated[rows], self._dtype)
-        tokens, log_probs = sample(
-            logits,
-            self.plan,
-            uniform=uniform,
-            temperature=table.temperature[rows],
-            top_k=table.top_k[rows],
-            top_p=table.top_p[rows],
-            greedy=table.greedy[rows],
-        )
-        finished = table.record(rows, tokens, log_probs, self.version())
+        finished = self.rows.choose(start, self.policy.logits(hidden), self.version())
         leaving = (finished.nonzero()[:, 0] + start).tolist()  # the one wait for the device in a step
         return self._leave(leaving) if leaving else []
 

@@ -1,7 +1,7 @@
 """The running rows: one column of tensors per fact, row i in slot i, rows 0..count-1 in use.
 
-Everything a decode step reads or writes is here, allocated once per call, so that a step is a handful of tensor operations
-whatever the number of rows.
+Everything a decode step reads or writes is here, so that a step is a handful of tensor operations whatever the number of rows.
+A row is its request and its place in every column: what moves, grows or is put aside does so for all columns alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest
-from hybridflow.rollout.native.sampling import stream_keys
+from hybridflow.rollout.native.sampling import SamplingPlan, sample, stream_keys, uniforms
 
 SEED_BITS = (1 << 63) - 1
 
@@ -35,16 +35,42 @@ class RowTable:
         self.top_k = column()
         self.top_p = column(kind=dtype)
         self.greedy = column(kind=torch.bool)
-        self.stops = column(num_stops)  # token ids that end the row, filled up with -1
+        self.stops = column(num_stops).fill_(-1)  # token ids that end the row, filled up with -1
         self.tokens = column(width)
         self.log_probs = column(width, kind=dtype)
         self.versions = column(width, kind=torch.int32)
-        self._columns = [value for value in vars(self).values() if isinstance(value, Tensor)]
 
     @property
     def count(self) -> int:
         """Rows in use."""
         return len(self.requests)
+
+    @property
+    def _columns(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def grow(self, num_rows: int, width: int, num_stops: int) -> None:
+        """Make room for so many rows, tokens and stops where there is less; rows in use keep what they have."""
+        now = (self.tokens.shape[0], self.width, self.stops.shape[1])
+        size = tuple(max(pair) for pair in zip(now, (num_rows, width, num_stops)))
+        if size == now:
+            return
+        larger = RowTable(*size, self.vocabulary, self.temperature.dtype, self.device)
+        for name, column in larger._columns.items():
+            old = getattr(self, name)
+            column[tuple(slice(0, length) for length in old.shape)] = old
+            setattr(self, name, column)
+        self.width = size[1]
+
+    def copy_of(self, row: int) -> dict[str, Tensor]:
+        """What the columns say of a row, to be put aside."""
+        return {name: column[row].clone() for name, column in self._columns.items()}
+
+    def restore(self, row: int, saved: dict[str, Tensor]) -> None:
+        """Give a row that was just added what `copy_of` kept; its newest token is in the slot now, too."""
+        for name, value in saved.items():
+            getattr(self, name)[row][tuple(slice(0, length) for length in value.shape)] = value
+        self.length[row] += 1
 
     def add(self, requests: Sequence[GenerationRequest], stops: Sequence[Sequence[int]]) -> None:
         """Append rows whose prompts are in their slots; `stops` are the ending tokens of each."""
@@ -66,6 +92,22 @@ class RowTable:
             fill(self.stops, [[*ids, *[-1] * (depth - len(ids))] for ids in stops])
         self.generated[start:stop] = 0
         self.requests.extend(requests)
+
+    def choose(self, start: int, logits: Tensor, version: int) -> Tensor:
+        """Sample one token for each row from `start` on, of logits [n, V], and append it; [n] bool of those that are finished by it."""
+        rows = slice(start, self.count)
+        plan = SamplingPlan.of(request.sampling for request in self.requests[rows])
+        uniform = None if plan.all_greedy else uniforms(self.stream[rows], self.generated[rows], self.log_probs.dtype)
+        tokens, log_probs = sample(
+            logits,
+            plan,
+            uniform=uniform,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            greedy=self.greedy[rows],
+        )
+        return self.record(rows, tokens, log_probs, version)
 
     def record(self, rows: slice, tokens: Tensor, log_probs: Tensor, version: int) -> Tensor:
         """Append one token to each of `rows`; [n] bool of those that are finished by it."""
@@ -111,6 +153,6 @@ class RowTable:
         if not holes:
             return None
         source, destination = torch.tensor([tail, holes], device=self.device)
-        for column in self._columns:
+        for column in self._columns.values():
             column.index_copy_(0, destination, column.index_select(0, source))
         return source, destination

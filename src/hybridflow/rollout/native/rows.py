@@ -52,15 +52,15 @@ class RowTable:
     def grow(self, num_rows: int, width: int, num_stops: int) -> None:
         """Make room for so many rows, tokens and stops where there is less; rows in use keep what they have."""
         now = (self.tokens.shape[0], self.width, self.stops.shape[1])
-        size = tuple(max(pair) for pair in zip(now, (num_rows, width, num_stops)))
-        if size == now:
+        num_rows, width, num_stops = (max(pair) for pair in zip(now, (num_rows, width, num_stops)))
+        if (num_rows, width, num_stops) == now:
             return
-        larger = RowTable(*size, self.vocabulary, self.temperature.dtype, self.device)
+        larger = RowTable(num_rows, width, num_stops, self.vocabulary, self.temperature.dtype, self.device)
         for name, column in larger._columns.items():
             old = getattr(self, name)
             column[tuple(slice(0, length) for length in old.shape)] = old
             setattr(self, name, column)
-        self.width = size[1]
+        self.width = width
 
     def copy_of(self, row: int) -> dict[str, Tensor]:
         """What the columns say of a row, to be put aside."""

@@ -58,6 +58,12 @@ class Scores:
         return self.sliding_window if self.sliding_window is not None and self.sliding_window < length else None
 
 
+class Kernel(Protocol):
+    """How the scores of a block of queries and keys become values, where it is not the device's fastest way (`ExactMode`)."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor: ...
+
+
 class Layout(Protocol):
     """Which tokens see which: query [1|B, H, Q, D] in, attended values [1|B, Q, H, Dv] out."""
 
@@ -151,6 +157,9 @@ class PackedLayout:
     made once per micro-batch and serve all layers.
     """
 
+    exact: Kernel | None = None
+    """Attends instead of the device's own kernels; set in exact mode."""
+
     def __init__(
         self, num_tokens: int, buckets: list[tuple[int, int]], gather: Tensor | None, restore: Tensor | None, padding: Tensor | None
     ) -> None:
@@ -217,6 +226,8 @@ class PackedLayout:
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         window = scores.window(query.shape[2])
+        if self.exact is not None:
+            return self.exact.attend(query, key, value, self._allowed(query.shape[2], window, query.device), scores)
         if scores.softcap is not None or scores.sinks is not None:
             return masked_attention(query, key, value, self._allowed(query.shape[2], window, query.device), scores)
         grouped = query.shape[1] != key.shape[1]

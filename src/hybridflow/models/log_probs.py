@@ -27,6 +27,10 @@ class TokenOutputs(NamedTuple):
     sum_pi_squared: Tensor | None = None
     """[M], Σ_v π(v)² of the same distribution, without gradient; None unless asked for."""
 
+    def first(self, count: int) -> TokenOutputs:
+        """What is said of the first `count` tokens."""
+        return TokenOutputs(self.log_probs[:count], *(None if part is None else part[:count] for part in self[1:]))
+
 
 @dataclass(frozen=True)
 class LogitTransform:
@@ -56,6 +60,8 @@ class LogitTransform:
 
 def log_probs_from_logits(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at the targets: logits [M, V] float32 or better, targets [M] int64 -> [M], nats."""
+    if logits.shape[0] == 1:  # a sum to a single number is split among threads, in another order than that of a row among rows
+        return log_probs_from_logits(logits.expand(2, -1), targets.expand(2), temperature)[:1]
     scaled = logits if temperature == 1.0 else logits / temperature
     return scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
 
@@ -72,19 +78,20 @@ def token_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
+    chunk_step: int = 1,
 ) -> TokenOutputs:
     """Log-prob of each target; entropy and Σπ² of the distribution it was drawn from where they are asked for.
 
     hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> [M] each, of softmax(z / temperature) with
     z = hidden·weightᵀ + bias after `LogitTransform`. Gradients flow from log-probs and entropy, not from Σπ².
-    A chunk of tokens holds at most `chunk_bytes` of logits (and at least one token).
+    A chunk of tokens holds at most `chunk_bytes` of logits, as a multiple of `chunk_step` tokens (and at least once so many).
     """
     assert temperature > 0, f"temperature {temperature} must be above 0"
     assert hidden.dim() == 2 and targets.shape == hidden.shape[:1], (
         f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not match"
     )
     transform = LogitTransform(logit_scale, softcap)
-    chunk = chunk_tokens(weight.shape[0], hidden.dtype, chunk_bytes)
+    chunk = max(1, chunk_tokens(weight.shape[0], hidden.dtype, chunk_bytes) // chunk_step) * chunk_step
     wanted = (with_entropy, with_sum_pi_squared)
     log_probs, entropy, squares = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, wanted, transform, chunk)  # type: ignore[no-untyped-call]
     return TokenOutputs(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, register
+from hybridflow.models.exact import ExactMode
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
 from hybridflow.models.sequence_parallel import SequenceCut, check_positions
@@ -29,6 +30,8 @@ class PolicyModel(nn.Module):
 
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
+    exact: ExactMode | None = None
+    """Set: a token's log-prob has the same bits in training and in generation, whatever is computed with it."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -76,27 +79,35 @@ class PolicyModel(nn.Module):
         Only the M predicting positions go through the head, a chunk at a time.
         """
         cut = sequence_cut(packed, self.sequence_group, self.config)
-        states = packed_hidden(self.hf.base_model, packed, self.device, cut)
+        states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact)
         head = self.head
+        targets = (packed.targets if cut is None else packed.targets[cut.own]).to(states.device)
+        if self.exact is not None:
+            states, targets = self.exact.pad_rows(states), self.exact.pad_rows(targets)
         outputs = token_log_probs(
             states,
             head.weight,
             head.bias,
-            (packed.targets if cut is None else packed.targets[cut.own]).to(states.device),
+            targets,
             temperature=temperature,
             with_entropy=with_entropy,
             with_sum_pi_squared=with_sum_pi_squared,
             softcap=self.transform.softcap,
             logit_scale=self.transform.scale,
+            chunk_step=1 if self.exact is None else self.exact.chunk_step,
         )
+        if self.exact is not None:
+            outputs = outputs.first(packed.targets.shape[0])
         return outputs if cut is None else cut.gather_outputs(outputs)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
-        return run_backbone(self.hf.base_model, input_ids, position_ids, layout)
+        return run_backbone(self.hf.base_model, input_ids, position_ids, layout, self.exact)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., H], in float32 or better, before any temperature."""
+        if self.exact is not None and hidden.dim() == 2:
+            return self.transform(self.head(self.exact.pad_rows(hidden)))[: hidden.shape[0]]
         return self.transform(self.head(hidden))
 
 
@@ -111,11 +122,16 @@ def use_attention(hf: PreTrainedModel) -> None:
     hf.set_attn_implementation(ATTENTION_NAME)
 
 
-def run_backbone(backbone: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+def run_backbone(
+    backbone: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, exact: ExactMode | None = None
+) -> Tensor:
     """Last hidden states of a Hugging Face base model under `layout`, with no cache and no mask of its own."""
+    batch, length = input_ids.shape
+    if exact is not None:
+        input_ids, position_ids, layout = exact.pad_tokens(input_ids, position_ids, layout)
     outputs: Any = backbone(input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout)
     states: Tensor = outputs.last_hidden_state
-    return states
+    return states if exact is None else states[:batch, :length]
 
 
 def sequence_cut(packed: PackedBatch, group: ProcessGroup | None, config: PretrainedConfig) -> SequenceCut | None:
@@ -126,13 +142,15 @@ def sequence_cut(packed: PackedBatch, group: ProcessGroup | None, config: Pretra
     return SequenceCut(packed, group)
 
 
-def packed_hidden(backbone: nn.Module, packed: PackedBatch, device: torch.device, cut: SequenceCut | None = None) -> Tensor:
+def packed_hidden(
+    backbone: nn.Module, packed: PackedBatch, device: torch.device, cut: SequenceCut | None = None, exact: ExactMode | None = None
+) -> Tensor:
     """Hidden states [M, H] at the positions that predict `packed.targets`; under a cut, those of the rank's share `cut.own`."""
     layout: Layout = PackedLayout.build(packed.lengths, device)
     input_ids, position_ids, index = packed.input_ids, packed.position_ids, packed.predict_index
     if cut is not None:
         layout, input_ids, position_ids, index = cut.layout(layout), cut.tokens(input_ids), cut.tokens(position_ids), cut.predict_index
-    states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout)
+    states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
     selected: Tensor = _SelectTokens.apply(states[0], index.to(device))  # type: ignore[no-untyped-call]
     return selected if cut is None else cut.deal(selected)
 

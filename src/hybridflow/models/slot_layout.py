@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hybridflow.models.attention import Scores, masked_attention
+from hybridflow.models.attention import Kernel, Scores, masked_attention
 from hybridflow.models.kv_cache import Places, SlotCache
 
 
 class SlotLayout:
     """Row i of the batch is slot i; its new token stands at position lengths[i] and sees all tokens up to itself."""
+
+    exact: Kernel | None = None
+    """Attends instead of the device's own kernels; set in exact mode."""
 
     def __init__(self, cache: SlotCache, lengths: Tensor, longest: int) -> None:
         """lengths [B] int64: tokens in each slot so far; `longest` is their maximum (told, so that nothing waits for the device)."""
@@ -32,9 +35,11 @@ class SlotLayout:
         batch, heads, num_queries, dim = query.shape
         assert batch == self.num_rows and num_queries == 1, f"slot layout of {self.num_rows} rows, query {tuple(query.shape)}"
         self.cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
-        keys = self.cache.keys[scores.layer_idx][:batch, :, : self.num_keys]
-        values = self.cache.values[scores.layer_idx][:batch, :, : self.num_keys]
+        keys, values = self.cache.keys[scores.layer_idx][:batch], self.cache.values[scores.layer_idx][:batch]
         window = scores.window(self.num_keys)
+        if self.exact is not None:
+            return self.exact.attend(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
+        keys, values = keys[:, :, : self.num_keys], values[:, :, : self.num_keys]
         if scores.softcap is not None or scores.sinks is not None:
             return masked_attention(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
         folded = query.reshape(batch, keys.shape[1], heads // keys.shape[1], dim)

@@ -1,0 +1,140 @@
+"""Exact mode: log-probs of generation and of training equal to the bit, on CPU in float32.
+
+    training    packed rows ──► run_backbone ──pad rows──► layers ──layout.exact──► one attention ──► log-prob head, in even chunks
+    generation  new tokens  ──► run_backbone ──pad rows──► layers ──layout.exact──► one attention ──► logits, in even chunks
+
+A matrix product gives each row the same bits whatever other rows are computed with it, as long as no other kernel is chosen for the
+shape. So both sides use one attention that is written out (the fused kernels are not the same for one query and for many), with the
+query heads of a key-value head folded into the rows, and never fewer rows than the kernels need. How much padding that takes differs
+from machine to machine: `ExactMode` says how much, and the self-check of the rollout engine whether it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from hybridflow.models.attention import Layout, Scores
+
+MIN_ROWS = 16
+"""Rows of every dense layer; below that, matrix libraries choose other kernels."""
+MIN_QUERIES = 8
+"""Rows of the products inside attention."""
+THRIFTY_KEYS = 64
+VECTOR = 32
+"""Numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""
+
+
+@dataclass(frozen=True)
+class ExactMode:
+    """How far shapes are padded so that a row's bits do not depend on its neighbours."""
+
+    key_step: int
+    """Keys of attention are padded to a multiple of this; as long as the longest row, all rows have one common length."""
+    row_step: int = 1
+    """Rows of every dense layer are padded to a multiple of this, and to MIN_ROWS in any case."""
+
+    @classmethod
+    def choices(cls, module: nn.Module, longest: int) -> list[ExactMode]:
+        """From the cheapest to the one that asks least of the machine, for rows of at most `longest` tokens of this model."""
+        common, step = -(-longest // 32) * 32, even_rows(module)
+        found = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
+        return list(dict.fromkeys(mode for mode in found if mode.key_step <= common))
+
+    def num_rows(self, real: int) -> int:
+        """Rows that a dense layer sees where `real` are wanted."""
+        return max(MIN_ROWS, -(-real // self.row_step) * self.row_step)
+
+    def num_keys(self, real: int) -> int:
+        """Keys that attention sees where `real` are wanted; the capacity that slots should have."""
+        return -(-real // self.key_step) * self.key_step
+
+    @property
+    def chunk_step(self) -> int:
+        """The log-prob head takes a multiple of so many rows at a time, so that no chunk is left with few."""
+        return max(MIN_ROWS, self.row_step)
+
+    def pad_tokens(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Layout]:
+        """The same arguments of a backbone with enough rows, [1, N'] or [B', C], and a layout that attends as this mode wants it."""
+        assert hasattr(layout, "exact"), f"{type(layout).__name__} knows no exact mode"
+        layout.exact = self
+        batch, length = input_ids.shape
+        missing = self.num_rows(batch * length) - batch * length
+        if not missing:
+            return input_ids, position_ids, layout
+        more = (0, missing) if batch == 1 else (0, 0, 0, -(-missing // length))
+        return pad(input_ids, more), pad(position_ids, more), _RealRows(layout, batch, length)
+
+    def pad_rows(self, rows: Tensor) -> Tensor:
+        """[M, ...] -> [M', ...], zeros behind, as many as the log-prob head takes at a time."""
+        missing = -rows.shape[0] % self.chunk_step
+        return pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing)) if missing else rows
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor:
+        """query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv].
+
+        `allowed` [Q, K'] or [B, Q, K'] bool, K' ≤ K, says which keys count, and holds the sliding window; keys behind the first K' are
+        padding and have to be finite. Where K is less than this mode pads to, zeros are added.
+        """
+        batch, heads, queries, dim = query.shape
+        kv_heads = key.shape[1]
+        keys = self.num_keys(allowed.shape[-1])
+        key, value = (_to_length(x, keys) for x in (key, value))
+        rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, dim) * (dim**-0.5 if how.scaling is None else how.scaling)
+        missing = max(0, MIN_QUERIES - rows.shape[2]) if self.row_step == 1 else -rows.shape[2] % MIN_QUERIES
+        if missing:
+            rows = pad(rows, (0, 0, 0, missing))
+        raw = rows @ key.transpose(-2, -1)
+        weights = self._weights(raw[:, :, : raw.shape[2] - missing].unflatten(2, (-1, queries)), allowed, keys, how).flatten(2, 3)
+        if missing:
+            weights = pad(weights, (0, 0, 0, missing))
+        out = weights @ value
+        return out[:, :, : out.shape[2] - missing].reshape(batch, heads, queries, value.shape[-1])
+
+    def _weights(self, raw: Tensor, allowed: Tensor, keys: int, how: Scores) -> Tensor:
+        """Softmax over the allowed keys of raw [B, KV, H/KV, Q, K]."""
+        if how.softcap is not None:
+            raw = torch.tanh(raw / how.softcap) * how.softcap
+        allowed = allowed[:, None, None] if allowed.dim() == 3 else allowed
+        hidden = torch.full((*allowed.shape[:-1], keys), float("-inf"), dtype=raw.dtype, device=raw.device)
+        hidden[..., : allowed.shape[-1]].masked_fill_(allowed, 0.0)
+        if how.sinks is None:
+            return (raw + hidden).softmax(-1)
+        sinks = how.sinks.to(raw.dtype).view(1, raw.shape[1], -1, 1, 1).expand(*raw.shape[:-1], 1)
+        # the sink stands first, at the same place for every number of keys
+        return torch.cat([sinks, raw + hidden], dim=-1).softmax(-1)[..., 1:]
+
+
+def even_rows(module: nn.Module, num_threads: int | None = None) -> int:
+    """Rows that a batch must be a multiple of so that activations (SiLU, GELU) see whole vectors in every thread.
+
+    What is left behind the last whole vector of a thread's part goes through another formula, which differs by a rounding. Parts are
+    even for up to 4 threads; with more, the self-check says whether it holds.
+    """
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    wanted = VECTOR * math.lcm(*range(1, min(threads, 4) + 1))
+    width = math.gcd(*(layer.out_features for layer in module.modules() if isinstance(layer, nn.Linear)))
+    return wanted // math.gcd(wanted, width)
+
+
+class _RealRows:
+    """Attention of the real rows only; those that pad the dense layers come out as zeros."""
+
+    def __init__(self, layout: Layout, batch: int, length: int) -> None:
+        self.layout, self.batch, self.length = layout, batch, length
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """query [B', H, Q', D] -> [B', Q', H, Dv]."""
+        real_query, real_key, real_value = (x[: self.batch, :, : self.length] for x in (query, key, value))
+        out = self.layout.attend(real_query, real_key, real_value, scores)
+        return pad(out, (0, 0, 0, 0, 0, query.shape[2] - out.shape[1], 0, query.shape[0] - out.shape[0]))
+
+
+def _to_length(states: Tensor, length: int) -> Tensor:
+    """states [B, KV, K, D] with `length` tokens."""
+    have = states.shape[2]
+    return states[:, :, :length] if have >= length else pad(states, (0, 0, 0, length - have))

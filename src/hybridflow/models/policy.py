@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, register
 from hybridflow.models.exact import ExactMode
+from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
 from hybridflow.models.sequence_parallel import SequenceCut, check_positions
@@ -43,6 +44,8 @@ class PolicyModel(nn.Module):
         self.transform = LogitTransform.from_config(hf.config)
         if self.dtype == torch.float64:
             compute_in_float64(hf)
+        self._flat: FlatDecoder | None = None
+        self._flat_tried = False
         self.train(hf.training)
 
     @property
@@ -104,6 +107,30 @@ class PolicyModel(nn.Module):
         """Last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout, self.exact)
 
+    def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """Like `hidden` for one new token of each row, [B, 1] -> [B, 1, H]: the same bits, in less time where the model allows it.
+
+        The faster way is used once its first states have been the very ones of the modules, on this model and this machine.
+        """
+        if (self._flat_tried and self._flat is None) or self.exact is not None or torch.is_grad_enabled():
+            return self.hidden(input_ids, position_ids, layout)
+        if self._flat is not None:
+            return self._flat(input_ids, position_ids, layout)
+        self._flat_tried, seen = True, ScoresSeen(layout)
+        states = self.hidden(input_ids, position_ids, seen)
+        flat = FlatDecoder.of(self.hf.base_model, seen.of_layer)
+        if flat is None:
+            return states
+        if torch.equal(flat(input_ids, position_ids, layout), states):
+            self._flat = flat
+            return states
+        return self.hidden(input_ids, position_ids, layout)  # once more: the layout now holds what the other way has stored
+
+    @property
+    def decodes_flat(self) -> bool:
+        """Whether `decode` has found its faster way to be right."""
+        return self._flat is not None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., H], in float32 or better, before any temperature."""
         if self.exact is not None and hidden.dim() == 2:
@@ -122,9 +149,7 @@ def use_attention(hf: PreTrainedModel) -> None:
     hf.set_attn_implementation(ATTENTION_NAME)
 
 
-def run_backbone(
-    backbone: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, exact: ExactMode | None = None
-) -> Tensor:
+def run_backbone(backbone: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, exact: ExactMode | None = None) -> Tensor:
     """Last hidden states of a Hugging Face base model under `layout`, with no cache and no mask of its own."""
     batch, length = input_ids.shape
     if exact is not None:

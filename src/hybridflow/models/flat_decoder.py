@@ -1,0 +1,105 @@
+"""One token of each row through a Llama-shaped decoder, without what a module call costs.
+
+A step of generation is a few hundred small operations, and for few rows the Python between them takes longer than they do. Here the same
+weights and functions are used in the same order, so the states are equal to the bit; `PolicyModel.decode` sees to it that they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from hybridflow.models.attention import Layout, Scores
+
+_BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A block, taken apart once."""
+
+    attention: Any
+    mlp: Any
+    norm_before: nn.Module
+    norm_between: nn.Module
+    scores: Scores
+    head_norms: bool
+
+
+class FlatDecoder:
+    """Does for one token of each row what the base model it was made of does."""
+
+    def __init__(self, base: Any, layers: list[_Layer], rotate: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self._base, self._layers, self._rotate = base, layers, rotate
+
+    @classmethod
+    def of(cls, base: nn.Module, scores: Mapping[int, Scores]) -> FlatDecoder | None:
+        """For a base model of the shape of Llama, Qwen 2 and 3, or Mistral, whose layers score keys by `scores`; None for any other."""
+        rotate, layers = None, []
+        if not _has(base, _BASE):
+            return None
+        for block in base.get_submodule("layers").children():
+            attention: Any = getattr(block, "self_attn", None)
+            mlp: Any = getattr(block, "mlp", None)
+            heads_normed = attention is not None and _has(attention, _ATTENTION | _HEAD_NORMS)
+            if not (_has(block, _LAYER) and _has(mlp, _MLP) and (heads_normed or _has(attention, _ATTENTION))):
+                return None
+            rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+            parts: Any = block
+            own = scores[attention.layer_idx]
+            layers.append(_Layer(attention, mlp, parts.input_layernorm, parts.post_attention_layernorm, own, heads_normed))
+        return None if rotate is None else cls(base, layers, rotate)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """Last hidden states [B, 1, H] of input_ids and position_ids [B, 1] under `layout`."""
+        states = self._base.embed_tokens(input_ids)
+        cos, sin = self._base.rotary_emb(states, position_ids)
+        for layer in self._layers:
+            states = states + self._attend(layer, layer.norm_before(states), cos, sin, layout)
+            normed, mlp = layer.norm_between(states), layer.mlp
+            states = states + _project(mlp.down_proj, mlp.act_fn(_project(mlp.gate_proj, normed)) * _project(mlp.up_proj, normed))
+        normed_states: Tensor = self._base.norm(states)
+        return normed_states
+
+    def _attend(self, layer: _Layer, states: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        own, shape = layer.attention, (states.shape[0], 1, -1, layer.attention.head_dim)
+        query, key = _project(own.q_proj, states).view(shape), _project(own.k_proj, states).view(shape)
+        if layer.head_norms:
+            query, key = own.q_norm(query), own.k_norm(key)
+        query, key = self._rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        value = _project(own.v_proj, states).view(shape).transpose(1, 2)
+        return _project(own.o_proj, layout.attend(query, key, value, layer.scores).flatten(2))
+
+
+class ScoresSeen:
+    """A layout that notes how each layer scores its keys."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.of_layer = layout, dict[int, Scores]()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """As the layout does."""
+        self.of_layer[scores.layer_idx] = scores
+        return self.layout.attend(query, key, value, scores)
+
+
+def _has(module: nn.Module | None, children: set[str]) -> bool:
+    """Exactly these children, and nothing else to compute with."""
+    return module is not None and {name for name, _ in module.named_children()} == children and not list(module.parameters(recurse=False))
+
+
+def _project(module: Any, states: Tensor) -> Tensor:
+    """A plain layer without the call; adapters and whatever else stands in its place are called."""
+    if type(module) is nn.Linear:
+        return linear(states, module.weight, module.bias)
+    projected: Tensor = module(states)
+    return projected

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds learn cluster-parity test test-slow coverage check format clean
+.PHONY: setup demo demo-seeds learn bench cluster-parity test test-slow coverage check format clean
 
 setup: $(READY)
 
@@ -23,6 +23,9 @@ demo-seeds: setup  ## the demo on three seeds, by PPO and with random rewards; w
 
 learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 cores (ALGO=grpo for one); writes benchmarks/results/learn.md
 	$(BIN)/python benchmarks/learn.py $(if $(ALGO),--algo $(ALGO))
+
+bench: setup  ## speed and memory on this machine's CPU, rivals in turn; writes benchmarks/results/generation.md
+	$(BIN)/python benchmarks/generation.py
 
 cluster-parity: setup  ## two processes against one, each way of spreading a model (about 45 minutes on 2 cores); writes benchmarks/results/cluster_parity.md
 	$(BIN)/python benchmarks/cluster_parity.py

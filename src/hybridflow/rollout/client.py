@@ -1,0 +1,212 @@
+"""The async face of one or many replicas: what agent loops and the HTTP server await.
+
+request ──choose (sticky key, else least loaded)──► replica.submit ──► output, or growing outputs and then the output
+    └── caller gives up, or the deadline passes ──► replica.abort
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest
+from hybridflow.rollout.engine_replica import EngineReplica, PartialOutput, ReplicaLost, Tap
+
+__all__ = ["DeadlinePassed", "EngineReplica", "LLMClient", "PartialOutput", "Replica", "ReplicaLost"]
+
+STICKY_KEYS = 65_536
+"""So many keys are remembered; the one not used for longest goes first."""
+STICKY_LEAD = 32
+"""A sticky replica may have so many requests more than the least loaded one: what prefix reuse saves is less than a longer queue costs."""
+
+
+class DeadlinePassed(RolloutError):
+    """A request had no answer in time; it was aborted."""
+
+
+class Replica(Protocol):
+    """One engine that serves requests of many callers; its methods do not block, but for `pause`, and may be called from any thread."""
+
+    name: str
+
+    @property
+    def load(self) -> int:
+        """Requests without an answer."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why it serves no more, if so."""
+        ...
+
+    def submit(self, request: GenerationRequest, tap: Tap | None = None) -> Future[GenerationOutput]: ...
+
+    def abort(self, request_ids: Iterable[int]) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None:
+        """End it; requests without an answer get ReplicaLost."""
+        ...
+
+
+class LLMClient:
+    """Sends each request to a replica and awaits its output; for one event loop, request ids unique among those that run."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        if not replicas:
+            raise RolloutError("a client needs at least one replica, and got none")
+        self.replicas = tuple(replicas)
+        self._sticky: OrderedDict[Hashable, Replica] = OrderedDict()
+        self._where: dict[int, Replica] = {}
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be served: what all replicas died of."""
+        failures = [replica.failure for replica in self.replicas]
+        return None if None in failures else "; ".join(str(failure) for failure in failures)
+
+    @property
+    def load(self) -> int:
+        """Requests without an answer."""
+        return len(self._where)
+
+    async def generate(
+        self, request: GenerationRequest, *, sticky: Hashable | None = None, deadline_s: float | None = None
+    ) -> GenerationOutput:
+        """The whole output. Requests of one `sticky` key go to one replica, so that they share prefixes.
+
+        ReplicaLost names the engine that died under the request, DeadlinePassed the one that had no answer in time. Whoever stops
+        waiting (cancellation) aborts the request.
+        """
+        replica = self._choose(sticky)
+        answer = asyncio.wrap_future(self._submit(replica, request, None))
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.shield(answer)
+        except TimeoutError as error:
+            raise _too_late(request, replica, deadline_s) from error
+        finally:
+            self._leave(replica, request, answer)
+
+    async def stream(
+        self, request: GenerationRequest, *, sticky: Hashable | None = None, deadline_s: float | None = None
+    ) -> AsyncGenerator[PartialOutput | GenerationOutput, None]:
+        """Growing outputs, the last one whole; a slow reader gets fewer and longer ones. Errors are those of `generate`.
+
+        Close the iterator (`aclosing`) where it is left early: that aborts the request.
+        """
+        replica = self._choose(sticky)
+        tap = _LoopTap()
+        answer = asyncio.wrap_future(self._submit(replica, request, tap))
+        answer.add_done_callback(lambda _: tap.arrived.set())
+        ends = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        try:
+            while True:
+                async with asyncio.timeout_at(ends):
+                    await tap.arrived.wait()
+                if answer.done():
+                    yield answer.result()
+                    return
+                yield tap.take()
+        except TimeoutError as error:
+            raise _too_late(request, replica, deadline_s) from error
+        finally:
+            self._leave(replica, request, answer)
+
+    async def abort(self, request_ids: Iterable[int]) -> None:
+        """End these requests; those who await them get what there is, with reason "abort". Unknown ids are passed over."""
+        by_replica: dict[int, list[int]] = {}
+        for request_id in request_ids:
+            if request_id in self._where:
+                by_replica.setdefault(self.replicas.index(self._where[request_id]), []).append(request_id)
+        for index, ids in by_replica.items():
+            self.replicas[index].abort(ids)
+
+    async def pause(self) -> None:
+        """Return when every live replica stands between two steps; no request is lost. RolloutError where one does not get there."""
+        results = await asyncio.gather(*(asyncio.to_thread(replica.pause) for replica in self._alive()), return_exceptions=True)
+        problems = [result for result in results if isinstance(result, BaseException) and not isinstance(result, ReplicaLost)]
+        if problems:
+            self.resume()
+            raise problems[0]
+
+    def resume(self) -> None:
+        """Go on after `pause`, under the weights there are now."""
+        for replica in self._alive():
+            replica.resume()
+
+    def _alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.failure is None]
+
+    def _choose(self, sticky: Hashable | None) -> Replica:
+        alive = self._alive()
+        if not alive:
+            raise ReplicaLost(f"no replica is alive: {self.failure}")
+        least = min(alive, key=lambda replica: replica.load)
+        if sticky is None:
+            return least
+        known = self._sticky.get(sticky)
+        if known is None or known.failure is not None or known.load > least.load + STICKY_LEAD:
+            known = least
+        self._sticky[sticky] = known
+        self._sticky.move_to_end(sticky)
+        if len(self._sticky) > STICKY_KEYS:
+            self._sticky.popitem(last=False)
+        return known
+
+    def _submit(self, replica: Replica, request: GenerationRequest, tap: Tap | None) -> Future[GenerationOutput]:
+        if request.request_id in self._where:
+            raise RolloutError(f"request {request.request_id} is running already: request ids must be unique")
+        future = replica.submit(request, tap)
+        self._where[request.request_id] = replica
+        return future
+
+    def _leave(self, replica: Replica, request: GenerationRequest, answer: asyncio.Future[GenerationOutput]) -> None:
+        del self._where[request.request_id]
+        if answer.done():
+            if not answer.cancelled():
+                answer.exception()  # read, so that nobody is told of an error without a reader
+        else:
+            answer.add_done_callback(lambda late: late.cancelled() or late.exception())
+            replica.abort([request.request_id])
+
+
+class _LoopTap:
+    """Hands growing outputs from a replica's thread to the event loop that it was made in, one at a time."""
+
+    def __init__(self) -> None:
+        self.wants = True
+        self.arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._newest: PartialOutput | None = None
+
+    def put(self, partial: PartialOutput) -> None:
+        self.wants = False
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrive, partial)
+
+    def _arrive(self, partial: PartialOutput) -> None:
+        self._newest = partial
+        self.arrived.set()
+
+    def take(self) -> PartialOutput:
+        """The newest; from now on the next one is wanted."""
+        newest, self._newest = self._newest, None
+        assert newest is not None, "a tap that arrived has something"
+        self.arrived.clear()
+        self.wants = True
+        return newest
+
+
+def _too_late(request: GenerationRequest, replica: Replica, deadline_s: float | None) -> DeadlinePassed:
+    return DeadlinePassed(
+        f"request {request.request_id} had no answer of replica {replica.name} within {deadline_s:g} s (deadline_s), with "
+        f"{replica.load} requests on that replica"
+    )

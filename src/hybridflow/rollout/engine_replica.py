@@ -1,0 +1,222 @@
+"""A thread that drives the session of one engine, so that callers in other threads and event loops can share it.
+
+submit ──inbox──► thread: add, abort, step ──► futures (finished), taps (growing)
+pause ──► the thread stands between two steps ──► weights are swapped ──► resume
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaLost(RolloutError):
+    """The replica that served a request died or was closed; the message names it and says of what."""
+
+
+@dataclass(frozen=True)
+class PartialOutput:
+    """What a running request has so far; both lists are equally long."""
+
+    request_id: int
+    token_ids: list[int]
+    log_probs: list[float]
+    """Nats, as in `GenerationOutput`."""
+
+
+class Tap(Protocol):
+    """Where growing outputs of one request go; called in the replica's thread."""
+
+    wants: bool
+    """False while the newest one was not read yet: nothing is copied for a slow reader."""
+
+    def put(self, partial: PartialOutput) -> None: ...
+
+
+class EngineSession(Protocol):
+    """What the thread drives; one thread at a time calls it."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]: ...
+
+    def step(self) -> list[GenerationOutput]: ...
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]: ...
+
+    def tokens_of(self, request_id: int) -> tuple[list[int], list[float]]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Ticket:
+    request: GenerationRequest
+    tap: Tap | None
+    added: bool = False
+    """The session knows it."""
+    seen: int = 0
+    """Tokens that the tap got."""
+    answer: Future[GenerationOutput] = field(default_factory=Future)
+
+
+class EngineReplica:
+    """One engine behind a thread; every method may be called from any thread.
+
+    `open_session` is called in the thread (`NativeEngine.open`). An error of the engine ends the replica: requests that finished before
+    keep their outputs, the others get ReplicaLost, and so do all that are submitted later.
+    """
+
+    def __init__(self, open_session: Callable[[], EngineSession], *, name: str = "native-0") -> None:
+        self.name = name
+        self._open_session = open_session
+        self._changed = threading.Condition()
+        self._tickets: dict[int, _Ticket] = {}
+        self._inbox: list[_Ticket] = []
+        self._aborts: set[int] = set()
+        self._pausing = self._parked = self._closing = False
+        self._failure: str | None = None
+        self._counts = (0, 0)
+        self._thread = threading.Thread(target=self._run, name=f"rollout {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def load(self) -> int:
+        """Requests that were submitted and not answered."""
+        return len(self._tickets)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting) requests, as of the newest step."""
+        running, _ = self._counts
+        return running, max(self.load - running, 0)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the replica serves no more, if so."""
+        return self._failure
+
+    def submit(self, request: GenerationRequest, tap: Tap | None = None) -> Future[GenerationOutput]:
+        """The answer to come; growing outputs go to `tap`. RolloutError for an id that is running, ReplicaLost for a dead replica."""
+        ticket = _Ticket(request, tap)
+        ticket.answer.set_running_or_notify_cancel()  # a caller that gives up says abort(); the future itself cannot be cancelled
+        with self._changed:
+            if self._failure is not None:
+                raise ReplicaLost(self._failure)
+            if request.request_id in self._tickets:
+                raise RolloutError(f"request {request.request_id} is running already: request ids must be unique")
+            self._tickets[request.request_id] = ticket
+            self._inbox.append(ticket)
+            self._changed.notify_all()
+        return ticket.answer
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End these requests after the step that is running: they are answered with what they have; unknown ones are passed over."""
+        with self._changed:
+            self._aborts.update(request_ids)
+            self._changed.notify_all()
+
+    def pause(self, timeout_s: float = 60.0) -> None:
+        """Return when the thread stands between two steps, where weights may be swapped; RolloutError where that takes too long."""
+        with self._changed:
+            self._pausing = True
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._parked or self._failure is not None, timeout_s):
+                self._pausing = False
+                raise RolloutError(f"replica {self.name} did not come to the end of a step within {timeout_s:g} s (deadline of pause)")
+            if self._failure is not None:
+                raise ReplicaLost(self._failure)
+
+    def resume(self) -> None:
+        """Go on with the requests as they are; their next tokens carry the version of the weights there are now."""
+        with self._changed:
+            self._pausing = False
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """End the thread and its session; requests without an answer get ReplicaLost. A repeated call does nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise RolloutError(f"replica {self.name} did not end within {timeout_s:g} s (deadline of close)")
+
+    def _run(self) -> None:
+        try:
+            session = self._open_session()
+            try:
+                while self._turn(session):
+                    pass
+            finally:
+                session.close()
+        except Exception as error:
+            logger.exception("replica %s died", self.name)
+            self._end(f"replica {self.name} died: {type(error).__name__}: {error}")
+        else:
+            self._end(f"replica {self.name} was closed")
+
+    def _turn(self, session: EngineSession) -> bool:
+        """One round of the session; False when the replica is to end."""
+        with self._changed:
+            while not self._closing and (self._pausing or (not (self._inbox or self._aborts) and session.idle)):
+                self._parked = self._pausing
+                self._changed.notify_all()
+                self._changed.wait()
+            self._parked = False
+            if self._closing:
+                return False
+            new, self._inbox = self._inbox, []
+            ended = self._aborts & self._tickets.keys()
+            self._aborts = set()
+        if new:
+            self._answer(session.add([ticket.request for ticket in new]))
+            for ticket in new:
+                ticket.added = True
+        if ended := ended & self._tickets.keys():
+            self._answer(session.abort(ended))
+        if not session.idle:
+            self._answer(session.step())
+        self._counts = (session.num_running, session.num_waiting)
+        self._grow(session)
+        return True
+
+    def _answer(self, outputs: Iterable[GenerationOutput]) -> None:
+        for output in outputs:
+            with self._changed:
+                ticket = self._tickets.pop(output.request_id)
+            ticket.answer.set_result(output)
+
+    def _grow(self, session: EngineSession) -> None:
+        for request_id, ticket in list(self._tickets.items()):
+            if ticket.tap is None or not ticket.tap.wants or not ticket.added:
+                continue
+            token_ids, log_probs = session.tokens_of(request_id)
+            if len(token_ids) > ticket.seen:
+                ticket.seen = len(token_ids)
+                ticket.tap.put(PartialOutput(request_id, token_ids, log_probs))
+
+    def _end(self, failure: str) -> None:
+        with self._changed:
+            self._failure, self._parked = failure, False
+            left, self._tickets, self._inbox = list(self._tickets.values()), {}, []
+            self._counts = (0, 0)
+            self._changed.notify_all()
+        for ticket in left:
+            ticket.answer.set_exception(ReplicaLost(failure))

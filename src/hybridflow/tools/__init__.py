@@ -1,0 +1,1 @@
+"""Tools that a model calls: how its calls are written and read."""

@@ -1,0 +1,85 @@
+"""What a parser of tool calls takes and gives, and how text is held back that may become a tag."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that a model wrote."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class ToolParser(Protocol):
+    """Reads one response as it grows: text in, plain text and whole calls out, in their order. What is no call stays text."""
+
+    def opening(self, name: str | None) -> str:
+        """What a call begins with (of this tool, where named): put behind the prompt, it makes the model write one."""
+        ...
+
+    def feed(self, text: str) -> list[str | ToolCall]: ...
+
+    def end(self) -> list[str | ToolCall]:
+        """What was held back, when nothing more comes."""
+        ...
+
+
+class TaggedParser:
+    """Calls between two tags; `read` makes calls of what stands between them, or None where it is none."""
+
+    start: str
+    stop: str
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def read(self, body: str) -> list[ToolCall] | None:
+        raise NotImplementedError(type(self).__name__)
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """Plain text at once, calls once their closing tag is there."""
+        self._held += text
+        found: list[str | ToolCall] = []
+        while True:
+            plain, tag, rest = self._held.partition(self.start)
+            if not tag:
+                keep = overlap(plain, self.start)
+                found.append(plain[: len(plain) - keep])
+                self._held = plain[len(plain) - keep :]
+                break
+            body, closing, after = rest.partition(self.stop)
+            if not closing:
+                found.append(plain)
+                self._held = tag + rest
+                break
+            calls = self.read(body)
+            found += [plain, *calls] if calls is not None else [plain + tag + body + closing]
+            self._held = after
+        return [each for each in found if each]
+
+    def end(self) -> list[str | ToolCall]:
+        """A call whose closing tag is missing, if it is whole, else the text as it stands."""
+        held, self._held = self._held, ""
+        calls = self.read(held.removeprefix(self.start)) if held.startswith(self.start) else None
+        if calls is not None:
+            return list(calls)
+        return [held] if held else []
+
+
+def overlap(text: str, tag: str) -> int:
+    """So many characters at the end of `text` are the beginning of `tag`."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+
+
+def call_of(value: Any, key: str) -> ToolCall | None:
+    """The call that a JSON object {"name": …, key: {…}} is; None where it is none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get(key, {})
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

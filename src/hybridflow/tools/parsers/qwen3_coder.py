@@ -1,0 +1,47 @@
+"""Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from hybridflow.tools.parsers.base import TaggedParser, ToolCall
+
+FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
+PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+
+
+class Qwen3CoderParser(TaggedParser):
+    """Tags all the way down; a value that reads as JSON is what it reads as, any other is a string."""
+
+    start, stop = "<tool_call>", "</tool_call>"
+
+    def opening(self, name: str | None) -> str:
+        """As far as the first parameter, where a tool is named."""
+        return f"{self.start}\n<function=" + (f"{name}>\n" if name else "")
+
+    def read(self, body: str) -> list[ToolCall] | None:
+        """The calls of one pair of tags; None where anything else stands between them."""
+        calls, place = [], 0
+        while place < len(body.rstrip()):
+            function = FUNCTION.match(body, place)
+            if function is None:
+                return None
+            arguments, inside = {}, function[2]
+            while inside.strip():
+                parameter = PARAMETER.match(inside)
+                if parameter is None:
+                    return None
+                arguments[parameter[1]] = _value(parameter[2])
+                inside = inside[parameter.end() :]
+            calls.append(ToolCall(function[1], json.dumps(arguments, ensure_ascii=False)))
+            place = function.end()
+        return calls or None
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

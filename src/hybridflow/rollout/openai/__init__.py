@@ -1,0 +1,1 @@
+"""The openai engine: any endpoint that speaks the OpenAI API."""

@@ -1,0 +1,219 @@
+"""The openai engine: an endpoint that speaks the OpenAI API, for evaluation and for frozen teachers and judges.
+
+    requests ──at most `max_concurrent` at a time──► POST /completions, again after a failure until the deadline ──► outputs, as they come
+
+Its weights are the endpoint's: what would change them is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic, perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.errors import RolloutError, install_extra
+from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
+from hybridflow.rollout.openai.calls import Calls
+from hybridflow.rollout.openai.wire import completion_body, finish_of, read_completion, sampling_fields
+from hybridflow.rollout.requests import check_ids, refused
+
+try:
+    import httpx
+except ImportError as error:
+    raise RolloutError(f"the openai engine needs httpx: {install_extra('openai')}") from error
+
+AGAIN = frozenset({408, 429, 500, 502, 503, 504})
+"""Answers after which the same request may succeed."""
+LONGEST_PAUSE = 5.0
+"""Seconds between two tries, at most."""
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class TextAnswer:
+    """What a chat came to. Text alone: no token ids and no log-probs, so it cannot be trained on."""
+
+    text: str
+    finish_reason: FinishReason
+    error: str | None = None
+
+
+class EndpointError(RolloutError):
+    """The endpoint did not serve a request."""
+
+
+class OpenAIEngine:
+    """A `RolloutEngine` over HTTP. `base_url` ends in /v1, as a rule.
+
+    `extended`: the endpoint knows vLLM's fields; without them it gives no token ids, and only `chat` can be used. `deadline`: seconds for a
+    request with all of its tries. Log-probs are the server's own: vLLM's are temperature-only with `--logprobs-mode processed_logprobs`
+    and no top-k or top-p, `hybridflow serve`'s always.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str,
+        api_key: str | None = None,
+        extended: bool = True,
+        max_concurrent: int = 32,
+        deadline: float = 600.0,
+    ) -> None:
+        self.base_url, self.model = base_url.rstrip("/"), model
+        self.extended, self.max_concurrent, self.deadline = extended, max_concurrent, deadline
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._stats = RolloutStats()
+        self._calls: Calls[GenerationOutput] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """0: the endpoint's weights are not ours to count."""
+        return 0
+
+    @property
+    def stats(self) -> RolloutStats:
+        """Of the newest `generate`, up to now; the endpoint's steps are not known."""
+        return self._stats
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Raises RolloutError: the endpoint's weights are its own."""
+        raise RolloutError(
+            f"the openai engine cannot update the weights of {self.base_url}: they are the endpoint's own. To train, use "
+            "actor_rollout_ref.rollout.name=native, or another engine that docs/rollout/engines.md lists with weight updates"
+        )
+
+    def set_version(self, version: int) -> None:
+        """Raises RolloutError for a version other than 0, as `update_weights`."""
+        if version:
+            self.update_weights((), version)
+
+    def sleep(self, level: int = 1) -> None:
+        """Nothing to give back: there is no memory of the endpoint here. RolloutError while generating."""
+        if self._calls is not None:
+            raise RolloutError("sleep() was called while generate() is running: read its outputs to the end first")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Nothing to do."""
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """End requests of the running `generate` by closing their connections; what they had so far is the server's and is lost."""
+        ended = [] if self._calls is None else self._calls.cancel(set(request_ids))
+        return [GenerationOutput(request_id, [], [], "abort", []) for request_id in ended]
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
+        """One output per request, as they come; a request that fails for good gives reason "error" and the others go on.
+
+        RolloutError for a repeated request id and for a second call while one is running.
+        """
+        check_ids(requests)
+        if self._calls is not None:
+            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+        self._stats = RolloutStats()
+        return self._generate(requests)
+
+    def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
+        if self._calls is not None:
+            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+        started = perf_counter()
+        jobs = {request.request_id: partial(self._one, request) for request in requests}
+        self._calls = Calls(jobs, self._client, self.max_concurrent)
+        try:
+            for output in self._calls.results():
+                self._stats.generated_tokens += len(output.token_ids)
+                self._stats.seconds = perf_counter() - started
+                yield output
+        finally:
+            self._calls.stop()
+            self._calls = None
+
+    async def generate_one(self, request: GenerationRequest) -> GenerationOutput:
+        """The output of one request."""
+        async with self._client() as client:
+            return await self._one(request, client)
+
+    def chat(self, conversations: Sequence[Sequence[Message]], sampling: SamplingParams) -> list[TextAnswer]:
+        """An answer to each conversation ({role, content} each), in their order: text alone, which any endpoint gives."""
+        jobs = {place: partial(self._chat, place, messages, sampling) for place, messages in enumerate(conversations)}
+        calls = Calls(jobs, self._client, self.max_concurrent)
+        try:
+            answers = dict(calls.results())
+        finally:
+            calls.stop()
+        return [answers[place] for place in range(len(conversations))]
+
+    def _client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=self.max_concurrent, max_keepalive_connections=self.max_concurrent)
+        return httpx.AsyncClient(headers=self._headers, limits=limits, timeout=httpx.Timeout(self.deadline))
+
+    async def _one(self, request: GenerationRequest, client: httpx.AsyncClient) -> GenerationOutput:
+        if not request.prompt_token_ids:
+            return refused(request, "the prompt is empty; at least one token is needed to predict the next")
+        try:
+            body = completion_body(request, self.model, extended=self.extended)
+            return read_completion(await self._post(client, "/completions", body), request, self.policy_version)
+        except (RolloutError, LookupError, TypeError, ValueError) as error:
+            return refused(request, self._said(error))
+
+    async def _chat(
+        self, place: int, messages: Sequence[Message], sampling: SamplingParams, client: httpx.AsyncClient
+    ) -> tuple[int, TextAnswer]:
+        try:
+            body = {"model": self.model, "messages": list(messages), **sampling_fields(sampling, extended=self.extended)}
+            choice = (await self._post(client, "/chat/completions", body))["choices"][0]
+            return place, TextAnswer(choice["message"]["content"] or "", finish_of(choice))
+        except (RolloutError, LookupError, TypeError, ValueError) as error:
+            return place, TextAnswer("", "error", self._said(error))
+
+    def _said(self, error: Exception) -> str:
+        what = str(error) if isinstance(error, RolloutError) else f"its answer cannot be read: {type(error).__name__}: {error}"
+        return f"openai engine at {self.base_url} (model {self.model}): {what}"
+
+    async def _post(self, client: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one request; EndpointError when it is refused, or still fails at the deadline."""
+        ends, tries, last = monotonic() + self.deadline, 0, "no answer"
+        while (left := ends - monotonic()) > 0:
+            tries += 1
+            pause = min(LONGEST_PAUSE, 0.1 * 2**tries)
+            try:
+                answer = await asyncio.wait_for(client.post(self.base_url + route, json=body), left)
+            except (httpx.HTTPError, TimeoutError) as error:
+                last = f"{type(error).__name__}: {error}".removesuffix(": ")
+            else:
+                if answer.is_success:
+                    return dict(answer.json())
+                last = f"status {answer.status_code}: {reason_of(answer)}"
+                if answer.status_code not in AGAIN:
+                    raise EndpointError(f"it refused the request with {last}")
+                pause = max(pause, seconds_to_wait(answer))
+            if monotonic() + pause >= ends:
+                break
+            await asyncio.sleep(pause)
+        raise EndpointError(
+            f"no success within {self.deadline:g} s in {tries} tries, the last: {last}. Is it running? Raise `deadline` if slow"
+        )
+
+
+def reason_of(answer: httpx.Response) -> str:
+    """What an answer that is no success says, in a line."""
+    try:
+        payload = answer.json()
+        said = payload.get("error", payload)
+        text = said.get("message", said) if isinstance(said, dict) else said
+    except (ValueError, AttributeError):
+        text = answer.text
+    return " ".join(str(text).split())[:400]
+
+
+def seconds_to_wait(answer: httpx.Response) -> float:
+    """What the server asks to wait before the next try, in seconds; 0 where it does not say."""
+    try:
+        return float(answer.headers.get("Retry-After", 0))
+    except ValueError:
+        return 0.0

@@ -2,13 +2,14 @@
 
     prefill ──write (a prompt's tokens to all its rows' slots)──► slots ◄──write (one token per row)── decode
                                                                     │
-                                                 move (rows into holes), fork (one slot to many)
+                                                 move (rows into holes), fork (one slot to many), read and load (a kept prefix)
 
 Slots hold zeros from the start: what a mask hides still has to be finite.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,14 @@ class Places:
         return known
 
 
+@dataclass(frozen=True)
+class SlotCopy:
+    """Keys [KV, L, D] and values [KV, L, Dv] of the first tokens of a row, by layer."""
+
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+
+
 class SlotCache:
     """Keys and values of `num_slots` rows of at most `capacity` tokens each."""
 
@@ -63,9 +72,37 @@ class SlotCache:
         """Memory held, in bytes."""
         return sum(x.nbytes for x in (*self.keys.values(), *self.values.values()))
 
-    def fits(self, num_slots: int, capacity: int) -> bool:
-        """Whether this cache can serve so many rows of that length."""
-        return self.num_slots >= num_slots and self.capacity >= capacity
+    def resize(self, num_slots: int, capacity: int, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """Another size; for each (old slot, new slot) of `moves` the first `length` tokens stay.
+
+        A layer at a time, so that memory holds the old and the new of one layer only.
+        """
+        assert length <= min(capacity, self.capacity), f"{length} tokens are to stay, of {self.capacity} to {capacity}"
+        self.num_slots, self.capacity = num_slots, capacity
+        for tensors in (self.keys, self.values):
+            for layer, old in tensors.items():
+                new = old.new_zeros(num_slots, old.shape[1], capacity, old.shape[3])
+                if moves and length:
+                    source, destination = torch.tensor(list(zip(*moves)), device=old.device)
+                    new[:, :, :length].index_copy_(0, destination, old[:, :, :length].index_select(0, source))
+                tensors[layer] = new
+
+    def read(self, slot: int, length: int) -> SlotCopy:
+        """A copy of the first `length` tokens of a slot."""
+        keys, values = ({layer: x[slot, :, :length].clone() for layer, x in stored.items()} for stored in (self.keys, self.values))
+        return SlotCopy(keys, values)
+
+    def load(self, copy: SlotCopy, destination: Tensor, length: int) -> None:
+        """The first `length` tokens of a copy go to slots destination [n]."""
+        for stored, kept in ((self.keys, copy.keys), (self.values, copy.values)):
+            for layer, new in kept.items():
+                stored[layer][:, :, :length].index_copy_(0, destination, new[None, :, :length].expand(len(destination), -1, -1, -1))
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Back to zeros, where what is there is not finite."""
+        index = torch.tensor(slots, device=next(iter(self.keys.values())).device)
+        for stored in (*self.keys.values(), *self.values.values()):
+            stored.index_fill_(0, index, 0)
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
         """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""

@@ -13,7 +13,7 @@ from hybridflow.models.kv_cache import LayerShape
 from hybridflow.rollout.base import GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.native.memory import free_memory, rows_that_fit
+from hybridflow.rollout.native.memory import SlotMemory, free_memory
 
 
 def test_sleep_frees_the_cache_and_wake_up_restores_the_output() -> None:
@@ -38,13 +38,18 @@ def test_a_cache_that_was_used_before_gives_the_same_tokens() -> None:
     assert engine.cache_bytes == held
 
 
-def test_memory_bounds_the_rows_and_one_row_must_fit() -> None:
-    shapes = [LayerShape(2, 8, 8, torch.float32)] * 2
-    per_row = 2 * 2 * 16 * 4 * 50
-    assert rows_that_fit(64, shapes=shapes, capacity=50, budget=10 * per_row, spare=1) == 9
-    assert rows_that_fit(4, shapes=shapes, capacity=50, budget=10 * per_row, spare=1) == 4
-    with pytest.raises(RolloutError, match="gpu_memory_utilization"):
-        rows_that_fit(64, shapes=shapes, capacity=50, budget=per_row - 1, spare=0)
+def test_slots_grow_with_rows_and_lengths_up_to_what_the_memory_holds() -> None:
+    shapes = dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.float32))
+    memory = SlotMemory(shapes, 2 * 2 * 16 * 4 * 1000 + 5, torch.device("cpu"))
+    assert memory.max_tokens == 1000 and memory.num_tokens == 0 and memory.rows_of(300) == 3
+    assert memory.size_for(2, 10, wanted=4, longest=30) == (4, 30)  # all that these requests can need
+    assert memory.size_for(2, 10, wanted=4, longest=500) == (4, 128)
+    assert memory.size_for(2, 10, wanted=40, longest=500) == (7, 128)
+    memory.cache.resize(4, 128, [], 0)
+    assert memory.num_tokens == 512 and memory.size_for(4, 128, wanted=9, longest=500) == (4, 128)
+    assert memory.size_for(4, 129, wanted=4, longest=500) == (4, 250)  # as long as four rows may become
+    assert memory.size_for(4, 251, wanted=4, longest=500) is None
+    assert memory.problem(1000) is None and "gpu_memory_utilization" in (memory.problem(1001) or "")
     assert free_memory(torch.device("cpu")) > 2**20
 
 

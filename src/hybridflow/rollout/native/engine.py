@@ -3,13 +3,12 @@
 Where training spreads the weights over ranks, its module is a twin that a `WeightSource` fills at `wake_up` and empties at `sleep`. Where
 ranks generate together (`Replica`), each runs this engine on the same requests, in lockstep.
 
-requests ──check──► errors (that request only)
-    └──► Generation (scheduler, rows, slots) ──step──► outputs, as they finish
+generate(requests) ──► Session: open, add, step until all have finished, close
+open() ──► Session: requests join at any time
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -18,19 +17,20 @@ from torch import Tensor
 from hybridflow.distributed.replica import Replica
 from hybridflow.errors import RolloutError
 from hybridflow.models.attention import PackedLayout
-from hybridflow.models.kv_cache import LayerShape, SlotCache
+from hybridflow.models.kv_cache import LayerShape
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
-from hybridflow.rollout.native.generation import Generation
-from hybridflow.rollout.native.memory import free_memory, rows_that_fit
-
-logger = logging.getLogger(__name__)
+from hybridflow.rollout.native.generation import BatchSettings, Generation, Weights
+from hybridflow.rollout.native.memory import SlotMemory, free_memory
+from hybridflow.rollout.native.session import Session
 
 
 class NativeEngine:
-    """A `RolloutEngine` in this process. The KV cache exists from the first `generate` until `sleep`.
+    """A `RolloutEngine` in this process. The KV cache exists from the first use until `sleep`, and grows with the rows and their length.
 
     With a `source` the weights exist from `wake_up` until `sleep`, so the engine begins asleep.
+    `enable_prefix_caching`: prompts that begin with the same tokens as another share its keys and values, until the weights change.
+    `recompute_on_update`: when weights change while rows run, the keys and values of these rows are computed again; else they stay.
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class NativeEngine:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.5,
+        enable_prefix_caching: bool = True,
+        recompute_on_update: bool = False,
         source: WeightSource | None = None,
         replica: Replica | None = None,
     ) -> None:
@@ -48,11 +50,13 @@ class NativeEngine:
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.gpu_memory_utilization = gpu_memory_utilization
+        self.enable_prefix_caching, self.recompute_on_update = enable_prefix_caching, recompute_on_update
         self._version = 0
+        self._weights_state = 0  # counts changes
         self._stats = RolloutStats()
         self._asleep = source is not None
-        self._running: Generation | None = None
-        self._cache: SlotCache | None = None
+        self._session: Session | None = None
+        self._memory: SlotMemory | None = None
         self._shapes: dict[int, LayerShape] | None = None
 
     @property
@@ -62,16 +66,17 @@ class NativeEngine:
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the newest `generate`, up to now."""
+        """Of the newest `generate` or session, up to now."""
         return self._stats
 
     @property
     def cache_bytes(self) -> int:
         """Memory that the KV cache holds now."""
-        return 0 if self._cache is None else self._cache.nbytes
+        return 0 if self._memory is None else self._memory.cache.nbytes
 
     def set_version(self, version: int) -> None:
-        """Say that the shared weights now have this version; a running `generate` goes on under it, with the keys and values it has."""
+        """Say that the shared weights now have this version; running rows go on under it, with their keys and values or new ones."""
+        self._weights_state += int(version != self._version)
         self._version = version
 
     @torch.no_grad()
@@ -80,6 +85,7 @@ class NativeEngine:
 
         Only for weights that come from elsewhere: what the trainer does to the shared module is here already.
         """
+        self._weights_state += 1
         own = self.policy.hf.state_dict()
         for name, weight in weights:
             if name not in own or own[name].shape != weight.shape:
@@ -89,40 +95,56 @@ class NativeEngine:
         self._version = version
 
     def sleep(self, level: int = 1) -> None:
-        """Free the KV cache, and the weights where they have a source; else they stay, at every level. RolloutError while generating."""
-        if self._running is not None:
-            raise RolloutError("sleep() was called while generate() is running: read its outputs to the end first")
-        self._asleep, self._cache = True, None
+        """Free the KV cache, and the weights where they have a source; else they stay, at every level. RolloutError while in use."""
+        if self._session is not None:
+            raise RolloutError(
+                "sleep() was called while generate() is running or a session is open: read its outputs to the end or close it first"
+            )
+        self._asleep, self._memory = True, None
         if self.source is not None:
             self.source.release()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Fetch the weights where they have a source, and allow generation; `generate` makes the cache, as large as needed."""
+        """Fetch the weights where they have a source, and allow generation; the cache is made as it is needed."""
         if self._asleep and self.source is not None:
             self.source.acquire(self._version)
         self._asleep = False
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End requests of the running `generate`; their partial responses come back here and not there."""
-        return [] if self._running is None else self._running.abort(set(request_ids))
+        return [] if self._session is None else self._session.abort(request_ids)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """One output per request, as they finish.
 
         A request that cannot be served (empty prompt, unknown token id, longer than the model's positions) gives reason "error" and
         the others go on. RolloutError when not even one row's cache fits into memory, for a repeated request id, when asleep, and
-        for a second call while one is running. The module is in eval mode until the last output is read.
+        for a second call while one is running or a session is open. The module is in eval mode until the last output is read.
         """
-        if self._asleep:
-            raise RolloutError("generate() was called on a sleeping engine: call wake_up() first")
-        if self._running is not None:
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+        self._check_free("generate()")
         if len({request.request_id for request in requests}) != len(requests):
             raise RolloutError("two requests of one generate() call have the same request_id: they must be unique")
         self._stats = RolloutStats()
         return self._generate(requests)
+
+    def open(self) -> Session:
+        """A session that requests may join at any time; RolloutError when asleep or in use. What it kept goes when it closes.
+
+        Ranks of a replica call it, and what they do with it, together.
+        """
+        self._check_free("open()")
+        self._stats = RolloutStats()
+        return self._open(self.max_num_seqs, lasting=True)
+
+    def _check_free(self, call: str) -> None:
+        if self._asleep:
+            raise RolloutError(f"{call} was called on a sleeping engine: call wake_up() first")
+        if self._session is not None:
+            raise RolloutError(
+                f"{call} was called while another one is running: read the outputs of generate() to the end, or close the session first"
+            )
 
     def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         good = []
@@ -134,26 +156,17 @@ class NativeEngine:
                 yield GenerationOutput(request.request_id, [], [], "error", [], f"request {request.request_id}: {problem}")
         if not good:
             return
-        if self._running is not None:  # both were asked for before either began
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
-        tokens = 0
-        training = [module for module in self.policy.modules() if module.training]
-        self.policy.eval()  # no dropout: log-probs must be those of the policy
-        broken = False
+        self._check_free("generate()")  # both were asked for before either began
+        problem = self._slots().problem(max(_most_tokens(request) for request in good))
+        if problem is not None:
+            raise RolloutError(problem)
+        session = self._open(min(self.max_num_seqs, len(good)), lasting=False)
         try:
-            self._running = self._start(good)
-            while not self._running.done:
-                for output in self._running.step():
-                    broken = broken or output.error is not None
-                    tokens += hash((output.request_id, *output.token_ids))
-                    yield output
-            self.replica.check_same(tokens)
+            session.add(good)
+            while not session.idle:
+                yield from session.step()
         finally:
-            self._running = None
-            if broken:  # what is not finite must not stay behind the masks of later rows
-                self._cache = None
-            for module in training:
-                module.training = True
+            session.close()
 
     def _problem(self, request: GenerationRequest) -> str | None:
         """Why a request cannot be served, if so."""
@@ -172,34 +185,47 @@ class NativeEngine:
             )
         return None
 
-    def _start(self, requests: Sequence[GenerationRequest]) -> Generation:
-        """Slots for the requests, as many at once as the settings and the memory allow."""
-        capacity = max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
-        wanted = min(self.max_num_seqs, len(requests))
-        spare = int(wanted < len(requests))  # for the prompt of a group that enters in parts
-        if self._cache is None or not self._cache.fits(wanted + spare, capacity):
-            self._cache = None
+    def _slots(self) -> SlotMemory:
+        """The KV cache, empty at first, and how large it may become."""
+        if self._memory is None:
             if self._shapes is None:
                 self._shapes = layer_shapes(self.policy)
             budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.policy.device)))
-            rows = rows_that_fit(wanted, shapes=self._shapes.values(), capacity=capacity, budget=budget, spare=spare)
-            if rows < wanted:
-                rows = rows_that_fit(wanted, shapes=self._shapes.values(), capacity=capacity, budget=budget, spare=1)
-                logger.warning(
-                    "memory holds the KV cache of %d rows of %d tokens, not %d: generating %d at a time", rows, capacity, wanted, rows
-                )
-                wanted, spare = rows, 1
-            self._cache = SlotCache(self._shapes, wanted + spare, capacity, self.policy.device)
-        return Generation(
-            self.policy,
-            self._cache,
-            requests,
+            self._memory = SlotMemory(self._shapes, budget, self.policy.device)
+        return self._memory
+
+    def _open(self, max_rows: int, *, lasting: bool) -> Session:
+        """A session of at most `max_rows` rows at once. A `lasting` one gives running rows their next token after each prefill pass,
+        and keeps rows that finished for prompts that go on from them."""
+        settings = BatchSettings(
             eos_token_ids=self.eos_token_ids,
-            max_rows=wanted,
+            max_rows=max_rows,
             max_batched_tokens=self.max_num_batched_tokens,
-            version=lambda: self._version,
-            stats=self._stats,
+            fill_first=not lasting,
+            reuse_prefixes=self.enable_prefix_caching,
+            keep_finished=lasting and self.enable_prefix_caching,
+            recompute=self.recompute_on_update,
         )
+        memory = self._slots()
+        generation = Generation(
+            self.policy, memory, settings, weights=lambda: Weights(self._version, self._weights_state), stats=self._stats
+        )
+
+        def problem(request: GenerationRequest) -> str | None:
+            return self._problem(request) or memory.problem(_most_tokens(request))
+
+        self._session = Session(generation, problem=problem, replica=self.replica, closed=self._closed)
+        return self._session
+
+    def _closed(self, broken: bool) -> None:
+        self._session = None
+        if broken:  # what is not finite must not stay behind the masks of later rows
+            self._memory = None
+
+
+def _most_tokens(request: GenerationRequest) -> int:
+    """What a request may come to."""
+    return len(request.prompt_token_ids) + request.sampling.max_tokens
 
 
 @torch.no_grad()

@@ -1,67 +1,118 @@
-"""One call of `generate`: rows enter, are decoded together, and leave as they finish.
+"""Rows that are decoded together: they enter from the waiting line, get a token each step, and leave as they finish.
 
-Scheduler ──admissions──► prefill (each prompt once) ──keys, values──► slots ──► first tokens ─┐
-    ▲                                                                                         ▼
-    └── free slots ◄── outputs ◄── finished rows leave, last rows move up ◄── decode: [B, 1] ◄─┘
+Scheduler ──admissions──► prefill (each prompt once, what is at hand copied) ──keys, values──► slots ──► first tokens ─┐
+    ▲                                                                                                                 ▼
+    └── free slots ◄── outputs ◄── finished rows leave, last rows move up ◄── decode: [B, 1] ◄─────────────────────────┘
+    └── rows that make room, where longer ones would not fit
+
+Row i is in slot i. A prompt that is prefilled in pieces is in the last slot until it has entered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from hybridflow.models.attention import PackedLayout
+from hybridflow.models.chunk_layout import ChunkLayout
 from hybridflow.models.kv_cache import Places, SlotCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.slot_layout import SlotLayout
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
+from hybridflow.rollout.native.memory import STEP, SlotMemory
+from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixStore
 from hybridflow.rollout.native.rows import RowTable
-from hybridflow.rollout.native.scheduler import Admission, Scheduler
+from hybridflow.rollout.native.scheduler import Admission, Aside, Scheduler, Waiting
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the weights are now."""
+
+    version: int
+    """What their tokens carry."""
+    state: int
+    """Counts every change, so that keys and values of other weights are known as such."""
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How rows share the machine."""
+
+    eos_token_ids: tuple[int, ...]
+    max_rows: int
+    max_batched_tokens: int
+    fill_first: bool
+    """Give every free slot a row before the next token is decoded; else one prefill pass a step."""
+    reuse_prefixes: bool
+    keep_finished: bool
+    """Rows that finished are prefixes for later prompts."""
+    recompute: bool
+    """When the weights change, compute the keys and values of running rows again."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Tokens start.. of one row that a pass computes, for each of `slots`; the first of these has what is before them."""
+
+    tokens: Sequence[int]
+    start: int
+    slots: list[int]
 
 
 class Generation:
-    """The state of one call; `step` does one round of it."""
+    """The rows of one session; `step` does one round of it."""
 
     def __init__(
-        self,
-        policy: PolicyModel,
-        cache: SlotCache,
-        requests: Sequence[GenerationRequest],
-        *,
-        eos_token_ids: Sequence[int],
-        max_rows: int,
-        max_batched_tokens: int,
-        version: Callable[[], int],
-        stats: RolloutStats,
+        self, policy: PolicyModel, memory: SlotMemory, settings: BatchSettings, *, weights: Callable[[], Weights], stats: RolloutStats
     ) -> None:
-        self.policy, self.cache, self.version, self.stats = policy, cache, version, stats
-        self.scheduler = Scheduler(requests, max_rows=max_rows, max_batched_tokens=max_batched_tokens)
-        self._eos = tuple(eos_token_ids)
-        self._max_rows = max_rows
-        self._dtype = torch.promote_types(policy.dtype, torch.float32)
+        self.policy, self.memory, self.settings, self.stats = policy, memory, settings, stats
+        self.prefixes = PrefixStore(reuse=settings.reuse_prefixes)
+        self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens, find=self._find)
+        dtype = torch.promote_types(policy.dtype, torch.float32)
+        self.rows = RowTable(0, 0, 0, policy.head.weight.shape[0], dtype, policy.device)
+        self._weights = weights
+        self._seen = weights()
+        self._entered: dict[int, tuple[int, int]] = {}  # of each running request: its number, and the state of the weights of its keys
+        self._num_entered = 0
+        self._pieces_weights = self._seen.state  # state of the weights that computed the first piece of the prompt in pieces
         self._longest = 0  # most tokens in any slot in use
-        self._kept_states: Tensor | None = None  # last hidden state [1, H] of the prompt in the spare slot
-        vocabulary = policy.head.weight.shape[0]
-        width = max(request.sampling.max_tokens for request in requests)
-        num_stops = max(len(self._stops(request)) for request in requests)
-        self.rows = RowTable(max_rows, width, num_stops, vocabulary, self._dtype, policy.device)
+        self._longest_ever = 0  # that any request may come to
+
+    @property
+    def cache(self) -> SlotCache:
+        """The slots."""
+        return self.memory.cache
 
     @property
     def done(self) -> bool:
         """Nothing runs and nothing waits."""
         return self.rows.count == 0 and self.scheduler.num_waiting == 0
 
+    def so_far(self, request_id: int) -> GenerationOutput | None:
+        """What a request has so far; None when it is not here."""
+        for row, request in enumerate(self.rows.requests):
+            if request.request_id == request_id:
+                return self.rows.outputs([row], "abort")[0]
+        return next((_so_far(one) for one in self.scheduler.waiting if one.request.request_id == request_id), None)
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Requests join the line."""
+        self.scheduler.add(requests)
+        self._longest_ever = max([self._longest_ever, *(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)])
+
     @torch.no_grad()
     def step(self) -> list[GenerationOutput]:
         """Admit what may enter, decode one token for every row, and return the rows that finished."""
         started = perf_counter()
-        outputs = []
-        while self.scheduler.may_enter(self.rows.count):
-            outputs += self._enter(self.scheduler.next_batch(self._max_rows - self.rows.count))
+        self._follow_weights()
+        outputs = self._admit()
         if self.rows.count:
+            self._make_room()
             outputs += self._decode()
         self.stats.generated_tokens += sum(len(output.token_ids) for output in outputs)
         self.stats.seconds += perf_counter() - started
@@ -70,7 +121,7 @@ class Generation:
     @torch.no_grad()
     def abort(self, request_ids: set[int]) -> list[GenerationOutput]:
         """End these requests between two steps; the others go on."""
-        outputs = [GenerationOutput(request.request_id, [], [], "abort", []) for request in self.scheduler.remove(request_ids)]
+        outputs = [_so_far(one) for one in self.scheduler.remove(request_ids)]
         running = [row for row, request in enumerate(self.rows.requests) if request.request_id in request_ids]
         if running:
             outputs += self._leave(running, aborted=True)
@@ -78,57 +129,204 @@ class Generation:
         return outputs
 
     def _stops(self, request: GenerationRequest) -> tuple[int, ...]:
-        return request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else self._eos)
+        return request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else self.settings.eos_token_ids)
+
+    def _find(self, prompt: tuple[int, ...]) -> Prefix | None:
+        """Which beginning of a prompt is at hand, in keys and values of the weights as they are."""
+        running = [
+            (row, r.prompt_token_ids) for row, r in enumerate(self.rows.requests) if self._entered[r.request_id][1] == self._seen.state
+        ]
+        return self.prefixes.find(prompt, running)
+
+    def _follow_weights(self) -> None:
+        """Where the weights changed: no key or value of the old ones is given to another row."""
+        now, before = self._weights(), self._seen
+        self._seen = now
+        if now.state == before.state:
+            return
+        self.prefixes.clear()
+        if self.settings.recompute:
+            self.scheduler.begin_anew()
+            self._recompute()
+
+    def _recompute(self) -> None:
+        """Keys and values of all running rows, by the weights as they are now."""
+        passes: list[list[_Piece]] = [[]]
+        left = self.settings.max_batched_tokens
+        for row, request in enumerate(self.rows.requests):
+            generated = int(self.rows.generated[row])
+            tokens = request.prompt_token_ids + tuple(self.rows.tokens[row, : generated - 1].tolist())
+            start = 0
+            while start < len(tokens):
+                if left == 0 or (passes[-1] and start == 0 and len(tokens) > left):
+                    passes.append([])
+                    left = self.settings.max_batched_tokens
+                stop = min(len(tokens), start + left)
+                passes[-1].append(_Piece(tokens[start:stop], start, [row]))
+                left -= stop - start
+                start = stop
+            self._entered[request.request_id] = (self._entered[request.request_id][0], self._seen.state)
+        for pieces in passes:
+            if pieces:
+                self._compute(pieces)
+
+    def _admit(self) -> list[GenerationOutput]:
+        outputs: list[GenerationOutput] = []
+        while self.scheduler.in_pieces or self.scheduler.may_enter(self.rows.count):
+            batch = self.scheduler.next_batch(self.rows.count, self._rows_of, self._longest)
+            if not batch:
+                break
+            outputs += self._enter(batch)
+            if self.scheduler.in_pieces or (self.rows.count and not self.settings.fill_first):
+                break
+        return outputs
 
     def _enter(self, batch: list[Admission]) -> list[GenerationOutput]:
         """Give the batch its slots, fill them, and sample the first tokens."""
         start = self.rows.count
-        requests = [request for admission in batch for request in admission.requests]
-        states = []
-        if batch[0].from_kept:  # before the prefill, which may need the spare slot for another prompt
-            assert self._kept_states is not None, "a kept prompt has its last hidden state"
-            own = torch.arange(start, start + len(batch[0].requests), device=self.policy.device)
-            self.cache.fork(self._max_rows, own, len(batch[0].prompt))
-            states.append(self._kept_states.expand(len(own), -1))
-        new = [admission for admission in batch if not admission.from_kept]
-        if new:
-            states.append(self._prefill(new, start + len(requests) - sum(len(admission.requests) for admission in new)))
-        self.rows.add(requests, [self._stops(request) for request in requests])
-        self._longest = max(self._longest, *(len(admission.prompt) for admission in batch))
-        self.stats.max_rows = max(self.stats.max_rows, self.rows.count)
-        return self._choose(start, torch.cat(states))
+        entering = [one for admission in batch for one in admission.entering]
+        longest = max(self._longest, *(len(admission.prompt) for admission in batch))
+        used = start + len(entering)
+        apart = self.scheduler.in_pieces or (batch[0].continues and used < min(self.settings.max_rows, self._rows_of(longest + 1)))
+        self._resize(used + int(apart), longest, in_pieces=batch[0].continues)
+        weights = [self._pieces_weights if admission.continues else self._seen.state for admission in batch]
+        if self.scheduler.in_pieces:
+            self._pieces_weights = weights[-1]
+        states = self._prefill(batch, start)
+        if not entering:
+            return []
+        self._longest = max(self._longest, *(len(admission.prompt) for admission in batch if admission.entering))
+        self._add_rows(entering, [state for admission, state in zip(batch, weights) for _ in admission.entering])
+        for admission, own, state in zip(batch, _slots(batch, start), states):
+            self._keep_prompt(admission, own, state)
+        return self._choose(start, torch.cat([state.expand(len(one.entering), -1) for one, state in zip(batch, states) if one.entering]))
 
-    def _prefill(self, batch: list[Admission], start: int) -> Tensor:
-        """One packed pass over the prompts, written to slots start.. (and the spare one); last hidden states [n, H], one per request."""
+    def _add_rows(self, entering: Sequence[Waiting], weights: Sequence[int]) -> None:
+        """Rows for those whose prompts are in their slots, with keys of these states of the weights."""
+        start = self.rows.count
+        requests = [one.request for one in entering]
+        stops = [self._stops(request) for request in requests]
+        self.rows.grow(self.cache.num_slots, max(r.sampling.max_tokens for r in requests), max(map(len, stops)))
+        self.rows.add(requests, stops)
+        for row, (one, state) in enumerate(zip(entering, weights), start):
+            self._entered[one.request.request_id] = (self._num_entered, state)
+            self._num_entered += 1
+            if one.aside is not None:
+                self.rows.restore(row, one.aside.row)
+        self.stats.max_rows = max(self.stats.max_rows, self.rows.count)
+
+    def _prefill(self, batch: list[Admission], start: int) -> list[Tensor]:
+        """Fill the slots of the rows from `start` on; the last hidden state [1, H] of each admission."""
+        last = self.cache.num_slots - 1
+        pieces: list[_Piece] = []
+        for admission, own in zip(batch, _slots(batch, start)):
+            slots = own if own and not admission.continues else [last]
+            if admission.prefix is not None:
+                self._copy(admission.prefix, slots)
+            if admission.start < admission.stop:
+                pieces.append(_Piece(admission.prompt[admission.start : admission.stop], admission.start, slots))
+        computed = iter(self._compute(pieces).split(1) if pieces else ())
+        others = [slot for slot in _slots(batch, start)[0] if slot != last]
+        if batch[0].continues and others:
+            self.cache.fork(last, self._index(others), batch[0].stop)
+        states = []
+        for admission in batch:
+            kept = None if admission.prefix is None else admission.prefix.state
+            states.append(next(computed) if kept is None else kept)
+        return states
+
+    def _copy(self, prefix: Prefix, slots: list[int]) -> None:
+        """What is at hand of a prompt, to its slots."""
+        if prefix.kept is not None:
+            self.cache.load(prefix.kept.copy, self._index(slots), prefix.length)
+        else:
+            assert prefix.slot is not None
+            self.cache.fork(prefix.slot, self._index(slots), prefix.length)
+
+    def _compute(self, pieces: Sequence[_Piece]) -> Tensor:
+        """One packed pass over pieces, whose keys and values go to their slots; last hidden state [n, H] of each."""
         device = self.policy.device
-        lengths = [len(admission.prompt) for admission in batch]
+        lengths = [len(piece.tokens) for piece in pieces]
         first_token = [0]
         for length in lengths:
             first_token.append(first_token[-1] + length)
-        owner = [index for index, admission in enumerate(batch) for _ in admission.requests]  # prompt of each slot
-        slots = list(range(start, start + len(owner)))
-        kept = batch[-1].keep
-        places = self._prompt_places(lengths, first_token, owner + [len(batch) - 1] * kept, slots + [self._max_rows] * kept)
+        places = self._places(pieces, first_token)
+        starts = [piece.start for piece in pieces]
+        layout: PackedLayout | ChunkLayout
+        if any(starts):
+            layout = ChunkLayout(self.cache, [piece.slots[0] for piece in pieces], starts, lengths, places)
+        else:
 
-        def store(layer: int, key: Tensor, value: Tensor) -> None:
-            self.cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), places)
+            def store(layer: int, key: Tensor, value: Tensor) -> None:
+                self.cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), places)
 
-        input_ids = torch.tensor([[token for admission in batch for token in admission.prompt]], device=device)
-        position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
-        hidden = self.policy.hidden(input_ids, position_ids, PackedLayout.build(lengths, device, kv_sink=store))[0]
-        last = torch.tensor([first_token[index + 1] - 1 for index in owner], device=device)
-        self._kept_states = hidden[-1:].clone() if kept else None
+            layout = PackedLayout.build(lengths, device, kv_sink=store)
+        input_ids = torch.tensor([[token for piece in pieces for token in piece.tokens]], device=device)
+        position_ids = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths)])[None].to(device)
+        hidden = self.policy.hidden(input_ids, position_ids, layout)[0]
         self.stats.prefill_tokens += first_token[-1]
-        return hidden.index_select(0, last)
+        return hidden.index_select(0, self._index([end - 1 for end in first_token[1:]]))
 
-    def _prompt_places(self, lengths: list[int], first_token: list[int], owner: list[int], slots: list[int]) -> Places:
-        """Every token of prompt owner[i] goes to slot slots[i], at its own position."""
-        device = self.policy.device
-        counts = torch.tensor([lengths[index] for index in owner])
+    def _places(self, pieces: Sequence[_Piece], first_token: Sequence[int]) -> Places:
+        """Every token of a piece goes to each of its slots, behind what is there."""
+        owner = [index for index, piece in enumerate(pieces) for _ in piece.slots]
+        counts = torch.tensor([len(pieces[index].tokens) for index in owner])
         ends = counts.cumsum(0)
-        positions = torch.arange(int(ends[-1])) - (ends - counts).repeat_interleave(counts)
-        source = torch.tensor([first_token[index] for index in owner]).repeat_interleave(counts) + positions
-        return Places(torch.tensor(slots).repeat_interleave(counts).to(device), positions.to(device), source.to(device))
+        within = torch.arange(int(ends[-1])) - (ends - counts).repeat_interleave(counts)
+        source = torch.tensor([first_token[index] for index in owner]).repeat_interleave(counts) + within
+        positions = torch.tensor([pieces[index].start for index in owner]).repeat_interleave(counts) + within
+        slots = torch.tensor([slot for piece in pieces for slot in piece.slots]).repeat_interleave(counts)
+        device = self.policy.device
+        return Places(slots.to(device), positions.to(device), source.to(device))
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.policy.device)
+
+    def _keep_prompt(self, admission: Admission, own: list[int], state: Tensor) -> None:
+        """Keep the prompt where more requests of it wait, and let it go where none does."""
+        prompt = admission.prompt
+        if not admission.keep:
+            self.prefixes.release(prompt)
+        elif own and self._entered[admission.requests[0].request_id][1] == self._seen.state and self._makes_room_for(len(prompt)):
+            self.prefixes.keep(prompt, self.cache.read(own[0], len(prompt)), state.clone(), pinned=True)
+
+    def _makes_room_for(self, num_tokens: int) -> bool:
+        """Whether so many tokens more can be kept beside the slots; older ones go for them."""
+        room = self.memory.max_tokens - self.memory.num_tokens - num_tokens
+        self.prefixes.shrink(max(0, room))
+        return room >= 0
+
+    def _rows_of(self, length: int) -> int:
+        """How many rows of `length` tokens may run; with some room, so that they do not have to leave at once."""
+        return self.memory.rows_of(max(length, min(length + STEP, self._longest_ever)))
+
+    def _resize(self, rows: int, length: int, *, in_pieces: bool) -> None:
+        """See that there are slots for `rows` of `length` tokens; the rows and the prompt `in_pieces` stay."""
+        live = rows + self.scheduler.num_waiting
+        size = self.memory.size_for(rows, length, wanted=min(self.settings.max_rows, live), longest=self._longest_ever)
+        assert size is not None, f"{rows} rows of {length} tokens were let in, but memory holds {self.memory.max_tokens} tokens"
+        now = (self.cache.num_slots, self.cache.capacity)
+        if size != now:
+            self.prefixes.shrink(max(0, self.memory.max_tokens - size[0] * size[1]))
+            moves = [(row, row) for row in range(self.rows.count)] + [(now[0] - 1, size[0] - 1)] * in_pieces
+            self.cache.resize(*size, moves, min(now[1], size[1]))
+
+    def _make_room(self) -> None:
+        """See that each row has room for one more token: if there is none, the prompt in pieces begins anew, then the newest rows leave."""
+        while self.rows.count + int(self.scheduler.in_pieces) > self.memory.rows_of(self._longest + 1):
+            if self.scheduler.in_pieces:
+                self.scheduler.begin_anew()
+            else:
+                self._put_aside()
+        in_pieces = self.scheduler.in_pieces
+        self._resize(self.rows.count + int(in_pieces), self._longest + 1, in_pieces=in_pieces)
+
+    def _put_aside(self) -> None:
+        """The row that entered last waits, with what it has, until there is room again."""
+        row = max(range(self.rows.count), key=lambda row: self._entered[self.rows.requests[row].request_id][0])
+        aside = Aside(self.rows.copy_of(row), self.rows.outputs([row], "abort")[0])
+        self.scheduler.put_back([Waiting(self.rows.requests[row], aside)])
+        self._remove([row])
 
     def _decode(self) -> list[GenerationOutput]:
         """One token for every running row."""
@@ -143,15 +341,45 @@ class Generation:
 
     def _choose(self, start: int, hidden: Tensor) -> list[GenerationOutput]:
         """Sample the next token of rows start.. from their hidden states [n, H]; those that finish by it leave."""
-        finished = self.rows.choose(start, self.policy.logits(hidden), self.version())
+        finished = self.rows.choose(start, self.policy.logits(hidden), self._seen.version)
         leaving = (finished.nonzero()[:, 0] + start).tolist()  # the one wait for the device in a step
         return self._leave(leaving) if leaving else []
 
     def _leave(self, leaving: list[int], aborted: bool = False) -> list[GenerationOutput]:
-        """Rows go, the last rows move into their slots."""
+        """Rows go with what they came to."""
         outputs = self.rows.outputs(leaving, "abort" if aborted else None)
-        moves = self.rows.remove(leaving)
+        broken = [row for row, output in zip(leaving, outputs) if output.error is not None]
+        if broken:  # what is not finite must not stay behind the masks of later rows
+            self.cache.clear(broken)
+            self.prefixes.clear()
+        elif self.settings.keep_finished:
+            for row, output in zip(leaving, outputs):
+                tokens = self.rows.requests[row].prompt_token_ids + tuple(output.token_ids[:-1])
+                current = self._entered[output.request_id][1] == self._seen.state
+                if current and len(tokens) >= LEAST and self._makes_room_for(len(tokens)):
+                    self.prefixes.keep(tokens, self.cache.read(row, len(tokens)))
+        self._remove(leaving)
+        return outputs
+
+    def _remove(self, rows: list[int]) -> None:
+        """The last rows move into the slots of those that go."""
+        for row in rows:
+            del self._entered[self.rows.requests[row].request_id]
+        moves = self.rows.remove(rows)
         if moves is not None:
             self.cache.move(*moves, self._longest)
         self._longest = int(self.rows.length[: self.rows.count].max()) if self.rows.count else 0
-        return outputs
+
+
+def _slots(batch: Sequence[Admission], start: int) -> list[list[int]]:
+    """Slots of the rows that enter with each admission, from `start` on."""
+    slots = []
+    for admission in batch:
+        slots.append(list(range(start, start + len(admission.entering))))
+        start += len(admission.entering)
+    return slots
+
+
+def _so_far(waiting: Waiting) -> GenerationOutput:
+    """What a request in the line has: nothing, or what it had when it made room."""
+    return GenerationOutput(waiting.request.request_id, [], [], "abort", []) if waiting.aside is None else waiting.aside.so_far

@@ -1,15 +1,13 @@
-"""How many rows the memory at hand can hold."""
+"""How much memory is at hand, and how many rows of which length it holds."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from hybridflow.errors import RolloutError
-from hybridflow.models.kv_cache import LayerShape
+from hybridflow.models.kv_cache import LayerShape, SlotCache
 
 
 def free_memory(device: torch.device) -> int:
@@ -39,14 +37,50 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def rows_that_fit(wanted: int, *, shapes: Iterable[LayerShape], capacity: int, budget: int, spare: int) -> int:
-    """At most `wanted` slots of `capacity` tokens, besides `spare` ones, within `budget` bytes; RolloutError if not even one fits."""
-    per_row = capacity * sum(shape.bytes_per_token for shape in shapes)
-    rows = min(wanted, budget // per_row - spare)
-    if rows < 1:
-        raise RolloutError(
-            f"the KV cache of {1 + spare} row(s) of {capacity} tokens takes {(1 + spare) * per_row / 2**20:.1f} MiB, but it may use "
-            f"{budget / 2**20:.1f} MiB: shorten data.max_prompt_length or data.max_response_length, or raise "
-            "actor_rollout_ref.rollout.gpu_memory_utilization"
+STEP = 64
+"""Tokens by which slots grow, at least."""
+
+
+class SlotMemory:
+    """The KV cache between a start and `sleep`: it grows with the rows and their longest, within a bound in tokens."""
+
+    def __init__(self, shapes: dict[int, LayerShape], budget: int, device: torch.device) -> None:
+        """`budget`: bytes that slots and kept prefixes may take together."""
+        self.shapes, self.device = shapes, device
+        self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes.values())
+        self.max_tokens = budget // self.bytes_per_token
+        self.cache = SlotCache(shapes, 0, 0, device)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the slots hold room for now."""
+        return self.cache.num_slots * self.cache.capacity
+
+    def problem(self, length: int) -> str | None:
+        """Why a row of `length` tokens can never be held, if so."""
+        if length <= self.max_tokens:
+            return None
+        return (
+            f"the KV cache of 1 row of {length} tokens takes {length * self.bytes_per_token / 2**20:.1f} MiB, but it may use "
+            f"{self.max_tokens * self.bytes_per_token / 2**20:.1f} MiB: shorten data.max_prompt_length or data.max_response_length, or "
+            "raise actor_rollout_ref.rollout.gpu_memory_utilization"
         )
-    return rows
+
+    def rows_of(self, length: int) -> int:
+        """How many rows of `length` tokens fit."""
+        return self.max_tokens // max(1, length)
+
+    def size_for(self, rows: int, length: int, *, wanted: int, longest: int) -> tuple[int, int] | None:
+        """Slots and capacity to hold `rows` of `length` tokens now, and as it goes on `wanted` rows of up to `longest`; None: no room."""
+        if rows * length > self.max_tokens:
+            return None
+        slots, capacity = self.cache.num_slots, self.cache.capacity
+        if rows <= slots and length <= capacity:
+            return slots, capacity
+        if length > capacity:
+            ahead = max(length + STEP, capacity + capacity // 2)
+            capacity = max(length, min(longest, -(-ahead // STEP) * STEP))
+        slots = min(max(slots, rows, wanted), self.max_tokens // capacity)
+        if slots < rows:
+            slots, capacity = rows, self.max_tokens // rows
+        return slots, capacity

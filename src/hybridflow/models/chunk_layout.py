@@ -1,0 +1,123 @@
+"""Attention of prefill over what slots hold already: the new tokens of a row see those before them in its slot, and each other.
+
+    slot    [ cached 0..start-1 | new start..stop-1 | free ]
+    query                         ▲ sees everything up to itself
+
+A prompt longer than one pass is prefilled in such pieces, and a prompt that shares its first tokens with another starts behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hybridflow.models.attention import Scores, make_buckets, masked_attention
+from hybridflow.models.kv_cache import Places, SlotCache
+
+QUERY_BLOCK = 512
+"""Queries of one attention call, so that masks stay small beside the keys."""
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Pieces of similar length that share attention calls, padded to the longest."""
+
+    slots: Tensor  # [n]
+    index: Tensor  # [n, Q] where each query lies among the packed tokens; padding repeats the last token of its piece
+    places: Tensor  # [n, Q] position of each query in its row
+    ends: list[int]  # keys that exist after each block of queries
+
+
+class ChunkLayout:
+    """Pieces of rows packed one after the other [1, N]; piece i is lengths[i] tokens that stand behind starts[i] cached ones of slots[i]."""
+
+    def __init__(self, cache: SlotCache, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], places: Places) -> None:
+        """`places` is where the new keys and values go; the slots named here have to be among them."""
+        assert min(lengths) > 0 and max(a + b for a, b in zip(starts, lengths)) <= cache.capacity, (
+            "pieces have tokens, and room in their slots"
+        )
+        device = places.slots.device
+        self.cache, self.places, self.num_tokens = cache, places, sum(lengths)
+        offsets = self._offsets = [0]
+        for length in lengths:
+            offsets.append(offsets[-1] + length)
+        self._buckets = []
+        for rows in make_buckets(lengths):
+            longest = lengths[rows[-1]]
+            step = torch.minimum(torch.arange(longest)[None], torch.tensor([lengths[row] - 1 for row in rows])[:, None])
+            start = torch.tensor([starts[row] for row in rows])
+            ends = [max(starts[row] + min(lengths[row], block + QUERY_BLOCK) for row in rows) for block in range(0, longest, QUERY_BLOCK)]
+            self._buckets.append(
+                _Bucket(
+                    torch.tensor([slots[row] for row in rows]).to(device),
+                    (torch.tensor([offsets[row] for row in rows])[:, None] + step).to(device),
+                    (start[:, None] + step).to(device),
+                    ends,
+                )
+            )
+        self._restore = self._where_each_token_is(lengths).to(device)
+        self._allowed: dict[tuple[int, int, int | None], Tensor] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """query [1, H, N, D], key [1, KV, N, D], value [1, KV, N, Dv] -> [1, N, H, Dv]; stores key and value."""
+        assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
+        self.cache.write(scores.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), self.places)
+        tokens = query[0].transpose(0, 1)
+        done = [self._bucket(number, tokens, scores).flatten(0, 1) for number in range(len(self._buckets))]
+        return torch.cat(done).index_select(0, self._restore)[None]
+
+    def _bucket(self, number: int, tokens: Tensor, scores: Scores) -> Tensor:
+        """Queries [N, H, D] of one bucket -> [n, Q, H, Dv]."""
+        bucket = self._buckets[number]
+        longest = max(bucket.ends)
+        keys, values = (_of_slots(x[scores.layer_idx], bucket.slots, longest) for x in (self.cache.keys, self.cache.values))
+        queries = tokens[bucket.index].transpose(1, 2)
+        parts = []
+        for block, end in enumerate(bucket.ends):
+            first = block * QUERY_BLOCK
+            window = scores.window(end)
+            allowed = self._mask(number, block, window)
+            parts.append(_attend(queries[:, :, first : first + QUERY_BLOCK], keys[:, :, :end], values[:, :, :end], allowed, scores))
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+    def _mask(self, number: int, block: int, window: int | None) -> Tensor:
+        """[n, Q of the block, K] bool: keys up to the query, and the newest `window` of them."""
+        known = self._allowed.get((number, block, window))
+        if known is None:
+            bucket = self._buckets[number]
+            queries = bucket.places[:, block * QUERY_BLOCK : (block + 1) * QUERY_BLOCK, None]
+            places = torch.arange(bucket.ends[block], device=queries.device)
+            known = places <= queries
+            if window is not None:
+                known &= places > queries - window
+            self._allowed[(number, block, window)] = known
+        return known
+
+    def _where_each_token_is(self, lengths: Sequence[int]) -> Tensor:
+        """[N]: row of each packed token among the padded buckets."""
+        restore = torch.empty(self.num_tokens, dtype=torch.int64)
+        padded = 0
+        for rows in make_buckets(lengths):
+            longest = lengths[rows[-1]]
+            for row in rows:
+                first = self._offsets[row]
+                restore[first : first + lengths[row]] = torch.arange(padded, padded + lengths[row])
+                padded += longest
+        return restore
+
+
+def _of_slots(stored: Tensor, slots: Tensor, length: int) -> Tensor:
+    """The first `length` tokens of some slots, [n, KV, length, D]."""
+    return stored[:, :, :length].index_select(0, slots)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scores: Scores) -> Tensor:
+    """query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv], allowed [n, Q, K] bool -> [n, H, Q, Dv]."""
+    if scores.softcap is not None or scores.sinks is not None:
+        return masked_attention(query, key, value, allowed, scores)
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, attn_mask=allowed[:, None], scale=scores.scaling, enable_gqa=grouped)

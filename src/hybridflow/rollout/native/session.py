@@ -1,0 +1,113 @@
+"""A native engine at work: requests join at any time, are decoded together, and leave as they finish.
+
+add ──check──► errors (that request only)
+  └──► Generation (scheduler, rows, slots) ──step──► outputs, as they finish
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hybridflow.distributed.replica import Replica
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest
+from hybridflow.rollout.native.generation import Generation
+
+
+class Session:
+    """What `NativeEngine.open` gives; one thread at a time calls it. The module is in eval mode until `close`.
+
+    Weights may change between two steps (`NativeEngine.update_weights`, `set_version`): tokens sampled from then on carry the new version.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        problem: Callable[[GenerationRequest], str | None],
+        replica: Replica,
+        closed: Callable[[bool], None],
+    ) -> None:
+        """`problem`: why a request cannot be served; `closed` is told whether values that are not finite came up."""
+        self._generation, self._problem, self._replica, self._closed = generation, problem, replica, closed
+        self._open, self._broken = True, False
+        self._live: set[int] = set()
+        self._tokens = 0  # stands for all tokens that were returned
+        self._training = [module for module in generation.policy.modules() if module.training]
+        generation.policy.eval()  # no dropout: log-probs must be those of the policy
+
+    @property
+    def num_running(self) -> int:
+        """Requests that get a token in each step."""
+        return self._generation.rows.count
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not entered, those among them whose prompt is prefilled in part or that made room."""
+        return self._generation.scheduler.num_waiting
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return self._generation.done
+
+    def add(self, requests: Iterable[GenerationRequest]) -> list[GenerationOutput]:
+        """Requests join at the next step; those that cannot be served come back at once with reason "error".
+
+        RolloutError for a request id that is in use, and when closed; then none of them has joined.
+        """
+        self._check_open()
+        requests = list(requests)
+        ids = {request.request_id for request in requests}
+        if len(ids) != len(requests) or ids & self._live:
+            raise RolloutError("two requests that run at the same time have the same request_id: they must be unique")
+        problems = {request.request_id: self._problem(request) for request in requests}
+        good = [request for request in requests if problems[request.request_id] is None]
+        self._live |= {request.request_id for request in good}
+        self._generation.add(good)
+        return [
+            GenerationOutput(number, [], [], "error", [], f"request {number}: {problem}")
+            for number, problem in problems.items()
+            if problem is not None
+        ]
+
+    def step(self) -> list[GenerationOutput]:
+        """One round: who may enter does, prompts are prefilled up to the token budget, each row gets a token; those that finished.
+
+        Ranks of a replica call it together.
+        """
+        self._check_open()
+        outputs = [] if self.idle else self._generation.step()
+        for output in outputs:
+            self._live.remove(output.request_id)
+            self._broken = self._broken or output.error is not None
+            self._tokens += hash((output.request_id, *output.token_ids))
+        if outputs and self.idle:
+            self._replica.check_same(self._tokens)
+        return outputs
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """End these requests now; their partial responses come back here, with reason "abort". Unknown ids are no error."""
+        outputs = self._generation.abort(set(request_ids))
+        self._live -= {output.request_id for output in outputs}
+        return outputs
+
+    def tokens_of(self, request_id: int) -> tuple[list[int], list[float]]:
+        """Tokens of a request so far and their log-probs in nats; KeyError when it neither runs nor waits."""
+        so_far = self._generation.so_far(request_id)
+        if so_far is None:
+            raise KeyError(f"no request {request_id} runs or waits")
+        return list(so_far.token_ids), list(so_far.log_probs)
+
+    def close(self) -> None:
+        """End, and let the engine be used otherwise; what runs is dropped. A repeated call does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        for module in self._training:
+            module.training = True
+        self._closed(self._broken)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RolloutError("this session is closed: open another one")

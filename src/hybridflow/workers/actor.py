@@ -10,12 +10,15 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, ForwardFn, TrainEngine
+from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
 from hybridflow.weight_sync.pushed import WeightExport, WeightShare
+from hybridflow.workers.agreement import Watch, watched
 from hybridflow.workers.bridge import find_policy_loss, policy_loss
+from hybridflow.workers.exact import switch
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -57,10 +60,22 @@ class ActorWorker(StatefulWorker):
         return DataProto.from_dict({names[name]: values for name, values in outputs.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
-    def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
-        """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
-        forward = policy_forward(self.temperature, with_entropy=self.config.entropy_coeff != 0.0)
-        return self.engine.train_mini_batch(batch, forward, policy_loss(self.config, scale, self.loss), self.limits)
+    def update_mini_batch(self, batch: DataProto, *, scale: LossScale, watch: Watch | None = None) -> Metrics:
+        """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it.
+
+        `watch`: the weights are still those that generated; TrainingError in exact mode where the log-probs are not.
+        """
+        wants_entropy = self.config.entropy_coeff != 0.0
+        loss = policy_loss(self.config, scale, self.loss)
+        if watch is not None:
+            loss = watched(loss, watch, keeps_entropy=wants_entropy)
+        forward = policy_forward(self.temperature, with_entropy=wants_entropy or watch is not None)
+        return self.engine.train_mini_batch(batch, forward, loss, self.limits)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def set_exact(self, mode: ExactMode | None) -> None:
+        """Compute in this mode from now on; a rollout that shares the module generates in it."""
+        switch(self.engine.module, mode)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:
@@ -83,10 +98,22 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         rows = batch.select([*POLICY_COLUMNS], [])
         return self.call(ActorWorker.log_probs, rows, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared)
 
-    def update(self, batch: DataProto, plan: MiniBatchPlan, *, also: Sequence[str] = (), prepare: Prepare | None = None) -> Metrics:
-        """Epochs × mini-batches of optimizer steps; `also`: columns that the loss reads beside those that every loss has."""
+    def update(
+        self,
+        batch: DataProto,
+        plan: MiniBatchPlan,
+        *,
+        also: Sequence[str] = (),
+        prepare: Prepare | None = None,
+        watch: Watch | None = None,
+    ) -> Metrics:
+        """Epochs × mini-batches of optimizer steps; `also`: columns that the loss reads beside those that every loss has.
+
+        `watch` is for the first of them, the only one under the weights that generated.
+        """
+        first = [watch]
 
         def step(mini: DataProto, scale: LossScale) -> Metrics:
-            return self.call(ActorWorker.update_mini_batch, mini, scale=scale)
+            return self.call(ActorWorker.update_mini_batch, mini, scale=scale, watch=first.pop() if first else None)
 
         return update_by_mini_batches(batch, [*UPDATE_COLUMNS, *also], plan, step, name="actor", prepare=prepare)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
+from hybridflow.controller import Dispatch, WorkerGroup, register
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, RolloutStats
 from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
+from hybridflow.workers.exact import ExactRollout
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(ExactRollout):
     """Holds a generation engine; `pushed` where its weights are its own and come from the actor's ranks."""
 
     def __init__(self, engine: RolloutEngine, pushed: PushedWeights | None = None) -> None:

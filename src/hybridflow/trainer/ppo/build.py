@@ -25,6 +25,7 @@ from hybridflow.distributed.device import set_threads
 from hybridflow.errors import ConfigError
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
+from hybridflow.trainer.ppo.exact import settle_exact
 from hybridflow.trainer.ppo.host import facts_of, workers_of
 from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
@@ -77,6 +78,7 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
         state = _state(config, roles, controller, loader, tokenizer, total_steps)
         store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
         done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
+        exact = settle_exact(config, roles)
         say_changes(done, folder.write_config(to_yaml(config)))
         with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
             timer = Timer()
@@ -87,7 +89,7 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
                 data=data,
                 loader=loader,
                 trajectories=trajectories,
-                step=PPOStep(roles, config, controller, timer),
+                step=PPOStep(roles, config, controller, timer, exact=exact),
                 validator=Validator(data.val_dataset, trajectories, samples, config) if data.val_dataset else None,
                 state=state,
                 store=store,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.workers.agreement import difference, sampled_tokens
 from hybridflow.workers.bridge import explained_variance, own_rows
 
 
@@ -33,17 +34,9 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
 
 
 def rollout_difference(batch: DataProto) -> Metrics:
-    """How far the log-probs of generation are from the ones that training computes, on sampled tokens. Always measured."""
-    rows, metrics = batch.batch, Metrics()
-    mask = rows["response_mask"] & own_rows(batch)[:, None]
-    rollout, trained = rows["rollout_log_probs"][mask], rows["old_log_probs"][mask]
-    if rollout.numel() == 0:
-        return metrics
-    log_difference, difference = (rollout - trained).abs(), (rollout.exp() - trained.exp()).abs()
-    metrics.add_max("training/rollout_log_probs_diff_max", log_difference.max())
-    metrics.add_max("training/rollout_probs_diff_max", difference.max())
-    metrics.add_mean("training/rollout_probs_diff_mean", difference.sum(), float(difference.numel()))
-    return metrics
+    """How far the log-probs of generation are from the ones that training computes, on sampled tokens."""
+    mask = sampled_tokens(batch)
+    return difference(batch.batch["rollout_log_probs"][mask], batch.batch["old_log_probs"][mask])
 
 
 def spread(metrics: Metrics, name: str, values: Tensor) -> None:

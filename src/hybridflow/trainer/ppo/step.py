@@ -13,8 +13,9 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
-from hybridflow.trainer.ppo.data_metrics import batch_metrics, rollout_difference
+from hybridflow.trainer.ppo.data_metrics import batch_metrics
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
+from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.bridge import (
@@ -34,17 +35,21 @@ from hybridflow.workers.mini_batches import MiniBatchPlan
 class PPOStep:
     """Everything between generation and the next weights; `kl_controller` is the only thing it remembers."""
 
-    def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer) -> None:
+    def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer, *, exact: bool = False) -> None:
+        """`exact`: rollout and actor are in exact mode, so the rollout's log-probs are the actor's."""
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
         self.estimator, self.loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
+        squares = "sum_pi_squared" in self.estimator.needs
+        self.old_log_probs = OldLogProbs(roles.actor, config, exact=exact, with_sum_pi_squared=squares)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
         """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the metrics."""
         roles, algorithm, timer, metrics = self.roles, self.config.algorithm, self.timer, Metrics()
         batch |= identify(batch)  # group_ids, positive
-        asked = [Job("actor", "old_log_prob", partial(self._old_log_probs, batch))]  # old_log_probs, entropys, sum_pi_squared
+        old = partial(self.old_log_probs, batch, self._first_plan(step), step)
+        asked = [Job("actor", "old_log_prob", old)]  # old_log_probs; from a pass also entropys, sum_pi_squared
         if roles.reference:
             asked.append(Job("reference", "ref", partial(roles.reference.log_probs, batch)))  # ref_log_prob
         if roles.teacher:
@@ -72,23 +77,14 @@ class PPOStep:
             updates.append(Job("critic", "update_critic", partial(roles.critic.update, batch, self._critic_plan(step))))
         if step > self.config.trainer.critic_warmup:
             hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
-            update = partial(roles.actor.update, batch, self._actor_plan(step), also=self._loss_columns(batch), prepare=hook)
+            watch = self.old_log_probs.watch
+            update = partial(roles.actor.update, batch, self._actor_plan(step), also=self._loss_columns(batch), prepare=hook, watch=watch)
             updates.append(Job("actor", "update_actor", update))
         for found in self.side_by_side(updates):
             metrics.update(found)
         if roles.reference and algorithm.ref_update_freq and step % algorithm.ref_update_freq == 0:
             roles.reference.copy_from(roles.actor)
         return batch, metrics
-
-    def _old_log_probs(self, batch: DataProto) -> DataProto:
-        """By the actor, or in bypass mode those of the rollout."""
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            old = batch.batch["rollout_log_probs"].clone()
-            told = ~own_rows(batch)
-            if bool(told.any()):  # no rollout has log-probs of the data's own answers
-                old[told] = self.roles.actor.log_probs(batch.select_idxs(told), with_entropy=False).batch["old_log_probs"]
-            return DataProto.from_dict({"old_log_probs": old})
-        return self.roles.actor.log_probs(batch, with_sum_pi_squared="sum_pi_squared" in self.estimator.needs)
 
     def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """q_t of the implicit process reward model, which learns from the outcomes of this batch before or after it scores it."""
@@ -104,8 +100,8 @@ class PPOStep:
 
     def _correct_rollout(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Weights and rejection against the policy that sampled; in bypass mode each mini-batch does this for itself."""
-        correction = self.config.algorithm.rollout_correction
-        if correction.bypass_mode:
+        correction, taken = self.config.algorithm.rollout_correction, self.old_log_probs.watch
+        if correction.bypass_mode or (taken is not None and not taken.exact):  # the rollout's own log-probs say nothing of the rollout
             return batch
         found = correct_rollout(batch, correction, batch.batch["old_log_probs"])
         metrics.update(found.metrics)
@@ -116,8 +112,7 @@ class PPOStep:
     def _measure(self, batch: DataProto) -> Metrics:
         mask = batch.batch["loss_mask"]
         metrics = batch_metrics(batch, has_critic=self.roles.critic is not None)
-        if not self.config.algorithm.rollout_correction.bypass_mode:
-            metrics.update(rollout_difference(batch))
+        metrics.update(self.old_log_probs.metrics)
         sampled = mask & own_rows(batch)[:, None]
         if "entropys" in batch and bool(sampled.any()):
             metrics.add_mean("actor/entropy", masked_mean(batch.batch["entropys"], sampled))
@@ -131,7 +126,13 @@ class PPOStep:
         wanted |= {"group_ids"} if self.loss.keeps_groups else set()  # micro-batches are cut by them
         wanted |= {"positive"} if actor.positive_lm_loss_coef else set()
         wanted |= {"rollout_log_probs", "is_demonstration"} if correction.bypass_mode else set()
+        wanted |= {"row_id", "is_demonstration"} if self.old_log_probs.watch else set()
         return sorted(wanted & set(batch.batch.keys()))
+
+    def _first_plan(self, step: int) -> MiniBatchPlan | None:
+        """The plan of the step's update, where its mini-batches are of the rows as they were generated."""
+        resampled, updates = self.config.algorithm.use_pf_ppo, step > self.config.trainer.critic_warmup
+        return self._actor_plan(step) if updates and not resampled else None
 
     def _actor_plan(self, step: int) -> MiniBatchPlan:
         actor = self.config.actor_rollout_ref.actor

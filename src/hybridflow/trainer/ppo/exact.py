@@ -1,0 +1,82 @@
+"""Whether a run is in exact mode: asked once, after the models are there and before the first step.
+
+keys, roles ──ruled_out──► each replica's self-check ──► one mode on the actor and all replicas, or one line why not
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from hybridflow.config import PPOConfig
+from hybridflow.errors import ConfigError
+from hybridflow.models.exact import ExactMode
+from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.workers.actor import ActorWorker
+from hybridflow.workers.exact import ExactRollout
+
+logger = logging.getLogger(__name__)
+
+KEY = "actor_rollout_ref.rollout.exact"
+AUTO_LENGTH = 256
+"""Tokens of prompt and response up to which `auto` takes it: attention costs more than the pass that is saved beyond."""
+
+
+def settle_exact(config: PPOConfig, roles: Roles) -> bool:
+    """Switch the actor and the rollout to exact mode where `rollout.exact` asks for it and it holds.
+
+    Raises ConfigError with the reason where it is asked for and does not hold; with `auto` the reason is logged.
+    """
+    wanted = config.actor_rollout_ref.rollout.exact
+    if wanted is False:
+        return False
+    chosen = _ruled_out(config, roles) or _choose(config, roles)
+    if isinstance(chosen, str):
+        if wanted is True:
+            raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")
+        logger.info("fast mode: %s", chosen)
+        return False
+    roles.actor.call_list(ActorWorker.set_exact, chosen)
+    roles.rollout.call_list(ExactRollout.set_exact, chosen)
+    logger.info(
+        "exact mode: log-probs of rollout and training are equal to the bit (keys of attention padded to %d, dense layers to %d rows)",
+        chosen.key_step,
+        chosen.num_rows(1),
+    )
+    return True
+
+
+def _ruled_out(config: PPOConfig, roles: Roles) -> str | None:
+    """Why the keys or the layout of the run leave no room for it."""
+    rollout, longest = config.actor_rollout_ref.rollout, _longest(config)
+    if rollout.name != "native":
+        return f"actor_rollout_ref.rollout.name={rollout.name} has kernels of its own; only native generates with the module that trains"
+    if roles.actor.world_size > 1:
+        return f"the actor is spread over {roles.actor.world_size} ranks, which compute with parts of the model"
+    if rollout.tensor_model_parallel_size > 1:
+        return f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} sums partial products"
+    if config.algorithm.rollout_correction.bypass_mode:
+        return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
+    if not rollout.do_sample and rollout.temperature != 1.0:
+        return f"greedy tokens have log-probs at temperature 1, and training computes them at {rollout.temperature}: set temperature=1"
+    if rollout.exact == "auto" and longest > AUTO_LENGTH:
+        return (
+            f"data.max_prompt_length + max_response_length = {longest} tokens, and {KEY}=auto takes up to {AUTO_LENGTH}, beyond which it "
+            "costs more than it saves"
+        )
+    return None
+
+
+def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
+    """The mode that all replicas can hold, each by its own self-check."""
+    temperature = config.actor_rollout_ref.rollout.temperature
+    found = roles.rollout.call_list(ExactRollout.choose_exact, longest=_longest(config), temperature=temperature)
+    for rank, mode in enumerate(found):
+        if isinstance(mode, str):
+            return f"{mode} (rollout rank {rank})" if len(found) > 1 else mode
+    modes = [mode for mode in found if isinstance(mode, ExactMode)]
+    return ExactMode(max(mode.key_step for mode in modes), math.lcm(*(mode.row_step for mode in modes)))
+
+
+def _longest(config: PPOConfig) -> int:
+    return config.data.max_prompt_length + config.data.max_response_length

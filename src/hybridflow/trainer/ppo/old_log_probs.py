@@ -1,0 +1,94 @@
+"""Where `old_log_probs` come from: the actor's pass over the batch, or the rollout, whose log-probs are as good.
+
+exact mode          the rollout's: equal to the bit, checked on `exact_check_rows` rows here and on the first mini-batch in its update
+fast mode           the pass; with `reuse_log_probs_within` the rollout's where they are that close on `exact_check_rows` rows
+bypass mode         the rollout's, whatever they are
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from hybridflow.config import PPOConfig
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.randomness import generator
+from hybridflow.trainer.ppo.data_metrics import rollout_difference
+from hybridflow.workers import ActorGroup
+from hybridflow.workers.agreement import Watch, check_same, difference, sampled_tokens
+from hybridflow.workers.bridge import own_rows
+from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
+
+logger = logging.getLogger(__name__)
+
+
+class OldLogProbs:
+    """Asked once a step; afterwards `metrics` says what was measured, and `watch` what the step's first update is to look at."""
+
+    def __init__(self, actor: ActorGroup, config: PPOConfig, *, exact: bool, with_sum_pi_squared: bool) -> None:
+        self.actor, self.config, self.exact, self.with_sum_pi_squared = actor, config, exact, with_sum_pi_squared
+        self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
+        self.bypass = config.algorithm.rollout_correction.bypass_mode
+        self.metrics = Metrics()
+        self.watch: Watch | None = None
+        """Set where this step's are the rollout's: the first update then looks at all of its rows."""
+        wishes = exact or self.within is not None
+        self.reuses = wishes and not with_sum_pi_squared
+        if wishes and with_sum_pi_squared:
+            logger.info("%s needs Σπ² from the pass for old log-probs, so that pass stays", config.algorithm.adv_estimator)
+
+    def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> DataProto:
+        """old_log_probs [B, R], and from a pass also entropys and what the estimator needs; `plan` is that of the update, if there is one.
+
+        Raises TrainingError in exact mode where the rollout's log-probs are not those of training.
+        """
+        self.metrics, self.watch = Metrics(), None
+        if self.bypass:
+            return self._rollouts(batch)
+        if self.reuses:
+            agreed, metrics = self._agree(batch, self._rows_to_check(batch, plan, step), step)
+            self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))
+            if agreed:
+                self.metrics.update(metrics)
+                self.watch = Watch(step, self.exact)
+                return self._rollouts(batch)
+        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared)
+        if self.exact:
+            check_same(batch, batch.batch["rollout_log_probs"], columns.batch["old_log_probs"], step)
+        self.metrics.update(rollout_difference(batch | columns))
+        return columns
+
+    def _agree(self, batch: DataProto, rows: list[int], step: int) -> tuple[bool, Metrics]:
+        """Whether the rollout's log-probs may stand for the actor's, judged by these rows, and what was measured on them."""
+        if not rows:  # all of them are in the first mini-batch, whose update looks at every one
+            return True, Metrics()
+        some = batch.select_idxs(rows)
+        trained: Tensor = self.actor.log_probs(some, with_entropy=False).batch["old_log_probs"]
+        rollout, sampled = some.batch["rollout_log_probs"], sampled_tokens(some)
+        if self.exact:
+            check_same(some, rollout, trained, step)
+        metrics = difference(rollout[sampled], trained[sampled])
+        metrics.add_sum("training/rollout_rows_checked", float(len(rows)))
+        worst = float((rollout - trained)[sampled].abs().max()) if bool(sampled.any()) else 0.0
+        return self.exact or (self.within is not None and worst <= self.within), metrics
+
+    def _rows_to_check(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> list[int]:
+        """`exact_check_rows` rows that the policy sampled, drawn anew each step; in exact mode of those that the first update lacks."""
+        count = self.config.actor_rollout_ref.rollout.exact_check_rows
+        seen: set[int] = set()
+        if self.exact and plan is not None:
+            seen = set(next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), []))
+        left = [row for row in own_rows(batch).nonzero()[:, 0].tolist() if row not in seen]
+        order = torch.randperm(len(left), generator=generator(self.config.trainer.seed, "exact_check", step)).tolist()
+        return sorted(left[place] for place in order[:count])
+
+    def _rollouts(self, batch: DataProto) -> DataProto:
+        """The rollout's log-probs; of answers of the data, which no rollout has sampled, the actor's."""
+        old = batch.batch["rollout_log_probs"].clone()
+        told = ~own_rows(batch)
+        if bool(told.any()):
+            old[told] = self.actor.log_probs(batch.select_idxs(told), with_entropy=False).batch["old_log_probs"]
+        return DataProto.from_dict({"old_log_probs": old})

@@ -1,0 +1,82 @@
+"""Do generation and training say the same of a token? What is measured of it, and the alarm of exact mode.
+
+an update's first forward, under the weights that generated ──watched──► its log-probs against old_log_probs, entropy, then the loss
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridflow.algorithms.masked import masked_sum
+from hybridflow.engines import LossFn
+from hybridflow.errors import TrainingError
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.workers.bridge import own_rows
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What to look at in the first forward of a step's updates, whose `old_log_probs` are the rollout's."""
+
+    step: int
+    exact: bool
+    """Any difference ends the run."""
+
+
+def sampled_tokens(batch: DataProto) -> Tensor:
+    """[B, R] bool: the tokens that the policy of this run sampled."""
+    mask: Tensor = batch.batch["response_mask"] & own_rows(batch)[:, None]
+    return mask
+
+
+def difference(rollout: Tensor, trained: Tensor) -> Metrics:
+    """How far log-probs of generation are from those of training, both [N] in nats; nothing for no tokens."""
+    metrics = Metrics()
+    if rollout.numel() == 0:
+        return metrics
+    log_difference, apart = (rollout - trained).abs(), (rollout.exp() - trained.exp()).abs()
+    metrics.add_max("training/rollout_log_probs_diff_max", log_difference.max())
+    metrics.add_max("training/rollout_probs_diff_max", apart.max())
+    metrics.add_mean("training/rollout_probs_diff_mean", apart.sum(), float(apart.numel()))
+    return metrics
+
+
+def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> None:
+    """TrainingError where log-probs [B, R] of sampled tokens are not equal to the bit; it names the first that differs."""
+    wrong = (rollout != trained) & sampled_tokens(rows)
+    if not bool(wrong.any()):
+        return
+    row, token = (int(place) for place in wrong.nonzero()[0])
+    row_id = int(rows.batch["row_id"][row]) if "row_id" in rows else row
+    uid = f" of prompt {rows.non_tensor_batch['uid'][row]}" if "uid" in rows.non_tensor_batch else ""
+    ours, theirs = f"{float(rollout[row, token]):.9g}", f"{float(trained[row, token]):.9g}"
+    raise TrainingError(
+        f"exact mode, step {step}: row {row_id}{uid}, response token {token} has log-prob {ours} from the rollout and {theirs} from "
+        f"training ({int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} rows differ). Nothing was learned from this mini-batch. Either "
+        "the rollout has other weights than the trainer, which is an error to find, or this machine computes a row differently in another "
+        "batch: actor_rollout_ref.rollout.exact=false lets a run live with that"
+    )
+
+
+def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
+    """`loss`, after a look at the log-probs and the entropy that it is given; `keeps_entropy`: the loss has a use for entropy, too."""
+
+    def look_first(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+        sampled, trained, rollout = sampled_tokens(micro), outputs["log_probs"].detach(), micro.batch["old_log_probs"]
+        if watch.exact:
+            check_same(micro, rollout, trained, watch.step)
+        metrics = difference(rollout[sampled], trained[sampled])
+        if watch.exact:
+            metrics.add_sum("training/rollout_rows_checked", float(sampled.any(-1).sum()))
+        learned = sampled & micro.batch["loss_mask"]
+        if bool(learned.any()):
+            metrics.add_mean("actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum()))
+        given = outputs if keeps_entropy else {name: value for name, value in outputs.items() if name != "entropy"}
+        share, found = loss(given, micro)
+        metrics.update(found)
+        return share, metrics
+
+    return look_first

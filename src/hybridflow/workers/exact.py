@@ -1,0 +1,40 @@
+"""Exact mode on the workers: which mode this rank's engine can hold, and switching it on."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hybridflow.controller import Dispatch, Worker, register
+from hybridflow.models.exact import ExactMode
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.base import RolloutEngine
+from hybridflow.rollout.exact import choose_exact_mode
+
+
+def switch(module: nn.Module, mode: ExactMode | None) -> None:
+    """Compute in this mode from now on; None: as fast as possible."""
+    assert isinstance(module, PolicyModel), f"exact mode is of policies, not of a {type(module).__name__}"
+    module.exact = mode
+
+
+class ExactRollout(Worker):
+    """What a rollout worker adds for it; an engine without a module of ours has no such mode."""
+
+    engine: RolloutEngine
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def choose_exact(self, *, longest: int, temperature: float) -> ExactMode | str:
+        """The cheapest mode in which generation and training agree to the bit on this rank, or why there is none."""
+        policy = getattr(self.engine, "policy", None)
+        if not isinstance(policy, PolicyModel):
+            return "its engine does not generate with the module that trains"
+        try:
+            self.engine.wake_up()
+            return choose_exact_mode(self.engine, policy, longest=longest, temperature=temperature)
+        finally:
+            self.engine.sleep()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def set_exact(self, mode: ExactMode | None) -> None:
+        """Generate in this mode from now on."""
+        switch(self.engine.policy, mode)  # type: ignore[attr-defined]  # one that `choose_exact` has looked at

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hybridflow.models.attention import Scores, make_buckets, masked_attention
+from hybridflow.models.attention import Kernel, Scores, make_buckets, masked_attention
 from hybridflow.models.kv_cache import Places, SlotCache
 
 QUERY_BLOCK = 512
@@ -34,6 +34,9 @@ class _Bucket:
 
 class ChunkLayout:
     """Pieces of rows packed one after the other [1, N]; piece i is lengths[i] tokens that stand behind starts[i] cached ones of slots[i]."""
+
+    exact: Kernel | None = None
+    """Attends instead of the device's own kernels; set in exact mode."""
 
     def __init__(self, cache: SlotCache, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], places: Places) -> None:
         """`places` is where the new keys and values go; the slots named here have to be among them."""
@@ -81,7 +84,8 @@ class ChunkLayout:
             first = block * QUERY_BLOCK
             window = scores.window(end)
             allowed = self._mask(number, block, window)
-            parts.append(_attend(queries[:, :, first : first + QUERY_BLOCK], keys[:, :, :end], values[:, :, :end], allowed, scores))
+            attend = _attend if self.exact is None else self.exact.attend
+            parts.append(attend(queries[:, :, first : first + QUERY_BLOCK], keys[:, :, :end], values[:, :, :end], allowed, scores))
         return torch.cat(parts, dim=2).transpose(1, 2)
 
     def _mask(self, number: int, block: int, window: int | None) -> Tensor:

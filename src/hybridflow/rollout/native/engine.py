@@ -22,7 +22,9 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
 from hybridflow.rollout.native.generation import BatchSettings, Generation, Weights
 from hybridflow.rollout.native.memory import SlotMemory, free_memory
+from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
+from hybridflow.rollout.native.stop_text import Decode, StopTexts
 
 
 class NativeEngine:
@@ -31,6 +33,7 @@ class NativeEngine:
     With a `source` the weights exist from `wake_up` until `sleep`, so the engine begins asleep.
     `enable_prefix_caching`: prompts that begin with the same tokens as another share its keys and values, until the weights change.
     `recompute_on_update`: when weights change while rows run, the keys and values of these rows are computed again; else they stay.
+    `decode`: token ids to text, for requests with stop texts; left out, such a request gives an error.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class NativeEngine:
         recompute_on_update: bool = False,
         source: WeightSource | None = None,
         replica: Replica | None = None,
+        decode: Decode | None = None,
     ) -> None:
         self.policy, self.source, self.replica = policy, source, replica or Replica()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.gpu_memory_utilization = gpu_memory_utilization
         self.enable_prefix_caching, self.recompute_on_update = enable_prefix_caching, recompute_on_update
+        self._stop_texts = None if decode is None else StopTexts(decode)
         self._version = 0
         self._weights_state = 0  # counts changes
         self._stats = RolloutStats()
@@ -183,7 +188,8 @@ class NativeEngine:
                 f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {len(prompt) + sampling.max_tokens} is more than the "
                 f"model's max_position_embeddings {positions}: shorten data.max_prompt_length or data.max_response_length"
             )
-        return None
+        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
+        return sampling_problem(sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None)
 
     def _slots(self) -> SlotMemory:
         """The KV cache, empty at first, and how large it may become."""
@@ -205,6 +211,7 @@ class NativeEngine:
             reuse_prefixes=self.enable_prefix_caching,
             keep_finished=lasting and self.enable_prefix_caching,
             recompute=self.recompute_on_update,
+            stop_texts=self._stop_texts,
         )
         memory = self._slots()
         generation = Generation(

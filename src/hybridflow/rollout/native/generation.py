@@ -27,6 +27,7 @@ from hybridflow.rollout.native.memory import STEP, SlotMemory
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixStore
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Aside, Scheduler, Waiting
+from hybridflow.rollout.native.stop_text import StopTexts
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class BatchSettings:
     """Rows that finished are prefixes for later prompts."""
     recompute: bool
     """When the weights change, compute the keys and values of running rows again."""
+    stop_texts: StopTexts | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +76,7 @@ class Generation:
         self.prefixes = PrefixStore(reuse=settings.reuse_prefixes)
         self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens, find=self._find)
         dtype = torch.promote_types(policy.dtype, torch.float32)
-        self.rows = RowTable(0, 0, 0, policy.head.weight.shape[0], dtype, policy.device)
+        self.rows = RowTable(0, 0, 0, policy.head.weight.shape[0], dtype, policy.device, stop_texts=settings.stop_texts)
         self._weights = weights
         self._seen = weights()
         self._entered: dict[int, tuple[int, int]] = {}  # of each running request: its number, and the state of the weights of its keys

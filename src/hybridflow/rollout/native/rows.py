@@ -1,31 +1,65 @@
 """The running rows: one column of tensors per fact, row i in slot i, rows 0..count-1 in use.
 
 Everything a decode step reads or writes is here, so that a step is a handful of tensor operations whatever the number of rows.
-A row is its request and its place in every column: what moves, grows or is put aside does so for all columns alike.
+A row is its request and its place in every column: what moves, grows or is put aside does so for all columns alike. Columns that few
+requests need have no width until one of them comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest
-from hybridflow.rollout.native.sampling import SamplingPlan, sample, stream_keys, uniforms
+from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.native import sampling
+from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
+from hybridflow.rollout.native.sampling import RowSettings, Sampled, SamplingPlan, most_probable, needs_of, sample
+from hybridflow.rollout.native.stop_text import StopTexts
 
 SEED_BITS = (1 << 63) - 1
+TopTokens = list[tuple[int, float]]
+"""(id, log-prob) of the most probable tokens at one place, the most probable first."""
+TOKEN_COLUMNS = ("tokens", "log_probs", "versions")
+FILLING = {"stops": -1}
+"""What empty places of a column hold where it is not 0."""
+
+
+@dataclass(frozen=True)
+class SavedRow:
+    """What a row has besides its request, while it is put aside."""
+
+    columns: dict[str, Tensor]
+    top: list[TopTokens]
 
 
 class RowTable:
-    """State of at most `num_rows` rows that generate at most `width` tokens each."""
+    """State of at most `num_rows` rows; from the start there is room for `width` tokens and `num_stops` ending tokens each.
 
-    def __init__(self, num_rows: int, width: int, num_stops: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    `stop_texts` finds the texts that end responses; without it no request may have any.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        width: int,
+        num_stops: int,
+        vocabulary: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        stop_texts: StopTexts | None = None,
+    ) -> None:
         def column(*shape: int, kind: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=kind, device=device)
 
-        self.vocabulary, self.width, self.device = vocabulary, width, device
+        self.vocabulary, self.device, self.stop_texts = vocabulary, device, stop_texts
         self.requests: list[GenerationRequest] = []
+        self.needs: list[int] = []  # what each row asks for
+        self.ended_by: list[str | None] = []  # stop text that a row's last token completed
+        self.top: list[list[TopTokens]] = []  # most probable tokens at each place, where asked for
         self.length = column()  # tokens whose keys and values are in the slot
         self.last_token = column()  # newest token, not in the slot yet
         self.generated = column()  # response tokens so far
@@ -34,8 +68,14 @@ class RowTable:
         self.temperature = column(kind=dtype)  # 1 for greedy rows
         self.top_k = column()
         self.top_p = column(kind=dtype)
+        self.min_p = column(kind=dtype)
         self.greedy = column(kind=torch.bool)
         self.stops = column(num_stops).fill_(-1)  # token ids that end the row, filled up with -1
+        self.min_tokens = column()
+        self.penalty = column(kind=dtype)  # for tokens that are in the prompt or the response
+        self.seen = column(0, kind=torch.bool)  # [vocabulary] once a request has such a penalty: whether the token is
+        self.bias_token = column(0)  # filled up with token 0, whose bias there is 0
+        self.bias = column(0, kind=dtype)
         self.tokens = column(width)
         self.log_probs = column(width, kind=dtype)
         self.versions = column(width, kind=torch.int32)
@@ -46,37 +86,47 @@ class RowTable:
         return len(self.requests)
 
     @property
+    def width(self) -> int:
+        """Response tokens that a row has room for."""
+        return self.tokens.shape[1]
+
+    @property
     def _columns(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def grow(self, num_rows: int, width: int, num_stops: int) -> None:
         """Make room for so many rows, tokens and stops where there is less; rows in use keep what they have."""
-        now = (self.tokens.shape[0], self.width, self.stops.shape[1])
-        num_rows, width, num_stops = (max(pair) for pair in zip(now, (num_rows, width, num_stops)))
-        if (num_rows, width, num_stops) == now:
-            return
-        larger = RowTable(num_rows, width, num_stops, self.vocabulary, self.temperature.dtype, self.device)
-        for name, column in larger._columns.items():
-            old = getattr(self, name)
-            column[tuple(slice(0, length) for length in old.shape)] = old
-            setattr(self, name, column)
-        self.width = width
+        for name in TOKEN_COLUMNS:
+            self._widen(name, width)
+        self._widen("stops", num_stops)
+        if num_rows > len(self.length):
+            for name, column in self._columns.items():
+                more = column.new_full((num_rows - len(column), *column.shape[1:]), FILLING.get(name, 0))
+                setattr(self, name, torch.cat([column, more]))
 
-    def copy_of(self, row: int) -> dict[str, Tensor]:
+    def _widen(self, name: str, width: int) -> None:
+        """Give a column room for `width` entries a row."""
+        column: Tensor = getattr(self, name)
+        if width > column.shape[1]:
+            more = column.new_full((len(column), width - column.shape[1]), FILLING.get(name, 0))
+            setattr(self, name, torch.cat([column, more], 1))
+
+    def copy_of(self, row: int) -> SavedRow:
         """What the columns say of a row, to be put aside."""
-        return {name: column[row].clone() for name, column in self._columns.items()}
+        return SavedRow({name: column[row].clone() for name, column in self._columns.items()}, list(self.top[row]))
 
-    def restore(self, row: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, row: int, saved: SavedRow) -> None:
         """Give a row that was just added what `copy_of` kept; its newest token is in the slot now, too."""
-        for name, value in saved.items():
+        for name, value in saved.columns.items():
             getattr(self, name)[row][tuple(slice(0, length) for length in value.shape)] = value
+        self.top[row] = list(saved.top)
         self.length[row] += 1
 
     def add(self, requests: Sequence[GenerationRequest], stops: Sequence[Sequence[int]]) -> None:
         """Append rows whose prompts are in their slots; `stops` are the ending tokens of each."""
         start, stop = self.count, self.count + len(requests)
         params = [request.sampling for request in requests]
-        depth = self.stops.shape[1]
+        self.grow(stop, max(one.max_tokens for one in params), max(len(ids) for ids in stops))
 
         def fill(column: Tensor, values: Sequence[object]) -> None:
             column[start:stop] = torch.tensor(values, dtype=column.dtype, device=self.device)
@@ -87,30 +137,87 @@ class RowTable:
         fill(self.temperature, [1.0 if one.takes_argmax else one.temperature for one in params])
         fill(self.top_k, [one.top_k if one.limits_tokens and one.top_k > 0 else self.vocabulary for one in params])
         fill(self.top_p, [one.top_p if one.limits_tokens else 1.0 for one in params])
+        fill(self.min_p, [one.min_p if one.limits_tokens else 0.0 for one in params])
         fill(self.greedy, [one.takes_argmax for one in params])
-        if depth:
+        if depth := self.stops.shape[1]:
             fill(self.stops, [[*ids, *[-1] * (depth - len(ids))] for ids in stops])
         self.generated[start:stop] = 0
-        self.requests.extend(requests)
+        kinds = {id(one): needs_of(one) for one in params}
+        needs = [kinds[id(one)] for one in params]
+        self._fill_edits(slice(start, stop), params, requests, SamplingPlan(needs))
+        self.requests += requests
+        self.needs += needs
+        self.ended_by += [None] * len(requests)
+        self.top += [[] for _ in requests]
+
+    def _fill_edits(self, rows: slice, params: Sequence[SamplingParams], requests: Sequence[GenerationRequest], plan: SamplingPlan) -> None:
+        """What changes the logits of new rows, where they ask for it."""
+        if plan.any(sampling.MIN_TOKENS):
+            self.min_tokens[rows] = torch.tensor([one.min_tokens for one in params], device=self.device)
+        else:
+            self.min_tokens[rows] = 0
+        self.penalty[rows] = 1
+        if plan.any(sampling.REPETITION):
+            self._widen("seen", self.vocabulary)
+            self.penalty[rows] = torch.tensor([one.repetition_penalty for one in params], dtype=self.penalty.dtype, device=self.device)
+        if self.seen.shape[1]:
+            self.seen[rows] = False
+            for row in plan.rows(sampling.REPETITION):
+                self.seen[rows.start + row, torch.tensor(requests[row].prompt_token_ids, device=self.device)] = True
+        if plan.any(sampling.LOGIT_BIAS):
+            for name in ("bias_token", "bias"):
+                self._widen(name, max(len(one.logit_bias) for one in params))
+        if depth := self.bias.shape[1]:
+            padded = [[*one.logit_bias, *[(0, 0.0)] * (depth - len(one.logit_bias))] for one in params]
+            self.bias_token[rows] = torch.tensor([[token for token, _ in row] for row in padded], device=self.device)
+            self.bias[rows] = torch.tensor([[bias for _, bias in row] for row in padded], dtype=self.bias.dtype, device=self.device)
 
     def choose(self, start: int, logits: Tensor, version: int) -> Tensor:
         """Sample one token for each row from `start` on, of logits [n, V], and append it; [n] bool of those that are finished by it."""
         rows = slice(start, self.count)
-        plan = SamplingPlan.of(request.sampling for request in self.requests[rows])
-        uniform = None if plan.all_greedy else uniforms(self.stream[rows], self.generated[rows], self.log_probs.dtype)
-        tokens, log_probs = sample(
-            logits,
-            plan,
-            uniform=uniform,
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            greedy=self.greedy[rows],
+        plan = SamplingPlan(self.needs[rows])
+        settings = RowSettings(
+            uniforms(self.stream[rows], self.generated[rows], self.log_probs.dtype) if plan.any(sampling.DRAWN) else None,
+            *(column[rows] for column in (self.temperature, self.top_k, self.top_p, self.min_p, self.greedy)),
         )
-        return self.record(rows, tokens, log_probs, version)
 
-    def record(self, rows: slice, tokens: Tensor, log_probs: Tensor, version: int) -> Tensor:
-        """Append one token to each of `rows`; [n] bool of those that are finished by it."""
+        def edit(logits: Tensor, part: slice) -> Tensor:
+            return self._edited(logits, slice(start + part.start, start + part.stop), plan)
+
+        chosen = sample(logits, plan, settings, edit if plan.any(sampling.EDITS) else None)
+        if asking := plan.rows(sampling.TOP_LOG_PROBS):
+            self._keep_top(start, asking, logits, settings, chosen)
+        finished = self._record(rows, chosen.tokens, chosen.log_probs, version)
+        if watched := plan.rows(sampling.STOP_TEXTS):
+            self._find_texts(start, watched, finished)
+        return finished
+
+    def _edited(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> Tensor:
+        """A copy of logits [n, V] with the bias of the request, then its repetition penalty, then without ends before `min_tokens`."""
+        edited = logits.clone()
+        if plan.any(sampling.LOGIT_BIAS):
+            edited.scatter_add_(1, self.bias_token[rows], self.bias[rows])
+        if plan.any(sampling.REPETITION):
+            penalty = self.penalty[rows, None]
+            edited = torch.where(self.seen[rows], torch.where(edited > 0, edited / penalty, edited * penalty), edited)
+        if plan.any(sampling.MIN_TOKENS):
+            stops = self.stops[rows]
+            forbidden = (self.generated[rows] < self.min_tokens[rows])[:, None] & (stops >= 0)
+            nothing = torch.zeros(stops.shape, dtype=edited.dtype, device=self.device)
+            edited.scatter_add_(1, stops.clamp(min=0), nothing.masked_fill_(forbidden, -float("inf")))
+        return edited
+
+    def _keep_top(self, start: int, asking: list[int], logits: Tensor, settings: RowSettings, chosen: Sampled) -> None:
+        """Keep the most probable tokens of the rows start + `asking`."""
+        wanted = [self.requests[start + row].sampling.top_log_probs for row in asking]
+        index = torch.tensor(asking, device=self.device)
+        best = most_probable(logits[index], settings.temperature[index], chosen.normalizer[index], max(wanted))
+        for row, count, tokens, log_probs in zip(asking, wanted, *(column.tolist() for column in best), strict=True):
+            pairs = sorted(zip(tokens, log_probs), key=lambda pair: (-pair[1], pair[0]))
+            self.top[start + row].append(pairs[:count])
+
+    def _record(self, rows: slice, tokens: Tensor, log_probs: Tensor, version: int) -> Tensor:
+        """Append one token to each of `rows`; [n] bool of those that are finished by it, texts aside."""
         generated = self.generated[rows]
         place = torch.arange(rows.start, rows.stop, device=self.device) * self.width + generated
         self.tokens.view(-1).index_copy_(0, place, tokens)
@@ -118,8 +225,25 @@ class RowTable:
         self.versions.view(-1).index_fill_(0, place, version)
         self.last_token[rows] = tokens
         generated += 1
+        if self.seen.shape[1]:
+            self.seen[rows].scatter_(1, tokens[:, None], True)
         stopped = (tokens[:, None] == self.stops[rows]).any(-1)
         return stopped | (generated >= self.limit[rows]) | ~log_probs.isfinite()
+
+    def _find_texts(self, start: int, watched: list[int], finished: Tensor) -> None:
+        """Mark as finished those of the rows start + `watched` whose newest token completed one of their stop texts."""
+        assert self.stop_texts is not None, "a request with stop texts is refused where nothing can decode"
+        newest = self.last_token[start : self.count].tolist()
+        for row in watched:
+            params = self.requests[start + row].sampling
+            if not self.stop_texts.may_complete(newest[row], params.stop):
+                continue
+            tokens = self.tokens[start + row, : int(self.generated[start + row])].tolist()
+            if len(tokens) <= params.min_tokens:
+                continue
+            self.ended_by[start + row] = text = self.stop_texts.completed(tokens, params.stop)
+            if text is not None:
+                finished[row] = True
 
     def outputs(self, rows: Sequence[int], reason: FinishReason | None = None) -> list[GenerationOutput]:
         """What these rows came to: why they ended is read off their last token unless `reason` says it."""
@@ -131,14 +255,21 @@ class RowTable:
         outputs = []
         for i, (row, length) in enumerate(zip(rows, generated.tolist())):
             request_id, error = self.requests[row].request_id, None
-            ended: FinishReason = reason or ("stop" if stopped[i] else "length")
+            text = self.ended_by[row]
+            ended: FinishReason = reason or ("stop" if stopped[i] or text is not None else "length")
             if length and not abs(log_probs[i][length - 1]) < float("inf"):
                 length -= 1
                 ended, error = (
                     "error",
                     f"request {request_id}: the model's logits are not finite at response token {length}; its weights may have diverged",
                 )
-            outputs.append(GenerationOutput(request_id, tokens[i][:length], log_probs[i][:length], ended, versions[i][:length], error))
+            stop_reason = None if ended != "stop" else tokens[i][length - 1] if stopped[i] else text
+            top = self.top[row][:length] if self.needs[row] & sampling.TOP_LOG_PROBS else None
+            outputs.append(
+                GenerationOutput(
+                    request_id, tokens[i][:length], log_probs[i][:length], ended, versions[i][:length], error, stop_reason, top
+                )
+            )
         return outputs
 
     def remove(self, rows: Sequence[int]) -> tuple[Tensor, Tensor] | None:
@@ -147,9 +278,11 @@ class RowTable:
         holes = [row for row in rows if row < kept]
         tail = [row for row in range(kept, self.count) if row not in leaving]
         assert len(holes) == len(tail), f"{len(holes)} holes for {len(tail)} rows"
-        for hole, row in zip(holes, tail):
-            self.requests[hole] = self.requests[row]
-        del self.requests[kept:]
+        facts: tuple[list[object], ...] = (self.requests, self.needs, self.ended_by, self.top)  # type: ignore[assignment]
+        for fact in facts:
+            for hole, row in zip(holes, tail):
+                fact[hole] = fact[row]
+            del fact[kept:]
         if not holes:
             return None
         source, destination = torch.tensor([tail, holes], device=self.device)

@@ -1,115 +1,272 @@
-"""From logits to tokens: temperature, top-k, top-p, greedy, all rows at once, each row with its own parameters.
+"""From logits to tokens, all rows at once, each row with its own parameters; what no row asks for costs nothing (`SamplingPlan`).
 
-    (seed, position) ──uniforms──► u [B] ─┐
-    logits [B, V] ──/ temperature──► softmax ──cumulative sum──► first token whose sum passes u ──► tokens, log-probs [B]
+    logits [B, V] ──/ temperature──► exponentials ──────────────────────────► log-prob of the token: what training computes
+        └──logit_bias, repetition_penalty, min_tokens──/ temperature──► exponentials ──min_p, top_k, top_p──► weights
+    (seed, position) ──uniforms──► u [B] ──► first token whose running sum of weights passes u × their sum ◄──────┘
 
-The number that decides a token depends on the request's seed and the token's place in the response, never on the batch.
+Nothing that changes which token is chosen enters its log-prob: training knows the temperature alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.models.log_probs import log_probs_from_logits
 from hybridflow.rollout.base import SamplingParams
 
+CHUNK_BYTES = 4 * 2**20
+"""On CPU, rows whose logits take about this much are sampled together: the passes over them then stay in the cache."""
+ONE_LEVEL = 1024
+"""Vocabularies up to this size have one running sum; larger ones have one over blocks and one inside of the block that is hit."""
+BLOCK = 64
+LEADERS = 64
+"""Top-k and top-p look at so many of the most probable tokens before they sort a large vocabulary."""
 
-def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that torch holds."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-# splitmix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014)
-_STEP = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
-
-
-def _mix(bits: Tensor) -> Tensor:
-    """The finaliser of splitmix64 on int64 [B]; products wrap around."""
-    bits = (bits ^ _shift(bits, 30)) * _FIRST
-    bits = (bits ^ _shift(bits, 27)) * _SECOND
-    return bits ^ _shift(bits, 31)
+# what a row may ask for
+DRAWN, GREEDY, TEMPERATURE, MIN_P, LEADING, LOGIT_BIAS, REPETITION, MIN_TOKENS, STOP_TEXTS, TOP_LOG_PROBS = (1 << bit for bit in range(10))
+EDITS = LOGIT_BIAS | REPETITION | MIN_TOKENS
 
 
-def _shift(bits: Tensor, by: int) -> Tensor:
-    """Shift right and fill with zeros (torch's own keeps the sign)."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
+def needs_of(params: SamplingParams) -> int:
+    """The set of the above that a request asks for."""
+    asked = {
+        DRAWN: not params.takes_argmax,
+        GREEDY: params.takes_argmax,
+        TEMPERATURE: not params.takes_argmax and params.temperature != 1.0,
+        MIN_P: not params.takes_argmax and params.min_p > 0,
+        LEADING: not params.takes_argmax and (params.top_k > 0 or params.top_p < 1),
+        LOGIT_BIAS: bool(params.logit_bias),
+        REPETITION: params.repetition_penalty != 1.0,
+        MIN_TOKENS: params.min_tokens > 0,
+        STOP_TEXTS: bool(params.stop),
+        TOP_LOG_PROBS: params.top_log_probs > 0,
+    }
+    return sum(need for need, is_asked in asked.items() if is_asked)
 
 
-def stream_keys(seeds: Tensor) -> Tensor:
-    """Where each request's stream starts: seeds [B] int64 -> [B] int64. Mixed, so that neighbouring seeds share nothing."""
-    return _mix(seeds + _STEP)
+def sampling_problem(params: SamplingParams, *, vocabulary: int, end_tokens: Iterable[int], can_decode: bool) -> str | None:
+    """Why the native engine cannot sample so, of a model with this vocabulary whose responses end with `end_tokens`; None where it can."""
+    for token, bias in params.logit_bias:
+        if not 0 <= token < vocabulary:
+            return f"logit_bias holds token id {token}, and the model's vocabulary is 0..{vocabulary - 1}"
+        if not bias < float("inf"):
+            return f"logit_bias of token {token} is {bias}: use a number, or -inf to forbid the token"
+    forbidden = {token for token, bias in params.logit_bias if bias == -float("inf")}
+    if len(forbidden | (set(end_tokens) if params.min_tokens else set())) >= vocabulary:
+        return "logit_bias and min_tokens forbid every token of the vocabulary: allow at least one"
+    if params.top_log_probs > vocabulary:
+        return f"top_log_probs={params.top_log_probs}, and the model's vocabulary has {vocabulary} tokens"
+    if params.stop and not can_decode:
+        return f"stop={list(params.stop)} are texts, and this engine was built without `decode`: give it one, or use stop_token_ids"
+    return None
 
 
-def uniforms(keys: Tensor, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One number in [0, 1) for each (key, position), both [B] int64: 24 random bits in float32, 53 in float64, never rounded to 1."""
-    bits = _mix(keys + positions * _STEP)
-    kept = 53 if dtype == torch.float64 else 24
-    return _shift(bits, 64 - kept).to(dtype) * 2.0**-kept
-
-
-@dataclass(frozen=True)
 class SamplingPlan:
-    """What none of the requests of a call needs can be left out of every step."""
+    """What each of the rows of a step asks for; what none asks for is left out of the step."""
 
-    any_greedy: bool
-    all_greedy: bool
-    any_limited: bool
-    any_temperature: bool
+    def __init__(self, needs: Sequence[int]) -> None:
+        self._needs = needs
+        self._all = 0
+        for kind in set(needs):
+            self._all |= kind
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingPlan:
-        """The plan that serves all of `params`."""
-        kinds = {(one.takes_argmax, one.limits_tokens, not one.takes_argmax and one.temperature != 1.0) for one in params}
-        greedy = [kind[0] for kind in kinds]
-        return cls(any(greedy), all(greedy), any(kind[1] for kind in kinds), any(kind[2] for kind in kinds))
+        """The plan of rows with these parameters."""
+        return cls([needs_of(one) for one in params])
+
+    def any(self, needs: int) -> bool:
+        """Whether some row asks for one of `needs`."""
+        return bool(self._all & needs)
+
+    def rows(self, need: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """Which of the rows start..stop ask for it, counted from `start`."""
+        return [row for row, needs in enumerate(self._needs[start:stop]) if needs & need] if self._all & need else []
 
 
-def sample(
-    logits: Tensor, plan: SamplingPlan, *, uniform: Tensor | None, temperature: Tensor, top_k: Tensor, top_p: Tensor, greedy: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Tokens [B] int64 and their log-probs [B] in nats, of logits [B, V] float32 or float64.
+@dataclass(frozen=True)
+class RowSettings:
+    """Parameters of the rows of a step, [B] each."""
 
-    uniform [B] (None when all rows are greedy), temperature [B] (1 for greedy rows), top_k [B] int64 (V: all), top_p [B], greedy [B] bool.
-    Log-probs are log softmax(logits / temperature): what training computes, whatever top-k and top-p left out.
+    uniform: Tensor | None
+    """In [0, 1); None where all rows are greedy."""
+    temperature: Tensor
+    """1 for greedy rows."""
+    top_k: Tensor
+    """int64; the vocabulary's size: all."""
+    top_p: Tensor
+    min_p: Tensor
+    greedy: Tensor
+    """bool"""
+
+    def part(self, rows: slice) -> RowSettings:
+        """Those of some rows."""
+        uniform = None if self.uniform is None else self.uniform[rows]
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.greedy)
+        return RowSettings(uniform, *(column[rows] for column in columns))
+
+
+class Sampled(NamedTuple):
+    """What was chosen, [B] each."""
+
+    tokens: Tensor
+    """int64"""
+    log_probs: Tensor
+    """Nats, of softmax(logits / temperature) over the whole vocabulary."""
+    normalizer: Tensor
+    """logsumexp(logits / temperature)."""
+
+
+Edit = Callable[[Tensor, slice], Tensor]
+"""(logits [n, V], which rows these are) -> the logits that tokens are chosen by; its argument stays as it is."""
+
+
+def sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None = None) -> Sampled:
+    """One token for each row of logits [B, V], float32 or float64.
+
+    Log-probs are log softmax(logits / temperature): what training computes, whatever `edit`, min-p, top-k and top-p did to the choice.
     """
-    scaled = logits / temperature[:, None] if plan.any_temperature else logits
-    if plan.all_greedy:
-        tokens = logits.argmax(-1)
-        return tokens, log_probs_from_logits(scaled, tokens)
-    assert uniform is not None, "sampled rows need their uniform numbers"
-    tokens = draw(scaled.softmax(-1), uniform)
-    if plan.any_limited:
-        rows = ((top_k < logits.shape[-1]) | (top_p < 1)).nonzero()[:, 0]
-        tokens[rows] = draw_limited(scaled[rows], uniform[rows], top_k[rows], top_p[rows])
-    if plan.any_greedy:
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    return tokens, log_probs_from_logits(scaled, tokens)
+    count, step = len(logits), len(logits)
+    if logits.device.type == "cpu":
+        step = max(1, CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
+    if step >= count:
+        return _sample(logits, plan, settings, edit, slice(0, count))
+    parts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    chosen = [_sample(logits[rows], plan, settings.part(rows), edit, rows) for rows in parts]
+    return Sampled(*(torch.cat(column) for column in zip(*chosen)))
 
 
-def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+def _sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None, rows: slice) -> Sampled:
+    by_temperature = plan.any(TEMPERATURE)
+    scaled = logits / settings.temperature[:, None] if by_temperature else logits
+    weights, normalizer = exponentials(scaled)
+    edited = logits if edit is None else edit(logits, rows)
+    tokens = None
+    if plan.any(DRAWN):
+        assert settings.uniform is not None, "sampled rows need their uniform numbers"
+        if edited is not logits:
+            weights, _ = exponentials(edited / settings.temperature[:, None] if by_temperature else edited)
+        if plan.any(MIN_P):
+            _drop_below(weights, settings.min_p)
+        if leading := plan.rows(LEADING, rows.start, rows.stop):
+            if len(leading) == len(weights):
+                floor = probability_floor(weights, settings.top_k, settings.top_p)
+            else:
+                index = torch.tensor(leading, device=weights.device)
+                floor = torch.zeros_like(normalizer)
+                floor[index] = probability_floor(weights[index], settings.top_k[index], settings.top_p[index])
+            _drop_below(weights, floor)
+        tokens = draw(weights, settings.uniform, has_zeros=edit is not None or plan.any(MIN_P | LEADING))
+    if plan.any(GREEDY):
+        best = edited.argmax(-1)
+        tokens = best if tokens is None else torch.where(settings.greedy, best, tokens)
+    assert tokens is not None, "a row is drawn or greedy"
+    return Sampled(tokens, scaled.gather(-1, tokens[:, None])[:, 0] - normalizer, normalizer)
+
+
+def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(x - max x) and logsumexp(x) of each row of [n, V] -> [n, V], [n].
+
+    The latter in the very operations of `torch.logsumexp`, on which `log_probs_from_logits` stands: one pass of exponentials serves both.
+    """
+    largest = scaled.amax(-1, keepdim=True)
+    weights = (scaled - largest).exp_()
+    return weights, weights.sum(-1).log_().add_(largest[:, 0])
+
+
+def draw(weights: Tensor, uniform: Tensor, *, has_zeros: bool = True) -> Tensor:
     """Invert the cumulative distribution: weights [B, V] ≥ 0 with any sum, uniform [B] in [0, 1) -> [B] int64.
 
-    u·sum stays below the sum in floating point too, so a token without weight is never drawn.
+    With `has_zeros` a token without weight is never drawn, also where parallel sums (CUDA) round up behind the last one that has some.
     """
-    cumulative = weights.cumsum(-1)
-    threshold = uniform[:, None] * cumulative[:, -1:]
+    vocabulary = weights.shape[-1]
+    if vocabulary <= ONE_LEVEL:
+        sums = _running_sums(weights, has_zeros)
+        found = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)
+    else:
+        whole = vocabulary // BLOCK * BLOCK
+        blocks = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
+        if whole < vocabulary:
+            blocks = torch.cat([blocks, weights[:, whole:].sum(-1, keepdim=True)], -1)
+        sums = _running_sums(blocks, True)
+        threshold = uniform[:, None] * sums[:, -1:]
+        block = torch.searchsorted(sums, threshold, right=True).clamp_(max=blocks.shape[-1] - 1)
+        before = sums.gather(-1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0)
+        places = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+        inside = weights.gather(-1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0)
+        sums = _running_sums(inside, True)
+        # the two ways to sum a block may differ by a rounding: the threshold stays below what the block holds
+        below = sums[:, -1:] * (1 - torch.finfo(sums.dtype).eps / 2)
+        found = block * BLOCK + torch.searchsorted(sums, torch.minimum(threshold - before, below), right=True)
     # clamped only for rows that are not finite, which the caller turns into errors
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
+    return found[:, 0].clamp_(max=vocabulary - 1)
 
 
-def draw_limited(scaled: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Draw from the top_k [B] most probable tokens of scaled [B, V], cut to the fewest that reach top_p [B] of what these hold."""
-    values, order = scaled.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(values.shape[-1], device=values.device)
-    weights = values.masked_fill(ranks >= top_k[:, None], float("-inf")).softmax(-1)
-    before = weights.cumsum(-1) - weights
-    keep = (before < top_p[:, None].to(weights.dtype)) | (ranks == 0)
-    # parallel sums (CUDA) may rise by a rounding behind the last token kept, so the draw is held to it
-    choice = torch.minimum(draw(weights * keep, uniform), keep.sum(-1) - 1)
-    return order.gather(-1, choice[:, None])[:, 0]
+def _running_sums(weights: Tensor, has_zeros: bool) -> Tensor:
+    """Sums up to each place [n, V], which rise only at places with weight."""
+    sums = weights.cumsum(-1)
+    if not has_zeros:
+        return sums
+    return sums.mul_(torch.gt(weights, 0, out=torch.empty_like(weights))).cummax(-1).values
+
+
+def _drop_below(weights: Tensor, floor: Tensor) -> None:
+    """Set weights [n, V] below floor [n] to 0, in place (a product with 0 and 1 takes a fifth of the time of a masked fill)."""
+    weights.mul_(torch.ge(weights, floor[:, None], out=torch.empty_like(weights)))
+
+
+def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest weight that stays in each row of weights [n, V]: top_k [n] int64, top_p [n] -> [n].
+
+    Of the k largest, the fewest that reach top_p of what these k hold; a weight equal to the smallest stays too, so that the order of
+    equal ones does not matter.
+    """
+    vocabulary = weights.shape[-1]
+    total, floor, waiting = weights.sum(-1), torch.empty_like(top_p), None
+    for size in [*((LEADERS,) if vocabulary > ONE_LEVEL else ()), vocabulary]:
+        rows = weights if waiting is None else weights[waiting]
+        limit, share, whole = (fact if waiting is None else fact[waiting] for fact in (top_k[:, None], top_p[:, None], total[:, None]))
+        leaders = largest(rows, size)
+        ranks = torch.arange(size, device=weights.device)
+        held = (leaders * (ranks < limit)).cumsum(-1)
+        enough = (share * torch.where(limit <= size, held[:, -1:], whole)).masked_fill_(share >= 1, float("inf"))
+        kept = ((held - leaders < enough) & (ranks < limit)).sum(-1, keepdim=True)
+        found = leaders.gather(-1, (kept - 1).clamp_(min=0))[:, 0]
+        if waiting is None:
+            floor = found
+        else:
+            floor[waiting] = found
+        if size == vocabulary:
+            break
+        # a row that neither has its k among the leaders nor reaches its share with them waits for the whole vocabulary
+        waiting = ((limit > size) & (held[:, -1:] < enough)).nonzero()[:, 0]
+        if not len(waiting):
+            break
+    return floor
+
+
+def largest(weights: Tensor, count: int) -> Tensor:
+    """The `count` largest of each row of weights [n, V], the largest first: [n, count]."""
+    vocabulary = weights.shape[-1]
+    if count * BLOCK < vocabulary:  # they are all in the blocks that have the largest of their own
+        whole = vocabulary // BLOCK * BLOCK
+        blocks = weights[:, :whole].unflatten(-1, (-1, BLOCK))
+        best = blocks.amax(-1).topk(count, sorted=False).indices
+        inside = blocks.gather(1, best[..., None].expand(-1, -1, BLOCK)).flatten(1)
+        weights = inside if whole == vocabulary else torch.cat([inside, weights[:, whole:]], -1)
+    if count < weights.shape[-1]:
+        weights = weights.topk(count, sorted=False).values
+    if weights.device.type == "cpu":  # NumPy sorts many times faster than torch there
+        return torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+    return weights.sort(descending=True).values
+
+
+def most_probable(logits: Tensor, temperature: Tensor, normalizer: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` most probable tokens and their log-probs: logits [n, V], temperature and normalizer [n] -> [n, count] each."""
+    values, tokens = (logits / temperature[:, None]).topk(count)
+    return tokens, values - normalizer[:, None]

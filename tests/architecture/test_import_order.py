@@ -34,6 +34,8 @@ DOORS = {
     "tensorboard": ("observability.trackers.tensorboard",),
     "reasoning_gym": ("data.tasks.reasoning_gym", "rewards.functions.reasoning_gym"),
     "math_verify": ("rewards.functions.math",),
+    "fastapi": ("rollout.server",),
+    "uvicorn": ("rollout.server",),
     "hydra": ("config.load", "config.overrides"),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridflow import __version__
 from hybridflow.cli import commands
+from hybridflow.cli.serve import add_serve
 from hybridflow.trainer.command import ends_in_status
 
 FIRST_STEPS = (
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_parser("doctor", help="what this machine has: versions, devices, optional parts").set_defaults(body=commands.doctor)
 
     _add_merge(words)
+    add_serve(words)
     reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
     reward.add_argument("-n", "--rows", type=int, default=8)
     reward.add_argument("--response", default="ground_truth", help="what is scored: ground_truth, empty, or a column of the data")

@@ -1,0 +1,121 @@
+"""`hybridflow serve`: its options, and from them to a running server."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TOKEN_VARIABLE = "HYBRIDFLOW_SERVE_TOKEN"
+
+
+def add_serve(words: Any) -> None:
+    """The grammar of the command."""
+    serve = words.add_parser("serve", help="serve a model over HTTP, for clients of OpenAI's interface")
+    serve.add_argument("model", help="a Hugging Face folder or hub name, or a checkpoint (global_step_N)")
+    serve.add_argument("--host", default="127.0.0.1", help="default: this machine only; any other needs a token of yours")
+    serve.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free one")
+    serve.add_argument("--api-key", help=f"the token that clients send; better set {TOKEN_VARIABLE}, which no list of processes shows")
+    serve.add_argument("--no-token", action="store_true", help="let every program on this machine in")
+    serve.add_argument("--served-model-name", help="what requests call the model (default: the folder's name)")
+    serve.add_argument(
+        "--device", help="cpu, cuda, or several with commas (cuda:0,cuda:1): an engine on each (default: cuda where there is one)"
+    )
+    serve.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16")
+    serve.add_argument("--max-model-len", type=int, help="tokens of prompt and response together (default: the model's positions)")
+    serve.add_argument("--max-num-seqs", type=int, default=256, help="responses decoded together by an engine (default: %(default)s)")
+    serve.add_argument("--max-num-batched-tokens", type=int, default=8192, help="prompt tokens of one pass (default: %(default)s)")
+    serve.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.8, help="share of the free memory for the cache (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--tool-call-parser", help="how the model writes calls: hermes, llama3_json, qwen3_coder (default: by its chat template)"
+    )
+    serve.add_argument("--chat-template", type=Path, help="a jinja file in place of the tokenizer's template")
+    serve.add_argument("--max-queue", type=int, default=4096, help="responses in work or waiting; more get 429 (default: %(default)s)")
+    serve.add_argument("--max-body-mb", type=float, default=16.0, help="a larger body gets 413 (default: %(default)s)")
+    serve.add_argument(
+        "--request-timeout", type=float, default=600.0, help="seconds until a request gets 504; 0: none (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--shutdown-timeout", type=int, default=30, help="seconds that running requests have at the end (default: %(default)s)"
+    )
+    serve.add_argument("--trust-remote-code", action="store_true", help="run the model code that the folder brings along")
+    serve.set_defaults(body=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check what is cheap to check, load the model, serve until a signal."""
+    from hybridflow.errors import ConfigError, install_extra
+
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"hybridflow serve needs {' and '.join(missing)}, which is not installed: {install_extra('serve')}")
+    from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.rollout.server.run import choose_token, listen
+
+    setup_logging()
+    given = options.api_key if options.api_key is not None else os.environ.get(TOKEN_VARIABLE)
+    token, is_new = choose_token(options.host, given, no_token=options.no_token)
+    bound = listen(options.host, options.port)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hybridflow-serve-") as folder:
+            return _serve(options, bound, token, is_new, Path(folder))
+    finally:
+        bound.close()
+
+
+def _serve(options: argparse.Namespace, bound: Any, token: str | None, is_new: bool, folder: Path) -> int:
+    from hybridflow.rollout.server.build import build_service
+    from hybridflow.rollout.server.run import run_server
+
+    service = build_service(_settings(options, folder))
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"serving {service.model.name} at http://{shown}:{port}/v1", flush=True)
+    if is_new:
+        print(f"token of this run (api_key of clients): {token}", flush=True)
+    run_server(service, bound, token=token, grace_s=options.shutdown_timeout)
+    return 0
+
+
+def _settings(options: argparse.Namespace, folder: Path) -> Any:
+    import torch
+
+    from hybridflow.rollout.server.build import ServeSettings
+    from hybridflow.rollout.server.service import Limits
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return ServeSettings(
+        model=_model_folder(options, folder),
+        name=options.served_model_name or Path(options.model).expanduser().name,
+        devices=tuple(device.split(",")),
+        dtype=options.dtype,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        max_model_len=options.max_model_len,
+        tool_parser=options.tool_call_parser,
+        chat_template=options.chat_template,
+        trust_remote_code=options.trust_remote_code,
+        limits=Limits(
+            max_queue=options.max_queue,
+            max_body_bytes=int(options.max_body_mb * 2**20),
+            deadline_s=options.request_timeout or None,
+        ),
+    )
+
+
+def _model_folder(options: argparse.Namespace, folder: Path) -> str:
+    """The model as it is; a checkpoint is first made a Hugging Face folder in `folder`."""
+    from hybridflow.checkpoint.layout import ACTOR, STRUCTURE
+
+    given = Path(options.model).expanduser()
+    if not any((place / STRUCTURE).is_file() for place in (given, given / ACTOR)):
+        return str(options.model)
+    from hybridflow.merger import merge
+
+    return str(merge(given, folder / given.name, trust_remote_code=options.trust_remote_code))

@@ -1,0 +1,147 @@
+"""Answers of the two endpoints, whole and as chunks of a stream, in OpenAI's shape; our own fields are token_ids, stop_reason and
+prompt_token_ids."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+from hybridflow.rollout.server.job import Job, ServedModel
+from hybridflow.rollout.server.log_probs import chat_log_probs, completion_log_probs
+from hybridflow.rollout.server.reading import Piece
+from hybridflow.rollout.server.text import TokenNames
+from hybridflow.tools.parsers import ToolCall
+
+
+class Answer(Protocol):
+    """Writes what was generated for one job."""
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]: ...
+
+    def chunk(self, piece: Piece) -> dict[str, Any]: ...
+
+    def usage_chunk(self) -> dict[str, Any]: ...
+
+
+@dataclass
+class _Writer:
+    job: Job
+    model: ServedModel
+    names: TokenNames
+    num_tokens: int = 0
+    """Of responses, so far."""
+    _begun: set[int] = field(default_factory=set)
+    _head: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": self.model.name}
+
+    prefix = ""
+    kind = ""
+    chunk_kind = ""
+
+    def usage(self) -> dict[str, int]:
+        """Tokens; a prompt counts once, whatever the number of its responses."""
+        prompt = sum(len(prompt) for prompt in self.job.prompts)
+        return {"prompt_tokens": prompt, "completion_tokens": self.num_tokens, "total_tokens": prompt + self.num_tokens}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last chunk of a stream that was asked for usage."""
+        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": self.usage()}
+
+    def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        self.num_tokens += len(piece.token_ids)
+        choice |= {"index": piece.choice, "finish_reason": piece.finish_reason}
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self.job.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
+        return {**chunk, "usage": None} if self.job.include_usage else chunk
+
+    def _whole(self, choices: list[dict[str, Any]], pieces: list[Piece]) -> dict[str, Any]:
+        self.num_tokens = sum(len(piece.token_ids) for piece in pieces)
+        for choice, piece in zip(choices, pieces, strict=True):
+            choice |= {"index": piece.choice, "finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            if self.job.return_token_ids:
+                choice["token_ids"] = piece.token_ids
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def _begins(self, piece: Piece) -> bool:
+        """True for the first chunk of a response."""
+        first = piece.choice not in self._begun
+        self._begun.add(piece.choice)
+        return first
+
+
+class ChatAnswer(_Writer):
+    """Of /v1/chat/completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """The answer to a request without stream."""
+        choices = []
+        for piece in pieces:
+            message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+            if piece.calls:
+                message |= {"content": piece.text.strip() or None, "tool_calls": [_written(call) for call in piece.calls]}
+            choices.append({"message": message, "logprobs": self._log_probs(piece)})
+        answer = self._whole(choices, pieces)
+        return {**answer, "prompt_token_ids": self.job.prompts[0]} if self.job.return_token_ids else answer
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """One event of a stream."""
+        delta: dict[str, Any] = {}
+        first = self._begins(piece)
+        if first:
+            delta |= {"role": "assistant", "content": ""}
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.calls:
+            begin = self._count_calls(piece)
+            delta["tool_calls"] = [{"index": begin + place, **_written(call)} for place, call in enumerate(piece.calls)]
+        chunk = self._chunk({"delta": delta, "logprobs": self._log_probs(piece)}, piece)
+        return {**chunk, "prompt_token_ids": self.job.prompts[0]} if first and self.job.return_token_ids else chunk
+
+    def _count_calls(self, piece: Piece) -> int:
+        counts: dict[int, int] = self.__dict__.setdefault("_calls", {})
+        begin = counts.get(piece.choice, 0)
+        counts[piece.choice] = begin + len(piece.calls)
+        return begin
+
+    def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
+        return chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs) if self.job.log_probs else None
+
+
+class CompletionAnswer(_Writer):
+    """Of /v1/completions."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        """The answer to a request without stream."""
+        return self._whole([self._choice(piece) for piece in pieces], pieces)
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """One event of a stream."""
+        return self._chunk(self._choice(piece), piece)
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        prompt = piece.choice // self.job.n
+        offsets: dict[int, int] = self.__dict__.setdefault("_offsets", {})
+        offset = offsets.get(piece.choice, 0)  # log-probs and a repeated prompt exclude each other
+        written = None
+        if self.job.log_probs:
+            written = completion_log_probs(piece, self.names, self.job.sampling[prompt].top_log_probs, offset)
+            offsets[piece.choice] = offset + sum(len(text) for text in written["tokens"])
+        choice: dict[str, Any] = {"text": piece.text, "logprobs": written}
+        if self._begins(piece) and self.job.return_token_ids:
+            choice["prompt_token_ids"] = self.job.prompts[prompt]
+        return choice
+
+
+def _written(call: ToolCall) -> dict[str, Any]:
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

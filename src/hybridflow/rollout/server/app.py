@@ -1,0 +1,201 @@
+"""The HTTP interface: routes, errors in OpenAI's shape, streams, clients that go away.
+
+request ──Gate (token, size)──► route ──Job──► Service ──pieces──► Answer ──► JSON, or events of a stream
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from hybridflow import __version__
+from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnswer
+from hybridflow.rollout.server.errors import ApiError
+from hybridflow.rollout.server.gate import Gate
+from hybridflow.rollout.server.job import Job, chat_job, completion_job
+from hybridflow.rollout.server.reading import Piece
+from hybridflow.rollout.server.schema import ChatBody, CompletionBody
+from hybridflow.rollout.server.service import Service
+from hybridflow.rollout.server.text import TokenNames
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GONE = 499
+"""Status of an answer that nobody waits for any more, in the counts."""
+
+
+def build_app(service: Service, *, token: str | None) -> FastAPI:
+    """The application; with a `token` it answers 401 to all who do not send it."""
+    app = FastAPI(title="hybridflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    names, started = TokenNames(service.model.tokenizer), int(time.time())
+    lock = asyncio.Lock()
+
+    async def checked(make: Callable[[], Job]) -> Job:
+        """Templates and tokenisation in a thread, one at a time: a long prompt does not hold up the streams of others."""
+        service.check_open()
+        async with lock:
+            return await asyncio.to_thread(make)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        _check_model(body.model, service)
+        job = await checked(lambda: chat_job(body, service.model))
+        return await _answer(request, service, job, ChatAnswer(job, service.model, names))
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        _check_model(body.model, service)
+        job = await checked(lambda: completion_job(body, service.model))
+        return await _answer(request, service, job, CompletionAnswer(job, service.model, names))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [_model_card(service, started)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        _check_model(name, service)
+        return JSONResponse(_model_card(service, started))
+
+    @app.get("/health")
+    async def health() -> Response:
+        service.check_open()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics.text(_gauges(service)), media_type="text/plain; version=0.0.4")
+
+    _add_errors(app)
+    paths = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/version", "/metrics"}
+    app.add_middleware(Gate, token=token, max_body_bytes=service.limits.max_body_bytes, metrics=service.metrics, paths=paths)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        return JSONResponse(_first_problem(error).body, 400)
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, error: HTTPException) -> Response:
+        told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return JSONResponse(told.body, error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return JSONResponse(ApiError(500, f"the server failed: {type(error).__name__}").body, 500)
+
+
+def _first_problem(error: RequestValidationError) -> ApiError:
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json")
+    place = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    why = "is no field of this endpoint, or one that is not supported" if first["type"] == "extra_forbidden" else first["msg"]
+    return ApiError(400, f"{place}: {why}", param=place)
+
+
+def _check_model(name: str | None, service: Service) -> None:
+    if name is not None and name != service.model.name:
+        raise ApiError(404, f"there is no model {name!r} here, only {service.model.name!r}", param="model", code="model_not_found")
+
+
+def _model_card(service: Service, started: int) -> dict[str, Any]:
+    model = service.model
+    return {"id": model.name, "object": "model", "created": started, "owned_by": "hybridflow", "max_model_len": model.max_model_len}
+
+
+def _gauges(service: Service) -> dict[str, tuple[str, float]]:
+    replicas = service.client.replicas
+    return {
+        "responses_open": ("Responses in work or waiting.", service.open_choices),
+        "responses_in_engines": ("Responses that the engines have not answered.", sum(replica.load for replica in replicas)),
+        "replicas_alive": ("Engines that serve.", sum(replica.failure is None for replica in replicas)),
+    }
+
+
+async def _answer(request: Request, service: Service, job: Job, answer: Answer) -> Response:
+    if job.stream:
+        return EventStream(service, job, answer)
+    with service.admit(job):
+        pieces = await while_connected(request.receive, service.whole(job))
+    return Response(status_code=GONE) if pieces is None else JSONResponse(answer.whole(pieces))
+
+
+class EventStream(Response):
+    """Server-sent events, one for each piece; admitted before the first byte, so that a refusal still has its status."""
+
+    def __init__(self, service: Service, job: Job, answer: Answer) -> None:
+        super().__init__(status_code=200, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._service, self._job, self._answer = service, job, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.admit(self._job):
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events()) as events:
+            first = await anext(events)  # a request that fails at once has a status of its own
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except ApiError as error:
+                await send({"type": "http.response.body", "body": _event(error.body), "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._service.pieces(self._job)) as pieces:
+            async for piece in pieces:
+                if _says_something(piece, self._job):
+                    yield _event(self._answer.chunk(piece))
+        if self._job.include_usage:
+            yield _event(self._answer.usage_chunk())
+
+
+def _says_something(piece: Piece, job: Job) -> bool:
+    return bool(piece.parts or piece.finish_reason or (piece.token_ids and (job.return_token_ids or job.log_probs)))
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+
+
+async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, which is cancelled when the client goes away, and then None."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -1,0 +1,108 @@
+"""From the settings of a server to the service it runs: model, tokenizer, one engine with its thread for each device."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.errors import ConfigError
+from hybridflow.models.build import build_policy, generation_end_tokens
+from hybridflow.rollout.client import EngineReplica, LLMClient
+from hybridflow.rollout.engine_replica import EngineSession
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.server.job import ServedModel
+from hybridflow.rollout.server.service import Limits, Service
+from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What `hybridflow serve` was told."""
+
+    model: str
+    """A Hugging Face folder or a hub name."""
+    name: str
+    """What requests call the model."""
+    devices: tuple[str, ...] = ("cpu",)
+    """One engine on each, with weights of its own."""
+    dtype: str = "auto"
+    max_num_seqs: int = 256
+    """Rows that an engine decodes together."""
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.8
+    max_model_len: int | None = None
+    """Tokens of prompt and response together; None: the model's positions."""
+    tool_parser: str | None = None
+    """None: by the chat template."""
+    chat_template: Path | None = None
+    trust_remote_code: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+def build_service(settings: ServeSettings) -> Service:
+    """Load everything and start the engines; ModelError and ConfigError say what is wrong with the model or the settings."""
+    tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
+    template = _chat_template(settings, tokenizer)
+    parser = settings.tool_parser or parser_of_template(template or "")
+    if parser is not None and parser not in TOOL_PARSERS:
+        raise ConfigError(f"--tool-call-parser {parser}: there is none of that name, only {', '.join(TOOL_PARSERS)}")
+    ends = generation_end_tokens(settings.model, trust_remote_code=settings.trust_remote_code)
+    engines = [_engine(settings, device, ends, tokenizer) for device in settings.devices]
+    policy = engines[0].policy
+    positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    longest = settings.max_model_len or positions
+    if longest is None or (positions is not None and longest > positions):
+        raise ConfigError(
+            f"--max-model-len {settings.max_model_len}: the model has {positions or 'no number of'} positions; give a number up to that"
+        )
+    model = ServedModel(
+        settings.name,
+        tokenizer,
+        vocabulary=policy.head.weight.shape[0],
+        max_model_len=longest,
+        tool_parser=parser,
+        chat_template=template if settings.chat_template else None,
+    )
+    client = LLMClient([EngineReplica(_opener(engine), name=f"native-{place}") for place, engine in enumerate(engines)])
+    logger.info("serving %s: %d tokens of context, tool calls by %s", settings.name, longest, parser or "none")
+    return Service(client, model, settings.limits)
+
+
+def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:
+    policy = build_policy(settings.model, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
+    policy.requires_grad_(False)
+    return NativeEngine(
+        policy,
+        eos_token_ids=ends,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+    )
+
+
+def _opener(engine: NativeEngine) -> Callable[[], EngineSession]:
+    def opened() -> EngineSession:
+        if engine.policy.device.type == "cuda":  # the current device is a thread's own
+            torch.cuda.set_device(engine.policy.device)
+        return engine.open()
+
+    return opened
+
+
+def _chat_template(settings: ServeSettings, tokenizer: Tokenizer) -> str | None:
+    """The one that was given, else the tokenizer's."""
+    if settings.chat_template is not None:
+        try:
+            return settings.chat_template.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {settings.chat_template} cannot be read: {error}") from error
+    own = getattr(tokenizer, "chat_template", None)
+    return json.dumps(own) if isinstance(own, dict) else own

@@ -1,0 +1,83 @@
+"""What every request passes before its body is read: the token, the size limit, the count of answers."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Iterable
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybridflow.rollout.server.errors import ApiError
+from hybridflow.rollout.server.metrics import Metrics
+
+OPEN_PATHS = ("/health",)
+"""Says no more than that the server lives: for supervisors that hold no token."""
+
+
+class Gate:
+    """An ASGI application around the server's own."""
+
+    def __init__(self, app: ASGIApp, *, token: str | None, max_body_bytes: int, metrics: Metrics, paths: Iterable[str]) -> None:
+        self.app, self.metrics, self.max_body_bytes = app, metrics, max_body_bytes
+        self._token = None if token is None else f"Bearer {token}".encode()
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self.metrics.answers[path, message["status"]] += 1
+            await send(message)
+
+        read = 0
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self.max_body_bytes:  # the one kind of error that whoever reads the body passes on as it is
+                raise HTTPException(413, self._too_large().message)
+            return message
+
+        try:
+            self._check(scope)
+            await self.app(scope, limited, counted)
+        except ApiError as error:
+            if begun:
+                raise
+            await _send_error(error, counted)
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        if self._token is not None and scope["path"] not in OPEN_PATHS and not hmac.compare_digest(given, self._token):
+            what = "the token is not the server's" if given else "there is no token"
+            raise ApiError(
+                401, f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients)", code="invalid_api_key"
+            )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body has more than {self.max_body_bytes} bytes (--max-body-mb)", code="body_too_large")
+
+
+async def _send_error(error: ApiError, send: Send) -> None:
+    body = json.dumps(error.body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status == 413:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

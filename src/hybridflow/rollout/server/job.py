@@ -1,0 +1,256 @@
+"""From the body of a request to what is generated for it: prompts as ids, sampling, how the answer is read. Every refusal has its field."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+
+from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered, render_chat
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import SamplingParams
+from hybridflow.rollout.server.errors import ApiError, refuse
+from hybridflow.rollout.server.schema import ChatBody, ChatMessage, CompletionBody, NamedTool, SamplingBody
+from hybridflow.tools.parsers import TOOL_PARSERS
+
+MAX_CHOICES = 1024
+"""Responses of one HTTP request, over all of its prompts."""
+COMPLETION_TOKENS = 16
+"""`max_tokens` of /v1/completions where none is given, as OpenAI has it."""
+OWN_OPTIONS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
+"""What a request may not set: a template of its own, for one, would be a program of its own."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a request is checked against."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: int
+    """Token ids are below this."""
+    max_model_len: int
+    """Tokens of prompt and response together."""
+    tool_parser: str | None = None
+    """A name in `TOOL_PARSERS`."""
+    chat_template: str | None = None
+    """In place of the tokenizer's."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request, checked."""
+
+    prompts: list[list[int]]
+    n: int
+    sampling: list[SamplingParams]
+    """One for each prompt."""
+    seed: int | None
+    stream: bool
+    include_usage: bool
+    log_probs: bool
+    return_token_ids: bool
+    skip_special_tokens: bool
+    sticky: Hashable | None
+    echo: list[str] = field(default_factory=list)
+    """Texts that the responses begin with, one for each prompt; empty where prompts are not repeated."""
+    tool_parser: str | None = None
+    """How calls of tools are read, where there may be any."""
+    opening: str = ""
+    """Text of the response that stands in the prompt: the beginning of a call that is to be made."""
+
+
+def completion_job(body: CompletionBody, model: ServedModel) -> Job:
+    """Of /v1/completions; ApiError where it cannot be served."""
+    if body.best_of is not None and body.best_of != body.n:
+        raise refuse("best_of", f"{body.best_of} is not supported: every response is returned, so ask for n of them")
+    if body.suffix:
+        raise refuse("suffix", "text after the gap is not supported: the models served here only continue")
+    if body.echo and body.logprobs is not None:
+        raise refuse("echo", "with logprobs it asks for log-probs of the prompt, which are not computed: leave one of them out")
+    texts, prompts = _completion_prompts(body, model.tokenizer)
+    _check_ids("prompt", [token for prompt in prompts for token in prompt], model)
+    sampling = [
+        sampling_of(body, model, len(prompt), max_tokens=body.max_tokens or COMPLETION_TOKENS, top_log_probs=body.logprobs or 0)
+        for prompt in prompts
+    ]
+    return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts if body.echo else [])
+
+
+def chat_job(body: ChatBody, model: ServedModel) -> Job:
+    """Of /v1/chat/completions; ApiError where it cannot be served."""
+    _check_chat(body)
+    calls, opening = _tool_use(body, model)
+    options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if taken := sorted(options.keys() & OWN_OPTIONS):
+        raise refuse(
+            "chat_template_kwargs", f"{taken[0]!r} is the server's to set: only variables of the model's own template can be given"
+        )
+    if body.tools and body.tool_choice != "none":
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.continue_final_message:
+        options["continue_final_message"] = True
+    if model.chat_template is not None:
+        options.setdefault("chat_template", model.chat_template)
+    if not (options.get("chat_template") or getattr(model.tokenizer, "chat_template", None)):
+        raise ApiError(400, "the model's tokenizer has no chat template: use /v1/completions, or start the server with --chat-template")
+    messages = [_message(message, place) for place, message in enumerate(body.messages)]
+    begins = body.add_generation_prompt and not body.continue_final_message
+    try:
+        text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise refuse("messages", f"the model's chat template does not take them: {error}") from error
+    prompt = encode_rendered(model.tokenizer, text + opening)
+    limit = body.max_completion_tokens or body.max_tokens
+    top = body.top_logprobs or 0
+    sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
+    return _job(body, [prompt], [sampling], log_probs=body.logprobs, tool_parser=calls, opening=opening)
+
+
+def sampling_of(
+    body: SamplingBody, model: ServedModel, prompt_tokens: int, *, max_tokens: int | None, top_log_probs: int
+) -> SamplingParams:
+    """How responses to one prompt are sampled; without `max_tokens` they have the room that the prompt leaves."""
+    room = model.max_model_len - prompt_tokens
+    if prompt_tokens < 1:
+        raise refuse("prompt", "is empty; at least one token is needed to predict the next")
+    if room < (max_tokens or 1):
+        raise ApiError(
+            400,
+            f"the model's context has {model.max_model_len} tokens, and the request asks for {prompt_tokens + (max_tokens or 1)}: "
+            f"{prompt_tokens} of the prompt and {max_tokens or 1} of the response. Shorten the prompt or set a smaller max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    for name in ("frequency_penalty", "presence_penalty"):
+        if getattr(body, name):
+            raise refuse(name, "is not supported, only 0 is: use repetition_penalty")
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    _check_ids("stop_token_ids", body.stop_token_ids or [], model)
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens or room,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=-1 if body.top_k is None else body.top_k,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=0.0 if body.min_p is None else body.min_p,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            min_tokens=body.min_tokens,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop=stop,
+            ignore_eos=body.ignore_eos,
+            logit_bias=_logit_bias(body.logit_bias or {}, model),
+            top_log_probs=top_log_probs,
+        )
+    except RolloutError as error:
+        raise ApiError(400, str(error), param=str(error).partition("=")[0] if "=" in str(error) else None) from error
+
+
+def _job(body: SamplingBody, prompts: list[list[int]], sampling: list[SamplingParams], **more: Any) -> Job:
+    if len(prompts) * body.n > MAX_CHOICES:
+        raise refuse("n", f"{len(prompts)} prompts times {body.n} responses are more than {MAX_CHOICES} in one request")
+    if body.stream_options is not None and not body.stream:
+        raise refuse("stream_options", "is only allowed with stream=true")
+    return Job(
+        prompts=prompts,
+        n=body.n,
+        sampling=sampling,
+        seed=body.seed,
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        return_token_ids=body.return_token_ids,
+        skip_special_tokens=body.skip_special_tokens,
+        sticky=body.prompt_cache_key or body.user,
+        **more,
+    )
+
+
+def _completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
+    """Texts (of prompts given as ids what they decode to, only where they are repeated) and ids."""
+    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if not given:
+        raise refuse("prompt", "is an empty list")
+    if isinstance(given[0], int):
+        given = [given]
+    if isinstance(given[0], list):
+        texts = [str(tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)) for ids in given] if body.echo else []
+        return texts, given
+    encode = encode_prompt if body.add_special_tokens else encode_rendered
+    return given, [encode(tokenizer, text) for text in given]
+
+
+def _check_ids(param: str, ids: list[int], model: ServedModel) -> None:
+    wrong = next((token for token in ids if not 0 <= token < model.vocabulary), None)
+    if wrong is not None:
+        raise refuse(param, f"holds token id {wrong}, and the model's vocabulary is 0..{model.vocabulary - 1}")
+
+
+def _logit_bias(given: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
+    if wrong := [name for name in given if not name.isdecimal()]:
+        raise refuse("logit_bias", f"{wrong[0]!r} is no token id")
+    if any(not -100 <= value <= 100 for value in given.values()):
+        raise refuse("logit_bias", "values are numbers from -100 to 100")
+    _check_ids("logit_bias", [int(name) for name in given], model)
+    return tuple((int(name), value) for name, value in given.items())
+
+
+def _check_chat(body: ChatBody) -> None:
+    kind = (body.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise refuse("response_format", f"{kind!r} is not supported, only 'text' is: nothing here forces the shape of a response")
+    if body.modalities not in (None, ["text"]):
+        raise refuse("modalities", f"{body.modalities} are not supported, only ['text'] is")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refuse("top_logprobs", "is only allowed with logprobs=true")
+    if body.continue_final_message and body.messages[-1].role != "assistant":
+        raise refuse(
+            "continue_final_message", f"the last message is of {body.messages[-1].role!r}, and only an assistant's can be continued"
+        )
+
+
+def _tool_use(body: ChatBody, model: ServedModel) -> tuple[str | None, str]:
+    """The parser of calls, and the beginning of a call that is to be made."""
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise refuse("tool_choice", "asks for a call, and there are no tools")
+        return None, ""
+    if choice == "none":
+        return None, ""
+    if model.tool_parser is None:
+        raise refuse(
+            "tools", f"how this model writes calls is not known: start the server with --tool-call-parser ({', '.join(TOOL_PARSERS)})"
+        )
+    if choice in (None, "auto"):
+        return model.tool_parser, ""
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    if name is not None and name not in {tool.function.name for tool in body.tools}:
+        raise refuse("tool_choice", f"there is no tool {name!r} among tools")
+    return model.tool_parser, TOOL_PARSERS[model.tool_parser]().opening(name)
+
+
+def _message(message: ChatMessage, place: int) -> dict[str, Any]:
+    """As chat templates take it: text as one string, arguments of calls as objects."""
+    content = message.content
+    if isinstance(content, list):
+        if odd := [part.get("type") for part in content if part.get("type") != "text" or not isinstance(part.get("text"), str)]:
+            raise refuse(f"messages[{place}].content", f"a part of type {odd[0]!r} is not supported, only text is")
+        content = "".join(part["text"] for part in content)
+    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+    made |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+    if message.tool_calls:
+        calls = []
+        for call in message.tool_calls:
+            try:
+                arguments = json.loads(call.function.arguments)
+            except ValueError as error:
+                raise refuse(f"messages[{place}].tool_calls", f"arguments of {call.function.name!r} are no JSON: {error}") from error
+            calls.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
+        made["tool_calls"] = calls
+    return made

@@ -1,0 +1,88 @@
+"""One response while it grows: new tokens in, pieces of an answer out. A streamed answer and a whole one are read by the same code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hybridflow.rollout.base import GenerationOutput
+from hybridflow.rollout.client import PartialOutput
+from hybridflow.rollout.server.errors import ApiError
+from hybridflow.rollout.server.job import Job, ServedModel
+from hybridflow.rollout.server.text import Detokenizer, StopCutter
+from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of one response; the lists of tokens are equally long."""
+
+    choice: int
+    parts: list[str | ToolCall]
+    token_ids: list[int]
+    log_probs: list[float]
+    top_log_probs: list[list[tuple[int, float]]] | None
+    finish_reason: str | None = None
+    """Of the last piece: stop, length or tool_calls."""
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        """Without calls."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Calls of tools that are whole."""
+        return [part for part in self.parts if isinstance(part, ToolCall)]
+
+
+@dataclass
+class ChoiceReader:
+    """Reads the response number `choice` of a job."""
+
+    job: Job
+    model: ServedModel
+    choice: int
+    num_tokens: int = 0
+    num_calls: int = 0
+    _detokenizer: Detokenizer = field(init=False)
+    _cutter: StopCutter = field(init=False)
+
+    def __post_init__(self) -> None:
+        prompt = self.choice // self.job.n
+        self._detokenizer = Detokenizer(self.model.tokenizer, self.job.prompts[prompt], skip_special_tokens=self.job.skip_special_tokens)
+        self._cutter = StopCutter(self.job.sampling[prompt].stop)
+        self._parser = TOOL_PARSERS[self.job.tool_parser]() if self.job.tool_parser else None
+        self._first: list[str | ToolCall] = [self.job.echo[prompt]] if self.job.echo else []
+        if self._parser is not None and self.job.opening:
+            self._first = self._parser.feed(self.job.opening)
+
+    def read(self, output: PartialOutput | GenerationOutput) -> Piece:
+        """What is new in `output`; a piece with a finish reason is the last. ApiError for a request that failed or was aborted."""
+        ended = output if isinstance(output, GenerationOutput) else None
+        if ended is not None and ended.finish_reason in ("error", "abort"):
+            status = 503 if ended.finish_reason == "abort" else 500
+            raise ApiError(status, ended.error or "the request was aborted by the server", code=ended.finish_reason)
+        seen, self.num_tokens = self.num_tokens, len(output.token_ids)
+        new, log_probs = output.token_ids[seen:], output.log_probs[seen:]
+        top = None if ended is None or ended.top_log_probs is None else ended.top_log_probs[seen:]
+        by_token = ended is not None and ended.finish_reason == "stop" and isinstance(ended.stop_reason, int)
+        text = self._detokenizer.add(new[:-1] if by_token else new)  # a stop token ends the response and is no part of its text
+        text = self._cutter.add(text + (self._detokenizer.end() if ended else ""))
+        if ended is None and self._cutter.found is None:
+            return self._piece(Piece(self.choice, self._parts(text, False), new, log_probs, top))
+        parts = self._parts(text + self._cutter.end(), True)
+        if ended is None or self._cutter.found is not None:
+            return self._piece(Piece(self.choice, parts, new, log_probs, top, "stop", self._cutter.found))
+        return self._piece(Piece(self.choice, parts, new, log_probs, top, ended.finish_reason, ended.stop_reason))
+
+    def _piece(self, piece: Piece) -> Piece:
+        self.num_calls += len(piece.calls)
+        return replace(piece, finish_reason="tool_calls") if piece.finish_reason == "stop" and self.num_calls else piece
+
+    def _parts(self, text: str, done: bool) -> list[str | ToolCall]:
+        parts, self._first = self._first, []
+        if self._parser is not None:
+            parts += self._parser.feed(text)
+            return parts + (self._parser.end() if done else [])
+        return [*parts, text] if text else parts

@@ -1,0 +1,95 @@
+"""The server as a process: where it listens, who may ask, how it ends."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import secrets
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+
+from hybridflow.errors import ConfigError
+from hybridflow.rollout.server.app import build_app
+from hybridflow.rollout.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+SHORTEST_TOKEN = 16
+"""Characters of a token that guards a server on a network."""
+
+
+def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tuple[str | None, bool]:
+    """The token, and whether it was made here; ConfigError for a server on a network that would be open or easy to guess."""
+    if given is not None and (not given or not given.isascii() or not given.isprintable() or " " in given):
+        raise ConfigError(
+            "the server's token is empty or has characters that no header may have: set HYBRIDFLOW_SERVE_TOKEN to plain ASCII"
+        )
+    if host in LOCAL_HOSTS:
+        if no_token and given is not None:
+            raise ConfigError("--no-token and a token (--api-key or HYBRIDFLOW_SERVE_TOKEN) exclude each other: leave one of them out")
+        return (given, False) if given is not None or no_token else (secrets.token_urlsafe(24), True)
+    if given is None or len(given) < SHORTEST_TOKEN:
+        raise ConfigError(
+            f"--host {host} lets others on the network in, so it needs a token of at least {SHORTEST_TOKEN} characters: "
+            "set HYBRIDFLOW_SERVE_TOKEN, or leave --host out to serve this machine only"
+        )
+    return given, False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; ConfigError where the address is taken or is none of this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. Give another --port (0: any free one) or --host"
+        ) from error
+    return bound
+
+
+def run_server(service: Service, bound: socket.socket, *, token: str | None, grace_s: int = 30) -> None:
+    """Serve until SIGINT or SIGTERM; then let nothing new in, give what runs `grace_s` seconds, and close the engines."""
+    _raise_file_limit()
+    try:
+        DrainingServer(service, token=token, grace_s=grace_s).run([bound])
+    finally:
+        bound.close()
+        for replica in service.client.replicas:
+            replica.close()
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that answers 503 to what comes after the signal to end."""
+
+    def __init__(self, service: Service, *, token: str | None, grace_s: int = 30) -> None:
+        app = build_app(service, token=token)
+        super().__init__(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=grace_s, server_header=False
+            )
+        )
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain; a second SIGINT ends at once."""
+        self._service.draining = True
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def _raise_file_limit() -> None:
+    """Each connection is an open file: as many as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            logger.warning("at most %d connections at once: the limit of open files cannot be raised (%s)", soft, error)

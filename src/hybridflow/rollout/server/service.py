@@ -1,0 +1,171 @@
+"""What stands between HTTP and the client: who is let in, what each request generates, what is counted.
+
+job ──admit (429, 503)──► one GenerationRequest for each response ──LLMClient──► outputs ──ChoiceReader──► pieces
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Hashable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+from hybridflow.errors import RolloutError
+from hybridflow.protocol.randomness import derive_seed
+from hybridflow.rollout.base import GenerationRequest
+from hybridflow.rollout.client import DeadlinePassed, LLMClient, PartialOutput, ReplicaLost
+from hybridflow.rollout.server.errors import ApiError
+from hybridflow.rollout.server.job import Job, ServedModel
+from hybridflow.rollout.server.metrics import Metrics
+from hybridflow.rollout.server.reading import ChoiceReader, Piece
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is taken on."""
+
+    max_queue: int = 4096
+    """Responses in work at once, those that wait included; more are answered with 429."""
+    max_body_bytes: int = 16 * 2**20
+    """A larger body is answered with 413."""
+    deadline_s: float | None = 600.0
+    """A request without an answer by then is aborted and answered with 504; None: it may take as long as it takes."""
+
+
+class Service:
+    """Serves jobs of one model; for one event loop."""
+
+    def __init__(self, client: LLMClient, model: ServedModel, limits: Limits) -> None:
+        self.client, self.model, self.limits = client, model, limits
+        self.metrics = Metrics(model.name)
+        self.draining = False
+        """The server is ending: what runs goes on, nothing new is let in."""
+        self.open_choices = 0
+        self._ids = itertools.count()
+
+    def check_open(self) -> None:
+        """ApiError 503 where nothing new can be served."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if (failure := self.client.failure) is not None:
+            raise ApiError(503, f"no engine is alive: {failure}", code="engine_dead")
+
+    @contextmanager
+    def admit(self, job: Job) -> Iterator[None]:
+        """Room for the job's responses; ApiError 429 or 503 where there is none."""
+        self.check_open()
+        wanted = len(job.prompts) * job.n
+        if self.open_choices + wanted > self.limits.max_queue:
+            raise ApiError(
+                429,
+                f"{self.open_choices} responses are in work or wait, and {wanted} more would be over the limit of {self.limits.max_queue} "
+                "(--max-queue): try again later",
+                code="queue_full",
+            )
+        self.open_choices += wanted
+        try:
+            yield
+        finally:
+            self.open_choices -= wanted
+
+    async def whole(self, job: Job) -> list[Piece]:
+        """All responses, each as one piece; ApiError where one fails, and then the others are aborted."""
+        with self._counted(job):
+            tasks = [asyncio.ensure_future(self._one(job, choice, request)) for choice, request in enumerate(self._requests(job))]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                await _cancel(tasks)
+
+    async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
+        """Pieces of all responses as they come; ApiError where one fails. Close it where it is left early: that aborts them."""
+        arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        with self._counted(job):
+            requests = self._requests(job)
+            tasks = [asyncio.ensure_future(self._follow(job, choice, request, arrived)) for choice, request in enumerate(requests)]
+            try:
+                left = len(tasks)
+                while left:
+                    piece = await arrived.get()
+                    if isinstance(piece, Exception):
+                        raise piece
+                    left -= piece.finish_reason is not None
+                    yield piece
+            finally:
+                await _cancel(tasks)
+
+    def _requests(self, job: Job) -> list[GenerationRequest]:
+        seed = secrets.randbits(63) if job.seed is None else job.seed
+        prompts = [tuple(prompt) for prompt in job.prompts]
+        return [
+            GenerationRequest(next(self._ids), prompt, job.sampling[place], derive_seed(seed, "serve", place, number))
+            for place, prompt in enumerate(prompts)
+            for number in range(job.n)
+        ]
+
+    async def _one(self, job: Job, choice: int, request: GenerationRequest) -> Piece:
+        with _told():
+            output = await self.client.generate(request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s)
+            piece = ChoiceReader(job, self.model, choice).read(output)
+        self.metrics.generated_tokens += len(piece.token_ids)
+        return piece
+
+    async def _follow(self, job: Job, choice: int, request: GenerationRequest, arrived: asyncio.Queue[Piece | Exception]) -> None:
+        started, reader = perf_counter(), ChoiceReader(job, self.model, choice)
+        whole_only = request.sampling.top_log_probs > 0  # those of the most probable tokens come with the whole output
+        try:
+            with _told():
+                outputs = self.client.stream(request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s)
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        if whole_only and isinstance(output, PartialOutput):
+                            continue
+                        first, piece = reader.num_tokens == 0, reader.read(output)
+                        if first and piece.token_ids:
+                            self.metrics.first_token.observe(perf_counter() - started)
+                        self.metrics.generated_tokens += len(piece.token_ids)
+                        arrived.put_nowait(piece)
+                        if piece.finish_reason is not None:
+                            return
+        except Exception as error:  # whoever reads the pieces raises it
+            arrived.put_nowait(error)
+
+    @contextmanager
+    def _counted(self, job: Job) -> Iterator[None]:
+        self.metrics.prompt_tokens += sum(len(prompt) for prompt in job.prompts)
+        started = perf_counter()
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self.metrics.cancelled += 1
+            raise
+        finally:
+            self.metrics.seconds.observe(perf_counter() - started)
+
+
+def _sticky(job: Job, request: GenerationRequest) -> Hashable:
+    """Where nothing is said, responses to one prompt stay together: they share its prefill."""
+    return job.sticky or hash(request.prompt_token_ids)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What the client raises, as an answer."""
+    try:
+        yield
+    except DeadlinePassed as error:
+        raise ApiError(504, str(error), code="deadline_passed") from error
+    except ReplicaLost as error:
+        raise ApiError(503, str(error), code="engine_dead") from error
+    except RolloutError as error:
+        raise ApiError(500, str(error)) from error
+
+
+async def _cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[Piece]]) -> None:
+    """End those that run, and wait until their requests were aborted."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,128 @@
+"""Tokens as text while they come: no character is split, no stop text is shown.
+
+token ids ──Detokenizer──► text ──StopCutter──► text up to the first stop text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hybridflow.data.tokenizer import Tokenizer
+
+BROKEN = "\ufffd"
+"""What a decoder writes for bytes that are no character (yet)."""
+MOST_PENDING, MOST_PENDING_OF_RUNS = 3, 64
+"""So many broken characters at the end may still become others. A character lacks at most three bytes; but byte tokens of SentencePiece
+are decoded as one run, all of them broken as long as the last character is."""
+CONTEXT = 6
+"""Tokens before the response that are decoded with it: some tokenizers drop a space at the start of a text."""
+
+
+class Detokenizer:
+    """The text of one response; what may still change when more tokens come is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._most_pending = MOST_PENDING_OF_RUNS if "ByteFallback" in _decoder_of(tokenizer) else MOST_PENDING
+        self._ids = list(prompt[-CONTEXT:])
+        self._begin = 0
+        self._given = len(self._decode(self._ids))  # characters of the window's text that were given out
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that is certain with these tokens and was not before."""
+        read = len(self._ids)
+        self._ids += token_ids
+        text = self._decode(self._ids[self._begin :])
+        pending = len(text) - len(text.rstrip(BROKEN))
+        certain = len(text) - min(pending, self._most_pending)
+        new = text[self._given : certain]
+        self._given = max(self._given, certain)
+        if not pending and read > self._begin and new:  # the window begins anew, so that its text stays short
+            before = self._decode(self._ids[read:])
+            if text.endswith(before):
+                self._begin, self._given = read, len(before)
+        return new
+
+    def end(self) -> str:
+        """What was held back: bytes that became no character."""
+        text = self._decode(self._ids[self._begin :])
+        new, self._given = text[self._given :], len(text)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "one row of ids decodes to one text"
+        return text
+
+
+class StopCutter:
+    """Passes text on up to the first of the stop texts; holds back an end that may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+        """The stop text that came."""
+
+    def add(self, text: str) -> str:
+        """What can be shown now; nothing after a stop text."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        places = [(place, -len(stop), stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            place, _, self.found = min(places)
+            shown, self._held = self._held[:place], ""
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    def end(self) -> str:
+        """What was held back and became no stop text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class TokenNames:
+    """What single tokens are called in lists of log-probs: their text, and their bytes where the text is none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = "ByteLevel" in _decoder_of(tokenizer)
+        self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+
+    def text(self, token_id: int) -> str:
+        """Alone, with special tokens shown."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def bytes(self, token_id: int) -> list[int]:
+        """Of byte-level tokenizers the very bytes, also of a token that is part of a character."""
+        if self._byte_level and token_id not in self._added:
+            written = str(self._tokenizer.convert_ids_to_tokens(token_id))
+            if all(letter in BYTE_OF for letter in written):
+                return [BYTE_OF[letter] for letter in written]
+        written = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
+            return [int(written[3:5], 16)]
+        return list(self.text(token_id).encode())
+
+
+def _decoder_of(tokenizer: Tokenizer) -> str:
+    """What the decoder is made of, as the tokenizers library prints it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return "" if backend is None else str(backend.decoder)
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that byte-level BPE (Radford et al. 2019) writes bytes with: printable ones are themselves, the rest follow from 256."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+
+
+BYTE_OF = _byte_letters()

@@ -1,0 +1,162 @@
+"""The OpenAI client drives the server: chat, completions, streams, log-probs, token ids, tools. The engine says what its script says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from serving import TOKENIZER, TOOL_TEMPLATE, Served, ids, serve_script
+
+from hybridflow.rollout.base import GenerationRequest
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}]
+HELLO: list[Any] = [{"role": "user", "content": "say hello"}]
+
+
+def says(request: GenerationRequest) -> list[int]:
+    """The reply to what the prompt asks for."""
+    prompt = TOKENIZER.decode(request.prompt_token_ids)
+    if "tool_call>\n" in prompt:  # the beginning of a call stands in the prompt
+        return ids('{"name": "add", "arguments": {"a": 2}}</tool_call>' if prompt.endswith("\n") else '{"a": 3}}</tool_call>')
+    if "call it" in prompt:
+        return ids(f"I call. {CALL}{CALL}")
+    return ids("hello world")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve_script(says, model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}, seconds=0.001) as server:
+        yield server
+        server.wait_idle()
+        assert server.sessions[0].idle
+
+
+def test_chat(served: Served) -> None:
+    answer = served.openai.chat.completions.create(model="tiny", messages=HELLO, n=2, seed=1)
+    assert [choice.message.content for choice in answer.choices] == ["hello world"] * 2
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"} and [c.index for c in answer.choices] == [0, 1]
+    prompt = len(ids("u:say hello;a:"))
+    assert answer.usage is not None and answer.usage.prompt_tokens == prompt
+    assert answer.usage.completion_tokens == 2 * (len(ids("hello world")) + 1) == answer.usage.total_tokens - prompt
+
+
+def test_chat_streams_what_it_answers(served: Served) -> None:
+    stream = served.openai.chat.completions.create(
+        model="tiny", messages=HELLO, n=2, stream=True, stream_options={"include_usage": True}, logprobs=True
+    )
+    texts, reasons, counts, usage = {0: "", 1: ""}, {}, {0: 0, 1: 0}, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            counts[choice.index] += len(choice.logprobs.content or []) if choice.logprobs else 0
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == {0: "hello world", 1: "hello world"} and reasons == {0: "stop", 1: "stop"}
+    size = len(ids("hello world")) + 1
+    assert counts == {0: size, 1: size} and usage is not None and usage.completion_tokens == 2 * size
+
+
+def test_content_in_parts_and_older_turns(served: Served) -> None:
+    messages: list[Any] = [
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 5}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "6"},
+    ]
+    answer = served.openai.chat.completions.create(model="tiny", messages=messages, extra_body={"return_token_ids": True})
+    assert TOKENIZER.decode(answer.model_extra["prompt_token_ids"]) == "s:be brief;u:x;a:<tool_call>f 5</tool_call>;t:6;a:"
+    assert answer.choices[0].model_extra["token_ids"] == [*ids("hello world"), TOKENIZER.eos_token_id]
+
+
+def test_log_probs_name_tokens_and_their_rivals(served: Served) -> None:
+    answer = served.openai.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=1)
+    listed = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in listed) == "hello world<|im_end|>"
+    assert all(bytes(entry.bytes).decode() == entry.token and entry.logprob == -0.5 for entry in listed)
+    assert all([rival.token for rival in entry.top_logprobs] == [entry.token] for entry in listed)
+
+
+def test_completions_of_texts_and_token_ids(served: Served) -> None:
+    ask = served.openai.completions.create
+    answer = ask(model="tiny", prompt=["ab", "cd"], n=2, max_tokens=4, echo=True)
+    assert [choice.text for choice in answer.choices] == ["abhell", "abhell", "cdhell", "cdhell"]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 16)
+    answer = ask(model="tiny", prompt=ids("ab"), logprobs=2, max_tokens=4, extra_body={"return_token_ids": True})
+    choice = answer.choices[0]
+    assert choice.text == "hell" and choice.model_extra == {
+        "stop_reason": None,
+        "prompt_token_ids": ids("ab"),
+        "token_ids": ids("hell"),
+    }
+    assert choice.logprobs.tokens == list("hell") and choice.logprobs.text_offset == [0, 1, 2, 3]
+    assert [list(place)[-1] for place in choice.logprobs.top_logprobs] == list("hell")
+    assert [choice.text for choice in ask(model="tiny", prompt=[ids("ab"), ids("c")], max_tokens=2).choices] == ["he", "he"]
+
+
+def test_completions_stream_with_token_ids(served: Served) -> None:
+    ask = served.openai.completions.create
+    stream = ask(model="tiny", prompt="ab", stream=True, logprobs=0, extra_body={"return_token_ids": True})
+    choices = [choice for chunk in stream for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == "hello world" and choices[-1].finish_reason == "stop"
+    assert [token for choice in choices for token in choice.model_extra["token_ids"]] == [*ids("hello world"), TOKENIZER.eos_token_id]
+    assert [place for choice in choices for place in choice.logprobs.text_offset] == list(range(12))
+    stream = ask(model="tiny", prompt="ab", stream=True, echo=True)
+    assert "".join(choice.text for chunk in stream for choice in chunk.choices) == "abhello world"
+
+
+def test_stop_texts_are_cut_off_and_never_shown(served: Served) -> None:
+    ask = served.openai.completions.create
+    for stop, text in ((["o w", "zz"], "hell"), ("wor", "hello "), ("ld!", "hello world")):
+        parts = [choice.text for chunk in ask(model="tiny", prompt="a", stop=stop, stream=True) for choice in chunk.choices]
+        assert "".join(parts) == text == ask(model="tiny", prompt="a", stop=stop).choices[0].text
+    answer = ask(model="tiny", prompt="a", extra_body={"stop_token_ids": ids("w")})
+    assert answer.choices[0].text == "hello " and answer.choices[0].model_extra["stop_reason"] == ids("w")[0]
+
+
+def test_tool_calls(served: Served) -> None:
+    ask = served.openai.chat.completions.create
+    messages: list[Any] = [{"role": "user", "content": "call it"}]
+    answer = ask(model="tiny", messages=messages, tools=TOOLS).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content == "I call."
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls] == [("add", {"a": 1})] * 2
+    text, calls = "", {}
+    for chunk in ask(model="tiny", messages=messages, tools=TOOLS, stream=True):
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            calls |= {call.index: (call.function.name, call.function.arguments, call.id) for call in choice.delta.tool_calls or []}
+            reason = choice.finish_reason
+    assert text == "I call. " and [call[:2] for call in calls.values()] == [("add", '{"a": 1}')] * 2 and reason == "tool_calls"
+    assert calls.keys() == {0, 1} and calls[0][2] != calls[1][2]
+    assert CALL in ask(model="tiny", messages=messages, tools=TOOLS, tool_choice="none").choices[0].message.content
+
+
+@pytest.mark.parametrize(("choice", "number"), [("required", 2), ({"type": "function", "function": {"name": "add"}}, 3)])
+def test_a_call_that_is_asked_for_is_begun_for_the_model(served: Served, choice: Any, number: int) -> None:
+    answer = served.openai.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS, tool_choice=choice).choices[0]
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": number}) and answer.message.content is None
+
+
+def test_models_health_version_metrics(served: Served) -> None:
+    assert [model.id for model in served.openai.models.list()] == ["tiny"]
+    assert served.openai.models.retrieve("tiny").model_extra["max_model_len"] == 512
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        served.openai.models.retrieve("other")
+    served.openai.completions.create(model="tiny", prompt="ab", max_tokens=2)
+    assert served.http.get("/health").json() == {"status": "ok"} and "version" in served.http.get("/version").json()
+    page = served.http.get("/metrics").text
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if not line.startswith("#")}
+    assert values['hybridflow_http_answers_total{model="tiny",path="/v1/completions",status="200"}'] >= 1
+    assert values['hybridflow_generated_tokens_total{model="tiny"}'] >= 2 and values['hybridflow_replicas_alive{model="tiny"}'] == 1
+    counted = values['hybridflow_request_seconds_count{model="tiny"}']
+    assert values['hybridflow_request_seconds_bucket{model="tiny",le="+Inf"}'] == counted >= 1

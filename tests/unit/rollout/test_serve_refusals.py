@@ -1,0 +1,227 @@
+"""Who may not ask, what cannot be served, and what happens at the limits: each with a status and a reason in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import TOKEN, TOOL_TEMPLATE, Served, echoes, ids, serve_script
+
+from hybridflow.errors import ConfigError
+from hybridflow.rollout.server.run import choose_token, listen
+from hybridflow.rollout.server.service import Limits
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve_script(model={"chat_template": TOOL_TEMPLATE}, limits=Limits(max_queue=64, max_body_bytes=20_000)) as server:
+        yield server
+        assert server.openai.completions.create(model="tiny", prompt="ab", max_tokens=2).choices[0].text == "ba"
+        server.wait_idle()
+
+
+def reason(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": f"Basic {TOKEN}"}])
+def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, str]) -> None:
+    for method, path in (("POST", CHAT), ("POST", PLAIN), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nothing")):
+        answer = httpx.request(method, served.url + path, headers=headers, json=None if method == "GET" else {"prompt": "a"})
+        assert "Authorization: Bearer TOKEN" in reason(answer, 401) and answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (PLAIN, b"{", "the body is no JSON"),
+        (PLAIN, b"[]", "body: "),
+        (PLAIN, b"\xff\xfe", "body"),
+        (PLAIN, {}, "prompt: Field required"),
+        (PLAIN, {"prompt": "a", "promt": 1}, "promt: is no field of this endpoint"),
+        (PLAIN, {"prompt": []}, "prompt: is an empty list"),
+        (PLAIN, {"prompt": ""}, "prompt: is empty"),
+        (PLAIN, {"prompt": [[]]}, "prompt: is empty"),
+        (PLAIN, {"prompt": [1, 100_000]}, "prompt: holds token id 100000"),
+        (PLAIN, {"prompt": [-1]}, "prompt: holds token id -1"),
+        (PLAIN, {"prompt": "a", "n": 0}, "n: "),
+        (PLAIN, {"prompt": "a", "n": 5_000}, "more than 1024 in one request"),
+        (PLAIN, {"prompt": "a", "best_of": 3}, "best_of: 3 is not supported"),
+        (PLAIN, {"prompt": "a", "suffix": "b"}, "suffix: "),
+        (PLAIN, {"prompt": "a", "echo": True, "logprobs": 1}, "echo: with logprobs"),
+        (PLAIN, {"prompt": "a", "logprobs": 50}, "logprobs: "),
+        (PLAIN, {"prompt": "a", "temperature": -1}, "temperature: "),
+        (PLAIN, {"prompt": "a", "temperature": "hot"}, "temperature: "),
+        (PLAIN, {"prompt": "a", "top_p": 0}, "top_p=0"),
+        (PLAIN, {"prompt": "a", "top_k": -7}, "top_k=-7"),
+        (PLAIN, {"prompt": "a", "min_p": 2}, "min_p=2"),
+        (PLAIN, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty=0"),
+        (PLAIN, {"prompt": "a", "max_tokens": 0}, "max_tokens: "),
+        (PLAIN, {"prompt": "a", "max_tokens": 9_999}, "the model's context has 512 tokens"),
+        (PLAIN, {"prompt": "a" * 600}, "the model's context has 512 tokens"),
+        (PLAIN, {"prompt": "a", "min_tokens": 99}, "min_tokens=99"),
+        (PLAIN, {"prompt": "a", "stop": [""]}, "stop has an empty text"),
+        (PLAIN, {"prompt": "a", "stop_token_ids": [9_999]}, "stop_token_ids: holds token id 9999"),
+        (PLAIN, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias: 'x' is no token id"),
+        (PLAIN, {"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias: holds token id 9999"),
+        (PLAIN, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias: values are numbers from -100 to 100"),
+        (PLAIN, {"prompt": "a", "presence_penalty": 1}, "presence_penalty: is not supported"),
+        (PLAIN, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options: is only allowed with stream"),
+        (CHAT, {"messages": []}, "messages: "),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: "),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content: a part of type 'image_url'"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format: 'json_object' is not supported"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs: is only allowed with logprobs"),
+        (CHAT, {"messages": HELLO, "tools": [TOOL]}, "start the server with --tool-call-parser"),
+        (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice: asks for a call, and there are no tools"),
+        (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities: "),
+        (
+            CHAT,
+            {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
+            "chat_template_kwargs: 'chat_template' is the server's",
+        ),
+        (CHAT, {"messages": HELLO, "continue_final_message": True}, "continue_final_message: the last message is of 'user'"),
+    ],
+)
+def test_what_cannot_be_served_is_said(served: Served, path: str, body: Any, told: str) -> None:
+    for stream in (False, True):
+        if isinstance(body, dict):
+            answer = served.http.post(path, json={**body, "stream": stream} if stream and "stream_options" not in body else body)
+        else:
+            answer = served.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert told in reason(answer, 400)
+
+
+def test_other_models_paths_methods_and_large_bodies(served: Served) -> None:
+    assert "no model 'gpt'" in reason(served.http.post(PLAIN, json={"model": "gpt", "prompt": "a"}), 404)
+    assert "GET /nothing" in reason(served.http.get("/nothing"), 404)
+    assert reason(served.http.get(PLAIN), 405)
+    assert "20000 bytes" in reason(served.http.post(PLAIN, json={"prompt": "a" * 30_000}), 413)
+    chunks = served.http.post(PLAIN, content=(b"x" * 1_000 for _ in range(40)))
+    assert "20000 bytes" in reason(chunks, 413)
+
+
+def test_a_template_that_refuses_is_a_bad_request() -> None:
+    with serve_script(model={"chat_template": "{{ raise_exception('roles must alternate') }}"}) as server:
+        assert "roles must alternate" in reason(server.http.post(CHAT, json={"messages": HELLO}), 400)
+
+
+def endless(request: Any) -> list[int]:
+    return ids("x") * 10_000
+
+
+def test_a_full_queue_says_so() -> None:
+    with serve_script(endless, limits=Limits(max_queue=3), seconds=0.002) as server:
+        with server.http.stream("POST", PLAIN, json={"prompt": "a", "n": 2, "max_tokens": 400, "stream": True}) as running:
+            chunks = running.iter_raw()
+            next(chunks)
+            answer = server.http.post(PLAIN, json={"prompt": "a", "n": 2})
+            assert "2 responses are in work or wait" in reason(answer, 429) and answer.headers["retry-after"] == "1"
+            assert server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        server.wait_idle()
+
+
+def test_clients_that_go_away_free_their_rows() -> None:
+    with serve_script(endless, seconds=0.002) as server:
+        with server.http.stream("POST", PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400, "stream": True}) as running:
+            next(running.iter_raw())
+            assert server.service.open_choices == 3
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post(PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400}, timeout=0.1)
+        server.wait_idle()
+        assert server.sessions[0].steps < 350 and server.service.metrics.cancelled == 2
+
+
+def test_a_deadline_is_504_or_an_event() -> None:
+    with serve_script(endless, limits=Limits(deadline_s=0.1), seconds=0.002) as server:
+        assert "within 0.1 s" in reason(server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 400}), 504)
+        text = server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 400, "stream": True}).text
+        assert '"code": "deadline_passed"' in text and text.endswith("data: [DONE]\n\n")
+        server.wait_idle()
+
+
+def test_an_engine_that_dies_is_named_and_the_server_goes_on_saying_so() -> None:
+    with serve_script(endless, dies_at=5) as server:
+        assert "native-0 died: RuntimeError" in reason(server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 400}), 503)
+        assert "no engine is alive: replica native-0 died" in reason(server.http.post(PLAIN, json={"prompt": "a"}), 503)
+        assert "no engine is alive" in reason(server.http.get("/health"), 503)
+
+
+def test_at_the_end_what_runs_is_finished_and_nothing_new_begins() -> None:
+    with serve_script(endless, seconds=0.002) as server:
+        answers: list[httpx.Response] = []
+        body = {"prompt": "a", "max_tokens": 200}
+        asking = threading.Thread(target=lambda: answers.append(server.http.post(PLAIN, json=body)))
+        with server.http as kept:
+            assert kept.get("/version").status_code == 200
+            asking.start()
+            while not server.service.open_choices:
+                time.sleep(0.002)
+            server.server.handle_exit(15, None)
+            server.thread.join(10)
+            asking.join(10)
+        assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 200
+        with pytest.raises(httpx.ConnectError):
+            server.http.get("/version")
+
+
+def test_a_draining_server_lets_nothing_in() -> None:
+    with serve_script() as server:
+        server.service.draining = True
+        assert "shutting down" in reason(server.http.post(PLAIN, json={"prompt": "a"}), 503)
+        assert "shutting down" in reason(server.http.get("/health"), 503)
+
+
+def test_tokens_and_hosts() -> None:
+    token, made = choose_token("127.0.0.1", None)
+    assert made and token is not None and len(token) >= 32 and token != choose_token("127.0.0.1", None)[0]
+    assert choose_token("localhost", "mine") == ("mine", False) and choose_token("::1", None, no_token=True) == (None, False)
+    assert choose_token("0.0.0.0", "x" * 16) == ("x" * 16, False)
+    for host, given, no_token, told in (
+        ("0.0.0.0", None, False, "needs a token of at least 16"),
+        ("0.0.0.0", "short", False, "needs a token of at least 16"),
+        ("10.0.0.1", None, True, "needs a token of at least 16"),
+        ("127.0.0.1", "", False, "is empty"),
+        ("127.0.0.1", "two words", False, "characters that no header may have"),
+        ("127.0.0.1", "mine", True, "exclude each other"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            choose_token(host, given, no_token=no_token)
+
+
+def test_a_taken_port_is_said() -> None:
+    with listen("127.0.0.1", 0) as bound:
+        bound.listen()
+        with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:\d+: Address already in use"):
+            listen("127.0.0.1", bound.getsockname()[1])
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        listen("192.0.2.1", 8000)
+
+
+def test_replicas_share_the_work() -> None:
+    with serve_script(echoes, replicas=2, seconds=0.002) as server:
+
+        async def ask() -> None:
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="a-token-for-tests", max_retries=0) as client:
+                asked = [client.completions.create(model="tiny", prompt=f"a{n}", max_tokens=8) for n in range(20)]
+                for number, answer in enumerate(await asyncio.gather(*asked)):
+                    assert answer.choices[0].text == f"a{number}"[::-1]
+
+        asyncio.run(ask())
+        assert all(session.num_added > 5 for session in server.sessions)

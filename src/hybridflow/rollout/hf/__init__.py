@@ -1,0 +1,1 @@
+"""The hf engine: `transformers` generate behind the protocol of all engines."""

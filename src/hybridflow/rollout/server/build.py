@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,9 +79,14 @@ def build_service(settings: ServeSettings) -> Service:
 def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:
     policy = build_policy(settings.model, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
     policy.requires_grad_(False)
+
+    def decode(token_ids: Sequence[int]) -> str:  # special tokens too: one of them may be a stop text
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     return NativeEngine(
         policy,
         eos_token_ids=ends,
+        decode=decode,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,

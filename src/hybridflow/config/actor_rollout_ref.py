@@ -88,8 +88,25 @@ class ValKwargsConfig:
 
 
 @dataclass(frozen=True)
+class EngineKwargsConfig:
+    vllm: dict[str, Any] = key({}, "further arguments of vllm's engine, by its own names")
+
+
+@dataclass(frozen=True)
+class RolloutServerConfig:
+    enable: bool | None = key(None, "vllm: a server of its own beside each process that generates; null: where there are several")
+    address: str | list[str] | None = key(None, "server that runs already, http://HOST:PORT, one for each process; null: start them")
+    python: str | None = key(None, "python that has vllm and hybridflow, for the server that is started; null: this one")
+    start_timeout: float = key(900.0, "seconds that a server may take to answer", above=0)
+    push_timeout: float = key(600.0, "seconds that one bucket of weights, or one call of a worker, may take", above=0)
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "process_group"] = key(
+        "auto", "how weights travel to a server; auto: shared_memory on this machine, process_group to another"
+    )
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
-    name: Literal["native"] = key("native", "generation engine")
+    name: Literal["native", "vllm"] = key("native", "generation engine")
     n: int = key(1, "responses per prompt (the size of a group)", minimum=1)
     temperature: float = key(1.0, "sampling temperature", above=0)
     top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)
@@ -100,6 +117,17 @@ class RolloutConfig:
     max_num_seqs: int = key(256, "rows decoded together", minimum=1)
     max_num_batched_tokens: int = key(8192, "prompt tokens prefilled together", minimum=1)
     gpu_memory_utilization: float = key(0.5, "share of the device's memory that the KV cache may fill up to", above=0, maximum=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "vllm: dtype in which it computes; auto: the actor's")
+    max_model_len: int | None = key(None, "vllm: longest prompt + response; null: max_prompt_length + max_response_length", minimum=1)
+    enforce_eager: bool | None = key(None, "vllm: neither compile nor capture graphs; null: only on CPU")
+    enable_chunked_prefill: bool = key(True, "vllm: long prompts in parts, beside decoding rows")
+    enable_prefix_caching: bool = key(True, "vllm: prompts that begin alike share their cache")
+    free_cache_engine: bool = key(True, "vllm: give its memory back while the actor trains")
+    load_format: str = key("dummy", "vllm: weights before the first push; dummy: none, auto: those of the model's folder")
+    quantization: str | None = key(None, "vllm: generate with quantised weights, for example fp8")
+    update_weights_bucket_megabytes: int = key(256, "vllm: weights that travel together", minimum=1)
+    engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
+    server: RolloutServerConfig = group(RolloutServerConfig)
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None, "at most this many rows in one forward of old log-probs; null: only the token limit", minimum=1
     )

@@ -14,6 +14,7 @@ from hybridflow.config.check_cluster import cluster_notes, ppo_cluster_problems,
 from hybridflow.config.check_notes import has_validation, ppo_notes
 from hybridflow.config.check_paths import data_problems, folder_problems, model_problem, plugin_problem, resume_problems
 from hybridflow.config.check_reward import reward_problems
+from hybridflow.config.check_rollout import rollout_notes, rollout_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
@@ -35,6 +36,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             *_token_limits(config),
             *algorithm_problems(config),
             *_rollout(config),
+            *rollout_problems(config),
             *_validation(config),
             *_plugins(config),
             *reward_problems(config.reward),
@@ -47,7 +49,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             *_trainer(config.trainer),
             *ppo_cluster_problems(config),
         ]
-        notes = [*ppo_notes(config, given), *cluster_notes(config, given)]
+        notes = [*ppo_notes(config, given), *rollout_notes(config, given), *cluster_notes(config, given)]
     else:
         problems = [
             *_sft_sizes(config),

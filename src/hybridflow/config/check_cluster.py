@@ -77,15 +77,15 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     trainer, roles = config.trainer, config.actor_rollout_ref
     yield from _controller(trainer)
     yield from _placement(trainer)
-    actor = sum(_pools(trainer, "actor"))
+    actor = sum(pool_sizes(trainer, "actor"))
     spreads = [Spread("actor_rollout_ref.actor", roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, roles.model, actor)]
     if needs_reference(config):
         sequence = roles.ref.ulysses_sequence_parallel_size or roles.actor.ulysses_sequence_parallel_size
-        spreads.append(Spread("actor_rollout_ref.ref", roles.ref.fsdp_config, sequence, roles.model, sum(_pools(trainer, "reference"))))
+        spreads.append(Spread("actor_rollout_ref.ref", roles.ref.fsdp_config, sequence, roles.model, sum(pool_sizes(trainer, "reference"))))
     if config.critic.enable:
         critic = config.critic
         spreads.append(
-            Spread("critic", critic.fsdp_config, critic.ulysses_sequence_parallel_size, critic.model, sum(_pools(trainer, "critic")))
+            Spread("critic", critic.fsdp_config, critic.ulysses_sequence_parallel_size, critic.model, sum(pool_sizes(trainer, "critic")))
         )
     for spread in spreads:
         yield from spread.problems()
@@ -94,8 +94,8 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
             f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes over what the same rank of the "
             f"actor holds, but the actor has {spreads[0]} and the reference {spreads[1]}: make them equal, or set ref_update_freq=0"
         )
-    width = roles.rollout.tensor_model_parallel_size
-    for processes in _pools(trainer, "rollout"):
+    width = roles.rollout.tensor_model_parallel_size if roles.rollout.name == "native" else 1
+    for processes in pool_sizes(trainer, "rollout"):
         if processes % width:
             yield f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {processes} processes that generate: set a divisor"
     yield from _lora(config)
@@ -158,7 +158,7 @@ def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         )
 
 
-def _pools(trainer: TrainerConfig, role: str) -> list[int]:
+def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:
     """Processes of each pool that hosts a role; pools that do not exist are refused where placements are made."""
     if not trainer.resource_pools:
         return [num_processes(trainer)]

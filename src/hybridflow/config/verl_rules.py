@@ -44,7 +44,7 @@ NO_ENGINE = "not in this version: use actor_rollout_ref.actor.strategy=fsdp2"
 
 # Values of native keys that verl knows and this version does not.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
-    "actor_rollout_ref.rollout.name": dict.fromkeys(("vllm", "sglang", "hf", "openai", "trtllm", "tgi", "naive"), SERVER_ENGINES),
+    "actor_rollout_ref.rollout.name": dict.fromkeys(("sglang", "hf", "openai", "trtllm", "tgi", "naive"), SERVER_ENGINES),
     "actor_rollout_ref.actor.strategy": dict.fromkeys(("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE),
     "actor_rollout_ref.actor.policy_loss.loss_mode": {
         "bypass_mode": "a mode, not a loss: set algorithm.rollout_correction.bypass_mode=true, with loss_type=ppo_clip or reinforce"
@@ -108,13 +108,10 @@ PPO_RULES: tuple[Rule, ...] = (
         "every process of the rollout's pools generates",
         "not in this version: set it to 1; every process of the rollout's pools generates, tensor_model_parallel_size of them together",
     ),
-    Rule(ROLLOUT + r"dtype", (*OFF, "auto", "bfloat16"), "generation runs in the dtype of the module that trains",
-         "generation runs in the dtype of the module that trains: set actor_rollout_ref.model.dtype"),
-    off(ROLLOUT + r"(quantization|quantization_config_file)", "quantised generation comes in a later version"),
+    off(ROLLOUT + r"quantization_config_file", "set actor_rollout_ref.rollout.engine_kwargs.vllm, with rollout.name=vllm"),
     Rule(
-        ROLLOUT + r"(enforce_eager|cudagraph_capture_sizes|enable_chunked_prefill|enable_prefix_caching|free_cache_engine"
-        r"|load_format|layered_summon|max_model_len|multi_stage_wake_up|disable_log_stats|swap_space|update_weights_bucket_megabytes"
-        r"|checkpoint_engine\..+|engine_kwargs\..+|engine_kwargs)",
+        ROLLOUT + r"(cudagraph_capture_sizes|layered_summon|multi_stage_wake_up|disable_log_stats|swap_space"
+        r"|checkpoint_engine\..+|engine_kwargs\..+)",
         None,
         "a setting of a separate inference server; the native engine needs none",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
 from hybridflow.errors import ModelError
 from hybridflow.models.adapter_folder import write_adapter_config, write_adapter_weights
-from hybridflow.models.lora import PlainEntry, adapter_config, adapter_tensors, has_adapters, plain_state
+from hybridflow.models.lora import PlainEntry, adapter_config, adapter_tensors, base_name, has_adapters, plain_state
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.progress import without_progress_bars
 from hybridflow.models.value import ValueModel
@@ -124,10 +124,31 @@ def save_hf_sharded(
     return folder
 
 
+def plain_weights(model: PolicyModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+    """The weights as files have them, a layer at a time, whole and on the model's device; adapters folded in, tied ones under each name.
+
+    All ranks of a sharded model read it to the end together. `dtypes`, by names of the model without adapters: of weights that are kept in
+    a wider one.
+    """
+    entries = _entries(model)
+    for names in (names for file in _plan(entries, MAX_FILE_BYTES) for names in file):
+        gathered = {name: _whole(entries[name].value(), dtypes.get(f"hf.{name}")) for name in names}
+        yield from revert_weight_conversion(model.hf, gathered).items()
+    plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
+    for name in sorted(_tied(model)):
+        if base_name(name) in plain:
+            yield base_name(name), _whole(plain[base_name(name)].value(), dtypes.get(f"hf.{base_name(name)}"))
+
+
+def _tied(model: PolicyModel) -> set[str]:
+    """Further names of parameters that have an earlier one."""
+    first: dict[int, str] = {}
+    return {name for name, parameter in model.hf.named_parameters(remove_duplicate=False) if first.setdefault(id(parameter), name) != name}
+
+
 def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
     """What the files hold, by Hugging Face names: tied weights once, as transformers writes them."""
-    first: dict[int, str] = {}
-    tied = {name for name, parameter in model.hf.named_parameters(remove_duplicate=False) if first.setdefault(id(parameter), name) != name}
+    tied = _tied(model)
     skipped = [re.compile(pattern) for pattern in model.hf._keys_to_ignore_on_save or ()]
     plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
     return {name: entry for name, entry in plain.items() if name not in tied and not any(each.search(name) for each in skipped)}

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.replica import Replica
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
-from hybridflow.weight_sync.checksum import Take, anew, bit_sum
+from hybridflow.weight_sync.checksum import Take, anew
 
 
 @dataclass(frozen=True)

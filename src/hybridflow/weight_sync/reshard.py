@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
 from hybridflow.distributed.shards import local, own_box
-from hybridflow.weight_sync.checksum import Take, anew, bit_sum
+from hybridflow.weight_sync.checksum import Take, anew
 from hybridflow.weight_sync.plan import Boxes, Parameter, Plan, Route, make_plan
 
 BUCKET_BYTES = 256 * 2**20

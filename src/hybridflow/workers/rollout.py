@@ -3,6 +3,7 @@
 same process, one rank      the actor's own module: nothing to do
 same processes, shards      gathered when the engine wakes up, freed when it sleeps
 processes of its own        pushed by `RolloutGroup.update_from` before a step
+engine with its own         pushed into the engine by the same call, wherever it is (vLLM)
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from collections.abc import Sequence
 from hybridflow.controller import Dispatch, WorkerGroup, register
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, RolloutStats
+from hybridflow.weight_sync.owned import OwnedWeights, StagedWeights
 from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.exact import ExactRollout
 
 
 class RolloutWorker(ExactRollout):
-    """Holds a generation engine; `pushed` where its weights are its own and come from the actor's ranks."""
+    """Holds a generation engine; `pushed` where its weights are its own and come from the actor's ranks, `owned` where they come from the
+    policy in this process."""
 
-    def __init__(self, engine: RolloutEngine, pushed: PushedWeights | None = None) -> None:
-        self.engine, self.pushed = engine, pushed
+    def __init__(
+        self, engine: RolloutEngine, pushed: PushedWeights | StagedWeights | None = None, owned: OwnedWeights | None = None
+    ) -> None:
+        self.engine, self.pushed, self.owned = engine, pushed, owned
 
     @register(dispatch_mode=Dispatch.DP_DEAL)
     def generate(self, requests: Sequence[GenerationRequest], *, policy_version: int) -> list[GenerationOutput]:
@@ -29,7 +34,7 @@ class RolloutWorker(ExactRollout):
 
         `policy_version`: that of the actor's weights now. RolloutError where this replica's own weights are older.
         """
-        if self.pushed is None:
+        if self.pushed is None and self.owned is None:
             self.engine.set_version(policy_version)
         elif self.engine.policy_version < policy_version:
             raise RolloutError(
@@ -49,6 +54,12 @@ class RolloutWorker(ExactRollout):
         if self.pushed is not None:
             self.pushed.update(self.engine, shares, version)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def renew_weights(self, *, version: int) -> None:
+        """Take over the weights of the policy in this process, unless the engine shares them."""
+        if self.owned is not None:
+            self.owned.update(self.engine, version)
+
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def stats(self) -> RolloutStats:
         """What the newest `generate` did on this replica."""
@@ -63,7 +74,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         return self.call(RolloutWorker.generate, requests, policy_version=policy_version)
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
-        """Bring the actor's weights, now called `version`, to replicas that have their own; nothing to do where all share the actor's.
+        """Bring the actor's weights, now called `version`, to replicas that have their own; nothing moves where all share the actor's.
 
         RolloutError where the two share processes and the rollout is not on all of the actor's.
         """
@@ -74,6 +85,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
                     "take part where shards are gathered. Set trainer.placement.rollout to the actor's pool, or to others only"
                 )
             if self.world_size == actor.world_size:  # a role lives on whole pools: it has no rank outside of the actor's
+                self.call(RolloutWorker.renew_weights, version=version)
                 return
         shares = actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size)
         self.call(RolloutWorker.update_weights, shares.by_reference(), version=version)

@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.data.remote import hub_folder
+from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.replica import Replica
 from hybridflow.engines import TrainEngine
 from hybridflow.models.build import build_policy, resolve_dtype
@@ -17,8 +19,12 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import WeightSource
 from hybridflow.rollout.build import build_rollout_engine
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.vllm.build import build_vllm_engine
+from hybridflow.rollout.vllm.settings import ModelFacts
 from hybridflow.weight_sync.gathered import GatheredWeights
 from hybridflow.weight_sync.holding import Holding
+from hybridflow.weight_sync.owned import OwnedWeights, StagedWeights
 from hybridflow.weight_sync.pushed import PushedWeights
 from hybridflow.weight_sync.resting import RestingWeights
 from hybridflow.workers.rollout import RolloutWorker
@@ -31,13 +37,16 @@ def build_rollout_worker(
     model: dict[str, Any],
     eos_token_ids: Sequence[int],
     lora: LoraSettings | None = None,
+    tokenizer: str | None = None,
 ) -> RolloutWorker:
     """The rollout worker of this rank; all ranks of its process group build it together.
 
     `actor_engine`: the actor's, where it lives in this process. `model`: the arguments of `build_policy`, for a rank without the actor;
-    its dtype must then be the one in which the actor computes. Raises ConfigError where `tensor_model_parallel_size` does not divide the
-    ranks, ModelError where it does not suit the model.
+    its dtype must then be the one in which the actor computes. `tokenizer`: its folder, for engines that read one.
+    Raises ConfigError where `tensor_model_parallel_size` does not divide the ranks, ModelError where it does not suit the model.
     """
+    if config.name == "vllm":
+        return _vllm(config, actor_engine, model, eos_token_ids, lora, tokenizer)
     replica = Replica.of_this_rank(config.tensor_model_parallel_size)
     if actor_engine is None:
         return _standalone(config, model, eos_token_ids, lora, replica)
@@ -73,3 +82,34 @@ def _standalone(
         policy = twin.policy
     engine = build_rollout_engine(config, policy, eos_token_ids, replica=replica)
     return RolloutWorker(engine, PushedWeights(policy, holding))
+
+
+def _vllm(
+    config: RolloutConfig,
+    actor_engine: TrainEngine | None,
+    model: dict[str, Any],
+    eos_token_ids: Sequence[int],
+    lora: LoraSettings | None,
+    tokenizer: str | None,
+) -> RolloutWorker:
+    """With weights that are pushed into vLLM: from the actor's module, or from a copy of it on the CPU that the actor's ranks keep new."""
+    device = torch.device(model["device"])
+    facts = ModelFacts(
+        path=hub_folder(str(model["path"])),
+        device=device,
+        dtype=str(resolve_dtype(model["dtype"], device)).removeprefix("torch."),
+        trust_remote_code=bool(model.get("trust_remote_code")),
+        override_config=model.get("override_config"),
+        tokenizer=tokenizer,
+    )
+    rank, ranks = rank_and_size()
+    engine = build_vllm_engine(config, facts, eos_token_ids, rank=rank, ranks=ranks)
+    if actor_engine is not None:
+        policy = actor_engine.module
+        assert isinstance(policy, PolicyModel), "the actor's module is a policy"
+        return RolloutWorker(engine, owned=OwnedWeights(policy, actor_engine if actor_engine.rests else None, actor_engine.narrow))
+    policy = build_policy(**{**model, "device": "cpu", "dtype": facts.dtype}, probe=False).requires_grad_(False)
+    if lora is not None:
+        add_lora(policy, lora)
+    stage = NativeEngine(policy, eos_token_ids=())  # never generates
+    return RolloutWorker(engine, pushed=StagedWeights(PushedWeights(policy, Holding.whole(policy)), stage))

@@ -114,7 +114,7 @@ def test_null_in_an_old_key_does_not_undo_the_new_one() -> None:
     [
         ("data.trian_batch_size=3", "unknown key data.trian_batch_size; did you mean data.train_batch_size"),
         ("temprature=3", "actor_rollout_ref.rollout.temperature"),
-        ("actor_rollout_ref.rollout.name=vllm", "rollout.name=vllm: not in this version: use actor_rollout_ref.rollout.name=native"),
+        ("actor_rollout_ref.rollout.name=trtllm", "rollout.name=trtllm: not in this version: use actor_rollout_ref.rollout.name=native"),
         ("data.seed=1,2", "[a,b] for a list, or give --multirun"),
         ("data.seed", "not an override"),
         ("data.seed=[1", "not an override"),

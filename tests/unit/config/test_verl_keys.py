@@ -233,15 +233,12 @@ trainer: {default_local_dir: d, default_hdfs_dir: null, project_name: p, experim
 
 # What would change results, or asks for a feature of a later version, must stop the run.
 MUST_BE_REFUSED = [
-    *("actor_rollout_ref.rollout.name=" + name for name in ("vllm", "sglang", "hf", "openai", "trtllm")),
+    *("actor_rollout_ref.rollout.name=" + name for name in ("sglang", "hf", "openai", "trtllm")),
     "actor_rollout_ref.actor.strategy=megatron",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
     "actor_rollout_ref.rollout.data_parallel_size=2",
     "actor_rollout_ref.model.lora.rank=16",
     "actor.peft.peft_type=dora",
-    "rollout.dtype=fp8",
-    "rollout.dtype=float16",
-    "actor_rollout_ref.rollout.quantization=fp8",
     "rollout.multi_turn.enable=True",
     "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
     "actor_rollout_ref.rollout.repetition_penalty=1.2",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridflow.distributed import bit_sum as module
+from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
-from hybridflow.weight_sync import checksum
-from hybridflow.weight_sync.checksum import bit_sum, explain_difference, first_difference
+from hybridflow.weight_sync.checksum import explain_difference, first_difference
 
 
 def number(tensor: torch.Tensor) -> int:
@@ -24,7 +25,7 @@ def test_boxes_add_up(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: p
         total = sum(bit_sum(tensor[part.within(whole)], part) for part in parts)
         assert int(total) == number(tensor)
     before = number(tensor)
-    monkeypatch.setattr(checksum, "_CHUNK", 8)
+    monkeypatch.setattr(module, "_CHUNK", 8)
     assert number(tensor) == before, "however many rows are taken at a time"
 
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.controller import Call, Dispatch, LocalBackend, MeshInfo
+from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.shards import local
 from hybridflow.distributed.sizes import ParallelSizes
@@ -25,7 +26,7 @@ from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.weight_sync import checksum, holding, reshard
+from hybridflow.weight_sync import holding, reshard
 from hybridflow.weight_sync.pushed import WeightShare, deal_tensors
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
@@ -187,7 +188,7 @@ def test_the_base_under_adapters_is_read_by_turns_and_a_change_of_it_is_found(
 
     def counting(part: Tensor, box: Box) -> Tensor:
         read.append(part.numel())
-        return checksum.bit_sum(part, box)
+        return bit_sum(part, box)
 
     monkeypatch.setattr(reshard, "bit_sum", counting)
     monkeypatch.setattr(holding, "bit_sum", counting)

@@ -94,6 +94,7 @@ def _reinforce(
     with build_ppo(config) as trainer:
         tokenizer, rollout = trainer.tokenizer, trainer.trajectories.rollout
         questions = held_out_questions(tokenizer, seed=options.seed)
+        rollout.update_from(trainer.step.roles.actor, 0)
         before = _both(rollout, tokenizer, questions, options.seed)
         start = time.perf_counter()
         trainer.fit()

@@ -135,6 +135,7 @@ class Host:
             model=model,
             eos_token_ids=self.facts.end_tokens,
             lora=LoraSettings.from_config(roles.model, seed=self.config.trainer.seed),
+            tokenizer=self.config.data.tokenizer,
         )
 
     @property

@@ -36,7 +36,8 @@ def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
 
 def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], ...]:
     """How `world_size` ranks generate: groups of `tensor_model_parallel_size` serve requests together."""
-    tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    rollout = config.actor_rollout_ref.rollout
+    tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1  # vLLM spreads a model by itself
     return ("dp", world_size // tensor), ("tp", tensor)
 
 

@@ -1,0 +1,90 @@
+"""What must hold of the engine that generates, as far as the keys alone can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.config.check_cluster import pool_sizes
+from hybridflow.config.needs import is_given
+from hybridflow.config.root import PPOConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM_KEYS = (
+    "max_model_len",
+    "enforce_eager",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "free_cache_engine",
+    "load_format",
+    "update_weights_bucket_megabytes",
+    "engine_kwargs",
+    "server",
+)
+"""Keys that change nothing of what the native engine gives."""
+OURS = ("worker_extension_cls", "logprobs_mode", "generation_config", "seed", "model", "tensor_parallel_size", "enable_sleep_mode")
+"""Arguments of vLLM that follow from our own keys or that we rely on."""
+
+
+def rollout_problems(config: PPOConfig) -> Iterator[str]:
+    """One line for each problem of the engine that `rollout.name` chooses."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "vllm":
+        yield from _vllm(config, rollout)
+    elif rollout.dtype not in ("auto", "bfloat16"):
+        yield (
+            f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the dtype of the module that trains: set "
+            "actor_rollout_ref.model.dtype"
+        )
+
+
+def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
+    """What is set and means less than it seems."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm":
+        odd = [f"{ROLLOUT}.{name}" for name in VLLM_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
+        if odd:
+            yield f"{', '.join(odd)}: settings of a separate engine; {ROLLOUT}.name={rollout.name} needs none"
+    if rollout.name == "vllm" and rollout.quantization:
+        yield f"{ROLLOUT}.quantization={rollout.quantization}: tokens come from rounded weights; consider algorithm.rollout_correction"
+
+
+def _vllm(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
+    server, sizes = rollout.server, pool_sizes(config.trainer, "rollout")
+    processes = sum(sizes)
+    if server.enable is False and server.address is not None:
+        yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.address={server.address}: leave one of them out"
+    if server.enable is False and processes > 1:
+        yield (
+            f"{ROLLOUT}.server.enable=false with {processes} processes that generate: vLLM in a process of ours serves it alone; leave "
+            f"{ROLLOUT}.server.enable out"
+        )
+    addresses = [server.address] if isinstance(server.address, str) else server.address
+    if addresses is not None and len(addresses) != processes:
+        yield (
+            f"{ROLLOUT}.server.address names {len(addresses)} servers, and {processes} processes generate: give one for each, or set "
+            "trainer.placement.rollout to a pool of as many"
+        )
+    for address in addresses or ():
+        if not address.startswith("http://"):
+            yield f"{ROLLOUT}.server.address={address}: wanted http://HOST:PORT"
+    if rollout.tensor_model_parallel_size > 1 and processes > 1:
+        yield (
+            f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with {ROLLOUT}.name=vllm and {processes} processes "
+            "that generate: each has one device, and starts a vLLM on it. Set it to 1, or start larger servers yourself and give their "
+            f"addresses ({ROLLOUT}.server.address)"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield (
+            f"{ROLLOUT}.max_model_len={rollout.max_model_len} cannot hold data.max_prompt_length={config.data.max_prompt_length} + "
+            f"data.max_response_length={config.data.max_response_length} = {longest} tokens: set it to {longest} or more, or leave it out"
+        )
+    longest = rollout.max_model_len or longest
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
+        yield (
+            f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than {ROLLOUT}.max_model_len={longest}, and "
+            f"{ROLLOUT}.enable_chunked_prefill=false: set it to {longest} or more, or enable_chunked_prefill=true"
+        )
+    for name in sorted(set(rollout.engine_kwargs.vllm) & set(OURS)):
+        yield f"{ROLLOUT}.engine_kwargs.vllm.{name}: set by hybridflow itself; leave it out"

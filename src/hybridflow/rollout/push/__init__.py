@@ -1,0 +1,1 @@
+"""Weights into an engine that has its own, in another process or in this one: bucket by bucket, each tensor with its checksum."""

@@ -1,0 +1,91 @@
+"""The engine's side of a push, in the process that has the engine's weights: takes them in, and knows which version they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.distributed.bit_sum import bit_sum
+from hybridflow.distributed.boxes import Box
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.push.channel import Channel
+from hybridflow.rollout.push.transports import Entry, Reader, open_reader, unpack
+
+NOTHING = -1
+"""The version of weights that nobody has pushed, or of which only a part came."""
+
+Load = Callable[[Iterator[tuple[str, Tensor]]], object]
+"""Takes weights into the engine's model; reads to the end."""
+
+
+class Receiver:
+    """What an engine's worker has received."""
+
+    def __init__(self) -> None:
+        self.version = NOTHING
+        self.checksums: dict[str, int] = {}
+        """Of the newest push, each tensor as it arrived."""
+        self._complete = False
+        self._names: frozenset[str] | None = None
+
+    def receive(self, load: Load, receipt: dict[str, Any]) -> dict[str, Any]:
+        """Fetch a push from the sender that `receipt` names: {"version": …} or {"error": …}, after which the version is `NOTHING`."""
+        try:
+            channel = Channel.connect(receipt["host"], receipt["port"], receipt["token"], receipt["timeout"])
+            try:
+                self.take(load, self._arriving(channel), receipt["version"])
+            finally:
+                channel.close()
+        except Exception as error:  # whatever it is, the sender shall read it
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"version": self.version}
+
+    def take(self, load: Load, weights: Iterable[tuple[str, Tensor, int]], version: int) -> None:
+        """Load weights that come with the checksums they were sent with; RolloutError for one that is not what was sent."""
+        self.version, self.checksums, self._complete = NOTHING, {}, False
+        load(self._compared(weights))
+        if not self._complete:
+            raise RolloutError(f"the engine stopped taking weights after {len(self.checksums)} tensors")
+        names = frozenset(self.checksums)
+        lacking = sorted((self._names or names) - names)
+        if lacking:
+            raise RolloutError(f"{len(lacking)} tensors that an earlier push had are not in this one, such as {lacking[0]}")
+        self.version, self._names = version, names
+
+    def _compared(self, weights: Iterable[tuple[str, Tensor, int]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor, sent in weights:
+            here = int(bit_sum(tensor, Box.whole(tensor.shape)))
+            if here != sent:
+                raise RolloutError(f"{name} did not arrive as it was sent: its checksum was {sent % 2**64:016x} and is {here % 2**64:016x}")
+            self.checksums[name] = here
+            yield name, tensor
+        self._complete = True
+
+    def _arriving(self, channel: Channel) -> Iterator[tuple[str, Tensor, int]]:
+        reader: Reader | None = None
+        count = 0
+        try:
+            while True:
+                frame = channel.receive()
+                if "open" in frame:
+                    if reader is not None:
+                        reader.close()
+                    reader = open_reader(frame["open"])
+                elif "bucket" in frame:
+                    assert reader is not None, "a bucket comes after its transport"
+                    entries = [Entry(*entry) for entry in frame["bucket"]]
+                    tensors = unpack(reader.fetch(frame["size"]), entries)
+                    for entry, tensor in zip(entries, tensors, strict=True):
+                        yield entry.name, tensor, entry.checksum
+                    count += len(entries)
+                    channel.send({"ack": count})
+                else:
+                    if frame["end"] != count:
+                        raise RolloutError(f"{count} of {frame['end']} tensors arrived")
+                    channel.send({"ack": count})
+                    return
+        finally:
+            if reader is not None:
+                reader.close()

@@ -1,0 +1,156 @@
+"""The trainer's side of a push: weights as they come, packed into buckets, to all workers of an engine.
+
+    weights ──bucket──► Writer ─────────────► Reader ──► engine's worker
+                 └─entries, checksums─ Channel ─► compared with what arrived ──ack──► the next bucket
+
+The engine's workers are called by `call`, which comes back when they have taken everything in; so it runs in a thread beside the sending.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hybridflow.distributed.bit_sum import bit_sum
+from hybridflow.distributed.boxes import Box
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.push.channel import Channel, Listener
+from hybridflow.rollout.push.transports import ALIGNMENT, CudaIpcWriter, Entry, GroupWriter, SharedMemoryWriter, Writer
+
+BUCKET_BYTES = 256 * 2**20
+LOOPBACK = "127.0.0.1"
+
+Transport = Literal["shared_memory", "cuda_ipc", "process_group"]
+CallWorkers = Callable[[str, dict[str, Any]], list[Any]]
+"""(method of the workers' extension, its arguments) -> what each worker returns."""
+Weights = Iterable[tuple[str, Tensor]]
+
+
+def checked(weights: Weights) -> Iterator[tuple[str, Tensor, int]]:
+    """Each weight with its checksum."""
+    for name, tensor in weights:
+        tensor = tensor.detach()
+        yield name, tensor, int(bit_sum(tensor, Box.whole(tensor.shape)))
+
+
+def push(
+    call: CallWorkers,
+    weights: Weights,
+    version: int,
+    *,
+    workers: int,
+    transport: Transport = "shared_memory",
+    host: str = LOOPBACK,
+    bucket_bytes: int = BUCKET_BYTES,
+    timeout: float = 300.0,
+) -> None:
+    """Bring weights, called `version`, to the `workers` processes of an engine, whose `hybridflow_receive` is called.
+
+    `host`: the address of this machine that the workers reach. RolloutError where not all arrived as sent: the engine then has no version.
+    """
+    listener = Listener(host)
+    receipt = {"host": host, "port": listener.port, "token": listener.token, "version": version, "timeout": timeout}
+    with ThreadPoolExecutor(1, thread_name_prefix="push") as pool:
+        job = pool.submit(call, "hybridflow_receive", receipt)
+        broken: RolloutError | None = None
+        try:
+            channels = listener.accept(workers, timeout=timeout, failed=job.done)
+            try:
+                _send(channels, weights, transport, host, bucket_bytes, timeout)
+            finally:
+                for channel in channels:
+                    channel.close()
+        except RolloutError as error:  # what the workers say of it is the better reason
+            broken = error
+        finally:
+            listener.close()
+        _judge(job, version, broken)
+
+
+def _judge(job: Future[list[Any]], version: int, broken: RolloutError | None) -> None:
+    said = [answer["error"] for answer in job.result() if "error" in answer]
+    if said or broken is not None:
+        raise RolloutError(f"weights of version {version} did not reach the engine: {said[0] if said else broken}") from broken
+
+
+def _send(channels: list[Channel], weights: Weights, transport: Transport, host: str, bucket_bytes: int, timeout: float) -> None:
+    writer: Writer | None = None
+    sent = 0
+    try:
+        for bucket in _buckets(weights, bucket_bytes):
+            size = sum(_padded(tensor) for _, tensor, _ in bucket)
+            if writer is None or len(writer.buffer) < size:
+                if writer is not None:
+                    writer.close()
+                writer = _open(transport, max(size, bucket_bytes), bucket[0][1].device, host, len(channels), timeout)
+                for number, channel in enumerate(channels):
+                    channel.send({"open": writer.facts(number)})
+                writer.meet()
+            entries = _fill(writer.buffer, bucket)
+            for channel in channels:
+                channel.send({"bucket": entries, "size": size})
+            writer.publish(size)
+            for channel in channels:
+                channel.receive()
+            sent += len(bucket)
+        for channel in channels:
+            channel.send({"end": sent})
+            channel.receive()
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _open(transport: Transport, size: int, device: torch.device, host: str, receivers: int, timeout: float) -> Writer:
+    if transport == "process_group":
+        return GroupWriter(size, device, host=host, receivers=receivers, timeout=timeout)
+    if transport == "cuda_ipc":
+        if device.type != "cuda":
+            raise RolloutError(f"transport=cuda_ipc, and the weights are on {device}: set transport=shared_memory")
+        return CudaIpcWriter(size, device)
+    return SharedMemoryWriter(size)
+
+
+Bucket = list[tuple[str, Tensor, int]]
+
+
+def _buckets(weights: Weights, limit: int) -> Iterator[Bucket]:
+    """Weights in groups of at most `limit` bytes; a larger one is alone."""
+    bucket: Bucket = []
+    filled = 0
+    for name, tensor, checksum in checked(weights):
+        size = _padded(tensor)
+        if bucket and filled + size > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, tensor, checksum))
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _fill(buffer: Tensor, bucket: Bucket) -> list[Entry]:
+    entries, offset = [], 0
+    for name, tensor, checksum in bucket:
+        data = tensor.contiguous().reshape(-1).view(torch.uint8)
+        buffer[offset : offset + len(data)].copy_(data)
+        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, checksum))
+        offset += _padded(tensor)
+    return entries
+
+
+def _padded(tensor: Tensor) -> int:
+    """Bytes of a tensor, up to where the next one may begin."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine by which `host` reaches it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,248 @@
+"""How the bytes of a bucket come from the process that trains into that of an engine.
+
+    shared_memory   a file in memory that both map; any two processes of one machine
+    cuda_ipc        a CUDA buffer that the other process opens; two processes that see the same GPU
+    process_group   a broadcast by gloo or NCCL; any machines
+
+Each has a writer, which owns the buffer, and a reader. A frame says which tensors lie where in it (`Entry`).
+"""
+
+from __future__ import annotations
+
+import base64
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from hybridflow.errors import RolloutError
+
+MEMORY = Path("/dev/shm")
+ALIGNMENT = 64
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in a bucket, and its checksum."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    checksum: int
+
+
+class Writer(Protocol):
+    """The sender's end: a buffer of uint8 that readers see once it was `published`."""
+
+    buffer: Tensor
+
+    def facts(self, receiver: int) -> dict[str, Any]:
+        """What reader number `receiver` needs to know, as JSON."""
+        ...
+
+    def meet(self) -> None:
+        """Wait for the readers, which have their facts by now."""
+        ...
+
+    def publish(self, size: int) -> None:
+        """The first `size` bytes are those of a bucket."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Reader(Protocol):
+    """The receiver's end."""
+
+    def fetch(self, size: int) -> Tensor:
+        """The bucket's bytes [size] uint8, valid until the next one."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SharedMemoryWriter:
+    """A file in memory, which vanishes when both sides have let go."""
+
+    def __init__(self, size: int) -> None:
+        handle, path = tempfile.mkstemp(prefix="hybridflow_", dir=MEMORY if MEMORY.is_dir() else None)
+        self._path = Path(path)
+        try:
+            os.ftruncate(handle, size)
+            self._map = mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+        self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def facts(self, receiver: int) -> dict[str, Any]:
+        return {"kind": "shared_memory", "path": str(self._path), "size": len(self.buffer)}
+
+    def meet(self) -> None:
+        pass
+
+    def publish(self, size: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class SharedMemoryReader:
+    """Maps the writer's file."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        with Path(facts["path"]).open("r+b") as file:
+            self._buffer = torch.frombuffer(mmap.mmap(file.fileno(), facts["size"]), dtype=torch.uint8)
+
+    def fetch(self, size: int) -> Tensor:
+        return self._buffer[:size]
+
+    def close(self) -> None:
+        pass
+
+
+class CudaIpcWriter:
+    """A buffer on this process's GPU."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def facts(self, receiver: int) -> dict[str, Any]:
+        handle = self.buffer.untyped_storage()._share_cuda_()
+        packed = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
+        uuid = _uuid(self.buffer.device)
+        return {"kind": "cuda_ipc", "handle": packed, "bytes": [isinstance(part, bytes) for part in handle], "uuid": uuid}
+
+    def meet(self) -> None:
+        pass
+
+    def publish(self, size: int) -> None:
+        torch.cuda.synchronize(self.buffer.device)
+
+    def close(self) -> None:
+        del self.buffer
+
+
+class CudaIpcReader:
+    """Opens the writer's buffer; RolloutError where this process does not see that GPU."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        seen = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+        if facts["uuid"] not in seen:
+            raise RolloutError(
+                "the engine does not see the GPU that the weights are on: set actor_rollout_ref.rollout.server.transport=shared_memory"
+            )
+        handle = [base64.b64decode(part) if packed else part for part, packed in zip(facts["handle"], facts["bytes"])]
+        device = torch.device("cuda", seen.index(facts["uuid"]))  # it may have another number there
+        torch.cuda.init()
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle[1:])
+        self._buffer = torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
+
+    def fetch(self, size: int) -> Tensor:
+        return self._buffer[:size]
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._buffer.device)  # what is read must be read before the writer lets go
+        del self._buffer
+
+
+def _uuid(device: torch.device) -> str:
+    """Which GPU it is, in any process."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return str(properties.uuid)
+
+
+class GroupWriter:
+    """Rank 0 of a process group made for one push; gloo for CPU tensors, NCCL for CUDA tensors."""
+
+    def __init__(self, size: int, device: torch.device, *, host: str, receivers: int, timeout: float) -> None:
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._host, self._world, self._timeout = host, receivers + 1, timeout
+        self._store = TCPStore(host, 0, self._world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        self._group: Any = None
+
+    def facts(self, receiver: int) -> dict[str, Any]:
+        kind, device = "process_group", self.buffer.device.type
+        return {
+            "kind": kind,
+            "host": self._host,
+            "port": self._store.port,
+            "rank": receiver + 1,
+            "world": self._world,
+            "device": device,
+            "size": len(self.buffer),
+            "timeout": self._timeout,
+        }
+
+    def meet(self) -> None:
+        self._group = _group(self._store, 0, self._world, self.buffer.device.type, self._timeout)
+
+    def publish(self, size: int) -> None:
+        _broadcast(self._group, self.buffer[:size])
+
+    def close(self) -> None:
+        self._group = None
+
+
+class GroupReader:
+    """Another rank of that group."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        store = TCPStore(facts["host"], facts["port"], facts["world"], is_master=False, timeout=timedelta(seconds=facts["timeout"]))
+        device = torch.device(facts["device"], torch.cuda.current_device()) if facts["device"] == "cuda" else torch.device("cpu")
+        self._buffer = torch.empty(facts["size"], dtype=torch.uint8, device=device)
+        self._group: Any = _group(store, facts["rank"], facts["world"], device.type, facts["timeout"])
+
+    def fetch(self, size: int) -> Tensor:
+        _broadcast(self._group, self._buffer[:size])
+        return self._buffer[:size]
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _group(store: Any, rank: int, world: int, device: str, timeout: float) -> Any:
+    if device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+    return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
+
+
+def _broadcast(group: Any, data: Tensor) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([data], options).wait()
+    if data.is_cuda:
+        torch.cuda.synchronize(data.device)
+
+
+def open_reader(facts: dict[str, Any]) -> Reader:
+    """The reader for what a writer says of itself."""
+    readers: dict[str, Callable[[dict[str, Any]], Reader]] = {
+        "shared_memory": SharedMemoryReader,
+        "cuda_ipc": CudaIpcReader,
+        "process_group": GroupReader,
+    }
+    return readers[facts["kind"]](facts)
+
+
+def unpack(data: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
+    """The tensors of a bucket, as copies that outlive it."""
+    found = []
+    for entry in entries:
+        dtype = getattr(torch, entry.dtype)
+        count = 1
+        for size in entry.shape:
+            count *= size
+        part = data[entry.offset : entry.offset + count * dtype.itemsize]
+        found.append(part.clone().view(dtype).reshape(entry.shape))
+    return found

@@ -1,0 +1,44 @@
+"""From the configuration to a vLLM engine, in this process or by a server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.rollout.push.sender import Transport
+from hybridflow.rollout.vllm.engine import VLLMEngine
+from hybridflow.rollout.vllm.http import Address
+from hybridflow.rollout.vllm.in_process import InProcess
+from hybridflow.rollout.vllm.process import start_server
+from hybridflow.rollout.vllm.runner import Runner
+from hybridflow.rollout.vllm.server import Server
+from hybridflow.rollout.vllm.settings import ModelFacts, engine_arguments
+
+logger = logging.getLogger(__name__)
+
+
+def build_vllm_engine(config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int, ranks: int) -> VLLMEngine:
+    """The engine of rank `rank` of the `ranks` that generate, each with one of its own; RolloutError where it does not come up."""
+    server, arguments = config.server, engine_arguments(config, model)
+    runner: Runner
+    if server.address is None and not (ranks > 1 if server.enable is None else server.enable):
+        runner = InProcess(arguments)
+    else:
+        process = None
+        if server.address is None:
+            logger.info("a vllm server starts, which may take minutes")
+            address, process = start_server(arguments, python=server.python, timeout=server.start_timeout)
+        else:
+            address = Address(server.address if isinstance(server.address, str) else server.address[rank])
+        transport: Transport | None = None if server.transport == "auto" else server.transport
+        runner = Server(
+            address,
+            process,
+            max_streams=config.max_num_seqs,
+            timeout=server.push_timeout,
+            transport=transport,
+            bucket_bytes=config.update_weights_bucket_megabytes * 2**20,
+        )
+    texts = not arguments.get("skip_tokenizer_init", False)
+    return VLLMEngine(runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts)

@@ -1,0 +1,148 @@
+"""vLLM's engine in this process: no server, no copy of what is pushed. For one process that generates by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import RolloutError, install_extra
+from hybridflow.rollout.push.sender import checked
+from hybridflow.rollout.vllm.runner import EngineDied, Piece, Submission
+from hybridflow.rollout.vllm.settings import ENVIRONMENT
+
+
+class InProcess:
+    """A `Runner` over vLLM's `LLMEngine`, made from `arguments` (`engine_arguments`)."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            os.environ.setdefault(name, value)
+        set_threads = torch.set_num_threads
+        try:
+            import vllm
+        except ImportError as error:
+            raise RolloutError(f"actor_rollout_ref.rollout.name=vllm needs vllm, which cannot be imported: {missing(error)}") from error
+        self._vllm = vllm
+        try:
+            self._engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments, disable_log_stats=True))
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise RolloutError(f"vllm could not start with model {arguments['model']!r}: {_first_lines(error)}") from error
+        finally:
+            torch.set_num_threads = set_threads  # vLLM's worker takes it away from the whole process
+        self._names: dict[str, int] = {}
+        """Our request ids by vLLM's, which names requests itself."""
+        self._death: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Which engine this is, for messages."""
+        return f"vllm {self._vllm.__version__} in process {os.getpid()}"
+
+    def facts(self) -> dict[str, Any]:
+        """What the worker says of itself."""
+        facts: dict[str, Any] = self._call("hybridflow_begin")[0]
+        return facts
+
+    def version(self) -> int:
+        """That of the weights in the worker."""
+        return min(int(answer["version"]) for answer in self._call("hybridflow_version"))
+
+    def start(self, submissions: Sequence[Submission]) -> None:
+        """Queue these; EngineDied."""
+        self._alive()
+        self._names = {}
+        for submission in submissions:
+            params = self._vllm.SamplingParams(
+                **{**submission.params, "logit_bias": _numbered(submission.params.get("logit_bias"))},
+                detokenize="stop" in submission.params,
+                output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
+            )
+            prompt = {"prompt_token_ids": list(submission.prompt)}
+            try:
+                self._engine.add_request(str(submission.request_id), prompt, params)
+            except Exception as error:  # whatever vLLM has against it: it answers no more
+                raise self._died(error) from error
+            self._names[str(submission.request_id)] = submission.request_id
+
+    def poll(self) -> list[Piece]:
+        """One step of the engine; EngineDied."""
+        self._alive()
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            raise self._died(error) from error
+        return [_piece(self._names[output.request_id], output.outputs[0]) for output in outputs if output.request_id in self._names]
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Stop these."""
+        names = [str(request_id) for request_id in request_ids]
+        for name in names:
+            self._names.pop(name, None)
+        if self._death is None:
+            self._engine.abort_request(names)
+
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Weights to the worker one by one, and the prefix cache emptied; RolloutError where they did not arrive."""
+        self._alive()
+        self._call("hybridflow_take", checked(weights), version)
+        if not self._engine.reset_prefix_cache():
+            raise RolloutError(f"{self.name} could not empty its prefix cache after a push of weights: are requests running?")
+
+    def sleep(self, level: int) -> None:
+        """Give memory back."""
+        if level > 1:
+            self._call("hybridflow_forget")
+        self._engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take memory again."""
+        self._engine.wake_up(list(tags) if tags is not None else None)
+
+    def close(self) -> None:
+        """Let the engine go."""
+        if self._death is None:
+            self._death = "it was closed"
+            self._engine.engine_core.shutdown()
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        answers: list[Any] = self._engine.collective_rpc(method, args=arguments)
+        return answers
+
+    def _alive(self) -> None:
+        if self._death is not None:
+            raise EngineDied(f"{self.name} died earlier: {self._death}")
+
+    def _died(self, error: Exception) -> EngineDied:
+        self._death = f"{type(error).__name__}: {_first_lines(error)}"
+        return EngineDied(f"{self.name} died: {self._death}")
+
+
+def missing(error: ImportError) -> str:
+    """What to do where vllm cannot be imported."""
+    return f"{error}. {install_extra('vllm')} on CUDA, scripts/setup_vllm.sh on CPU, or set rollout.server.python or rollout.server.address"
+
+
+def _numbered(bias: dict[str, float] | None) -> dict[int, float] | None:
+    return None if bias is None else {int(token): value for token, value in bias.items()}
+
+
+def _piece(request_id: int, new: Any) -> Piece:
+    """What a step brought of one request."""
+    ids = list(new.token_ids)
+    log_probs, top = [], []
+    for token, place in zip(ids, new.logprobs or ()):
+        log_probs.append(place[token].logprob)
+        ranked = sorted(place.items(), key=lambda item: item[1].rank)
+        top.append([(number, each.logprob) for number, each in ranked])
+    finish = new.finish_reason
+    if finish not in (None, "stop", "length"):
+        return Piece(request_id, ids, log_probs, top, "error", error=f"vllm ended it with {finish!r}")
+    return Piece(request_id, ids, log_probs, top, finish, new.stop_reason)
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]

@@ -1,0 +1,96 @@
+"""Keys of the run as arguments of vLLM's engine: the same for an engine in this process and for a server's command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.models.build import load_config
+from hybridflow.rollout.native.memory import free_memory
+from hybridflow.rollout.vllm.extension import QUALIFIED_NAME
+
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is not the one whose log-probs `Extension` corrects
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would fight with those of the trainer
+}
+"""What vLLM reads from the environment, unless the user has set it."""
+_CPU_BLOCK = 128
+"""Tokens of a block of vLLM's cache on CPU."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model whose weights will be pushed."""
+
+    path: str
+    """A Hugging Face folder or hub name: its configuration and tokenizer are read, its weights only with `load_format=auto`."""
+    device: torch.device
+    dtype: str
+    """That in which the actor computes."""
+    trust_remote_code: bool = False
+    override_config: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    """None: the model's folder has it, if it is needed."""
+
+
+def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
+    """Arguments of vLLM's engine by name; `engine_kwargs.vllm` overrules them."""
+    on_cpu = model.device.type == "cpu"
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    shape = load_config(model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config).get_text_config()
+    longest = config.max_model_len or int(getattr(shape, "max_position_embeddings", 4096))
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": model.override_config or None,
+        "dtype": dtype,
+        "seed": 0,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs, longest if on_cpu else 0),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        # on CPU a seeded request whose prompt is cut would end vLLM's worker: it turns the generator back, which none of the CPU can
+        "enable_chunked_prefill": config.enable_chunked_prefill and not on_cpu,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_sleep_mode": config.free_cache_engine and not on_cpu,
+        "load_format": config.load_format,
+        "quantization": config.quantization,
+        "generation_config": "vllm",  # not the model's: it would change sampling
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": QUALIFIED_NAME,
+        "tokenizer": model.tokenizer,
+    }
+    arguments = {name: value for name, value in arguments.items() if value is not None} | config.engine_kwargs.vllm
+    if on_cpu and "kv_cache_memory_bytes" not in arguments:  # else vLLM would take a share of the whole machine's memory at once
+        arguments["kv_cache_memory_bytes"] = _cache_bytes(config, shape, dtype, longest)
+    return arguments
+
+
+def _cache_bytes(config: RolloutConfig, shape: Any, dtype: str, longest: int) -> int:
+    """Memory for the keys and values of `max_num_seqs` rows of full length, at most `gpu_memory_utilization` of what is free."""
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    blocks = (config.max_num_seqs + 1) * math.ceil(longest / _CPU_BLOCK)
+    wanted = blocks * _CPU_BLOCK * shape.num_hidden_layers * 2 * heads * width * getattr(torch, dtype).itemsize
+    return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu"))))
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """The arguments as options of vLLM's server."""
+    options = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append(flag if value else "--no-" + flag[2:])
+        else:
+            options += [flag, json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return options

@@ -1,0 +1,43 @@
+"""Keys of the engine that generates: what cannot be is refused with what to set."""
+
+from __future__ import annotations
+
+import pytest
+from possible_run import problem
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.load import prepare_config
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = f"{ROLLOUT}.name=vllm"
+TWO = "trainer.n_gpus_per_node=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"{ROLLOUT}.dtype=float16"], "set actor_rollout_ref.model.dtype"),
+        ([VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.address=http://a:1"], "leave one of them out"),
+        ([VLLM, TWO, f"{ROLLOUT}.server.enable=false"], "leave actor_rollout_ref.rollout.server.enable out"),
+        ([VLLM, TWO, f"{ROLLOUT}.server.address=http://a:1"], "names 1 servers, and 2 processes generate"),
+        ([VLLM, f"{ROLLOUT}.server.address=a:1"], "wanted http://HOST:PORT"),
+        ([VLLM, TWO, f"{ROLLOUT}.tensor_model_parallel_size=2"], "each has one device, and starts a vLLM on it"),
+        ([VLLM, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
+        ([VLLM, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_model_len=9999"], "or enable_chunked_prefill=true"),
+        ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"], "set by hybridflow itself"),
+    ],
+)
+def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: str) -> None:
+    assert says in problem(base, *overrides)
+
+
+def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: list[str]) -> None:
+    sizes = ["data.max_prompt_length=20", "data.max_response_length=30"]
+    config = prepare_config(PPOConfig, [*base, *sizes, VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4"]).config
+    assert config.actor_rollout_ref.rollout.max_model_len == 50
+    native = prepare_config(PPOConfig, [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.enforce_eager=true"])
+    assert native.config.actor_rollout_ref.rollout.max_model_len is None
+    (note,) = [note for note in native.notes if "needs none" in note]
+    assert f"{ROLLOUT}.enforce_eager" in note and f"{ROLLOUT}.engine_kwargs" in note
+    rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
+    assert any("rounded weights" in note for note in rounded.notes)

@@ -1,0 +1,132 @@
+"""Weights between two processes: bucket by bucket, and what is lost or changed on the way is found."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.distributed.bit_sum import bit_sum
+from hybridflow.distributed.boxes import Box
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.push import receiver as receiving
+from hybridflow.rollout.push import sender as sending
+from hybridflow.rollout.push.channel import Channel, Listener
+from hybridflow.rollout.push.receiver import NOTHING, Receiver
+from hybridflow.rollout.push.sender import Transport, address_towards, push
+
+HERE = Receiver()
+HELD: dict[str, Tensor] = {}
+
+
+def engine_receives(receipt: dict[str, Any]) -> dict[str, Any]:
+    """In the engine's process."""
+    torch.set_num_threads(1)
+    return HERE.receive(HELD.update, receipt)
+
+
+def engine_has(_: dict[str, Any]) -> dict[str, Any]:
+    """What the engine's process holds, by a number of each."""
+    sums = {name: int(bit_sum(tensor, Box.whole(tensor.shape))) for name, tensor in HELD.items()}
+    return {"version": HERE.version, "sums": sums, "checksums": HERE.checksums}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+def weights(scale: float = 1.0) -> list[tuple[str, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    shapes = {"a": (40, 30), "large": (300, 50), "b.bias": (7,), "scalar": ()}
+    found = [(name, scale * torch.randn(shape, generator=draw)) for name, shape in shapes.items()]
+    return [*found, ("half", found[0][1].bfloat16()), ("turned", found[0][1].T)]
+
+
+def send(engine: ProcessPoolExecutor, tensors: list[tuple[str, Tensor]], version: int, transport: Transport = "shared_memory") -> None:
+    def call(method: str, receipt: dict[str, Any]) -> list[Any]:
+        assert method == "hybridflow_receive"
+        return [engine.submit(engine_receives, receipt).result(60)]
+
+    push(call, tensors, version, workers=1, transport=transport, bucket_bytes=8192, timeout=30)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_what_arrives_is_what_was_sent(engine: ProcessPoolExecutor, transport: Transport) -> None:
+    before = set(Path("/dev/shm").glob("hybridflow_*"))
+    for version in (4, 5):
+        send(engine, weights(version), version, transport)
+        found = engine.submit(engine_has, {}).result(60)
+        wanted = {name: int(bit_sum(tensor, Box.whole(tensor.shape))) for name, tensor in weights(version)}
+        assert found == {"version": version, "sums": wanted, "checksums": wanted}
+    assert set(Path("/dev/shm").glob("hybridflow_*")) == before
+
+
+def test_a_changed_byte_is_found(engine: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = sending._fill
+
+    def flipping(buffer: Tensor, bucket: Any) -> Any:
+        entries = fill(buffer, bucket)
+        buffer[5] ^= 1
+        return entries
+
+    monkeypatch.setattr(sending, "_fill", flipping)
+    with pytest.raises(RolloutError, match=r"version 6 did not reach the engine: RolloutError: a did not arrive as it was sent"):
+        send(engine, weights(), 6)
+    assert engine.submit(engine_has, {}).result(60)["version"] == NOTHING
+
+
+def test_a_push_that_is_cut_off_leaves_no_version(engine: ProcessPoolExecutor) -> None:
+    send(engine, weights(), 1)
+
+    def breaking() -> Iterator[tuple[str, Tensor]]:
+        yield from weights()[:3]
+        raise RolloutError("the trainer's side broke")
+
+    with pytest.raises(RolloutError, match="version 7 did not reach the engine"):
+        send(engine, breaking(), 7)  # type: ignore[arg-type]
+    assert engine.submit(engine_has, {}).result(60)["version"] == NOTHING
+    with pytest.raises(RolloutError, match="2 tensors that an earlier push had are not in this one, such as half"):
+        send(engine, weights()[:4], 8)
+    send(engine, weights(), 9)
+    assert engine.submit(engine_has, {}).result(60)["version"] == 9
+
+
+def test_an_engine_that_stops_reading_has_no_version() -> None:
+    receiver = Receiver()
+    with pytest.raises(RolloutError, match="stopped taking weights after 1 tensors"):
+        receiver.take(next, sending.checked(weights()), 3)
+    assert receiver.version == NOTHING
+    receiver.take(dict, sending.checked(weights()), 3)
+    assert receiver.version == 3
+
+
+def test_workers_that_do_not_come_are_reported() -> None:
+    with pytest.raises(RolloutError, match="version 2 did not reach the engine: no such method"):
+        push(lambda method, receipt: [{"error": "no such method"}], weights(), 2, workers=1, timeout=30)
+    with pytest.raises(RolloutError, match="0 of 1 workers of the engine came"):
+        push(lambda method, receipt: [{"version": 2}], weights(), 2, workers=1, timeout=30)
+
+
+def test_strangers_are_sent_away() -> None:
+    listener = Listener("127.0.0.1")
+    with contextlib.closing(socket.create_connection((listener.host, listener.port))) as stranger:
+        stranger.sendall(b"x" * 64)
+        own = Channel.connect(listener.host, listener.port, listener.token, 5)
+        (channel,) = listener.accept(1, timeout=5, failed=lambda: False)
+        own.send({"hello": 1})
+        assert channel.receive() == {"hello": 1} and stranger.recv(1) == b""
+        own.close()
+        with pytest.raises(RolloutError, match="cut off before its end"):
+            channel.receive()
+    listener.close()
+    assert address_towards("127.0.0.1", 9) == "127.0.0.1" and receiving.NOTHING == -1

@@ -1,0 +1,211 @@
+"""The vLLM engine over a runner that is no vLLM: what it asks, what becomes of pieces, of weights and of an engine that dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.push.receiver import NOTHING, Receiver
+from hybridflow.rollout.push.sender import checked
+from hybridflow.rollout.vllm.engine import VLLMEngine
+from hybridflow.rollout.vllm.extension import keep_whole_distribution
+from hybridflow.rollout.vllm.runner import EngineDied, Piece, Submission
+
+FACTS = {"device": "cuda:0", "vocabulary": 50, "positions": 20, "max_log_probs": 5, "temperature_only": True}
+
+
+class Scripted:
+    """Says token 10 + request id again and again, one piece a poll, and ends at max_tokens."""
+
+    name = "a scripted engine"
+
+    def __init__(self, **facts: Any) -> None:
+        self.received, self.said, self.log = Receiver(), FACTS | facts, list[Any]()
+        self.open: dict[int, tuple[int, int]] = {}
+        self.dies_at: int | None = None
+        self.polls = 0
+        self.drops = False
+
+    def facts(self) -> dict[str, Any]:
+        return self.said
+
+    def version(self) -> int:
+        return self.received.version
+
+    def start(self, submissions: Sequence[Submission]) -> None:
+        self.log.append([submission.params for submission in submissions])
+        self.open = {each.request_id: (0, each.params["max_tokens"]) for each in submissions}
+
+    def poll(self) -> list[Piece]:
+        self.polls += 1
+        if self.polls == self.dies_at:
+            raise EngineDied(f"{self.name} died: out of luck")
+        pieces = []
+        for number, (said, limit) in list(self.open.items()):
+            self.open[number] = (said + 1, limit)
+            finish = "length" if said + 1 == limit else None
+            pieces.append(Piece(number, [10 + number], [-0.5], [[(10 + number, -0.5), (1, -1.0), (2, -2.0)]], finish))
+            if finish:
+                del self.open[number]
+        return pieces
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        for number in request_ids:
+            del self.open[number]
+
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if not self.drops:
+            self.received.take(dict, checked(weights), version)
+
+    def sleep(self, level: int) -> None:
+        self.log.append(f"sleep {level}")
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        self.log.append(f"wake {tags}")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+def ready(**facts: Any) -> tuple[VLLMEngine, Scripted]:
+    runner = Scripted(**facts)
+    engine = VLLMEngine(runner, eos_token_ids=[2, 3])
+    engine.update_weights(WEIGHTS, 4)
+    return engine, runner
+
+
+WEIGHTS = [("w", torch.ones(3))]
+
+
+def request(number: int, prompt: tuple[int, ...] = (5, 6), **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(number, prompt, SamplingParams(**{"max_tokens": 3, **sampling}), seed=number)
+
+
+def test_outputs_have_tokens_log_probs_and_versions() -> None:
+    engine, _ = ready()
+    first, second = engine.generate([request(0, max_tokens=2), request(1, top_log_probs=2)])
+    assert (first.token_ids, first.log_probs, first.finish_reason, first.policy_versions) == ([10, 10], [-0.5, -0.5], "length", [4, 4])
+    assert first.top_log_probs is None and second.top_log_probs == [[(11, -0.5), (1, -1.0)]] * 3
+    assert engine.stats.generated_tokens == 5 and engine.stats.prefill_tokens == 2 and engine.stats.max_rows == 2
+
+
+def test_requests_in_vllms_words() -> None:
+    engine, runner = ready()
+    sampling = {"temperature": 0.5, "top_k": 4, "min_p": 0.1, "stop_token_ids": (7,), "logit_bias": ((9, -2.0),), "stop": ("x",)}
+    list(engine.generate([request(0, **sampling), request(1, greedy=True, top_k=4, ignore_eos=True)]))
+    full, bare = runner.log[-1]
+    assert full["stop_token_ids"] == [2, 3, 7] and full["ignore_eos"] and full["logit_bias"] == {"9": -2.0} and full["top_k"] == 4
+    assert bare["temperature"] == 0 and bare["stop_token_ids"] == [] and "top_k" not in bare and bare["logprobs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "facts", "reason"),
+    [
+        (request(0, ()), {}, "the prompt is empty"),
+        (request(0, (50,)), {}, "token id 50"),
+        (request(0, (4,) * 18), {}, "is more than"),
+        (request(0, temperature=0.001), {}, "between 0 and 0.01"),
+        (request(0, top_log_probs=6), {}, "at most 5"),
+        (request(0, logit_bias=((3, 101.0),)), {}, "from -100 to 100"),
+        (request(0, top_p=0.9), {"temperature_only": False}, "whole distribution"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused_alone(bad: GenerationRequest, facts: dict[str, Any], reason: str) -> None:
+    engine, _ = ready(**facts)
+    refusal, served = engine.generate([bad, request(1)])
+    assert refusal.finish_reason == "error" and reason in str(refusal.error) and served.token_ids == [11, 11, 11]
+
+
+def test_abort_gives_what_there_is() -> None:
+    engine, runner = ready()
+    running = engine.generate([request(0, max_tokens=1), request(1), request(2)])
+    assert next(running).request_id == 0
+    (partial,) = engine.abort([1, 7])
+    assert (partial.token_ids, partial.finish_reason, partial.policy_versions) == ([11], "abort", [4])
+    assert [output.request_id for output in running] == [2] and not runner.open
+
+
+def test_a_reader_who_leaves_aborts_the_rest() -> None:
+    engine, runner = ready()
+    running = engine.generate([request(0, max_tokens=1), request(1)])
+    next(running)
+    running.close()  # type: ignore[attr-defined]
+    assert not runner.open and len(list(engine.generate([request(2)]))) == 1
+
+
+def test_an_engine_that_dies_leaves_what_was_finished_and_an_error_that_names_it() -> None:
+    engine, runner = ready()
+    runner.dies_at = 3
+    kept, lost = engine.generate([request(0, max_tokens=2), request(1)])
+    assert kept.finish_reason == "length" and lost.finish_reason == "error" and lost.token_ids == [11, 11]
+    assert str(lost.error) == "request 1: a scripted engine died: out of luck"
+
+
+def test_a_dropped_push_is_found_at_once() -> None:
+    engine, runner = ready()
+    runner.drops = True
+    with pytest.raises(RolloutError, match="weights of version 5 were pushed to a scripted engine, which says it has version 4"):
+        engine.update_weights(WEIGHTS, 5)
+    runner.received.version = NOTHING
+    with pytest.raises(RolloutError, match="has no weights yet"):
+        list(engine.generate([request(0)]))
+    with pytest.raises(RolloutError, match="update_weights brings a version"):
+        engine.set_version(5)
+
+
+def test_sleep_and_wake() -> None:
+    engine, runner = ready()
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(RolloutError, match="sleeping engine"):
+        engine.generate([request(0)])
+    engine.update_weights(WEIGHTS, 5)
+    engine.wake_up()
+    assert runner.log == ["sleep 1", "wake ['weights']", "wake None"] and len(list(engine.generate([request(0)]))) == 1
+    on_cpu, cpu_runner = ready(device="cpu")
+    on_cpu.sleep(2)
+    assert cpu_runner.log == [] and len(list(on_cpu.generate([request(0)]))) == 1
+
+
+def test_nothing_else_while_generating() -> None:
+    engine, _ = ready()
+    running = engine.generate([request(0), request(1, max_tokens=1)])
+    next(running)
+    for call in (engine.sleep, lambda: engine.update_weights(WEIGHTS, 5), lambda: engine.generate([])):
+        with pytest.raises(RolloutError, match="while"):
+            call()
+    running.close()  # type: ignore[attr-defined]
+    with pytest.raises(RolloutError, match="same request_id"):
+        engine.generate([request(0), request(0)])
+
+
+class LikeVLLMs:
+    """The two parts of vLLM's sampler that count here: log-probs first, then logits are changed in place."""
+
+    def __init__(self) -> None:
+        self.logprobs_mode, self.topk_topp_sampler = "processed_logprobs", type("Inner", (), {"logprobs_mode": "processed_logprobs"})()
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)
+
+    def forward(self, logits: Tensor, sampling_metadata: Any) -> Tensor:
+        kept = self.compute_logprobs(logits)
+        logits.fill_(0)
+        return kept
+
+
+def test_log_probs_are_those_at_the_temperature_alone() -> None:
+    sampler, logits = LikeVLLMs(), torch.randn(3, 8)
+    keep_whole_distribution(sampler)
+    assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "raw_logprobs"  # type: ignore[attr-defined]
+    temperature = torch.tensor([0.5, 0.0, 2.0])
+    wanted = (logits / torch.tensor([0.5, 1.0, 2.0])[:, None]).log_softmax(-1)
+    assert torch.equal(sampler.forward(logits.clone(), type("Rows", (), {"temperature": temperature})()), wanted)
+    greedy = sampler.forward(logits.clone(), type("Rows", (), {"temperature": None})())
+    assert torch.equal(greedy, logits.log_softmax(-1))

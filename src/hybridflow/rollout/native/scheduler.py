@@ -163,12 +163,14 @@ class Scheduler:
                 break
             stop = min(size, start + left)
             if stop < size:
+                if batch and batch[0].continues:  # the last slot is its own until the pass is over
+                    break
                 batch.append(Admission(group.context, [], start, stop, prefix, keep=False))
                 group.computed = stop
                 break
             if group.computed:  # its slot is the last one, and taken until the pass is over
-                free = max(1, free - 1)
                 rows += int(free > 1)
+                free = max(1, free - 1)
             entering = [group.waiting.popleft() for _ in range(min(free, len(group.waiting)))]
             batch.append(Admission(group.context, entering, start, size, prefix, keep=bool(group.waiting)))
             group.computed = 0

@@ -106,7 +106,7 @@ class RolloutServerConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: Literal["native", "vllm"] = key("native", "generation engine")
+    name: Literal["native", "vllm", "hf"] = key("native", "generation engine; hf: transformers' own, slow, to compare with")
     n: int = key(1, "responses per prompt (the size of a group)", minimum=1)
     temperature: float = key(1.0, "sampling temperature", above=0)
     top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Set
 
 from hybridflow.config.check_algorithm import PROCESS, algorithm_problems
 from hybridflow.config.check_cluster import cluster_notes, ppo_cluster_problems, sft_cluster_problems
+from hybridflow.config.check_engine import engine_problems
 from hybridflow.config.check_notes import has_validation, ppo_notes
 from hybridflow.config.check_paths import data_problems, folder_problems, model_problem, plugin_problem, resume_problems
 from hybridflow.config.check_reward import reward_problems
@@ -37,6 +38,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             *algorithm_problems(config),
             *_rollout(config),
             *rollout_problems(config),
+            *engine_problems(config),
             *_validation(config),
             *_plugins(config),
             *reward_problems(config.reward),

@@ -33,8 +33,8 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
         yield from _vllm(config, rollout)
     elif rollout.dtype not in ("auto", "bfloat16"):
         yield (
-            f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the dtype of the module that trains: set "
-            "actor_rollout_ref.model.dtype"
+            f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the dtype of the module that trains: "
+            "set actor_rollout_ref.model.dtype"
         )
 
 

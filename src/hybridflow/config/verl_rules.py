@@ -44,7 +44,11 @@ NO_ENGINE = "not in this version: use actor_rollout_ref.actor.strategy=fsdp2"
 
 # Values of native keys that verl knows and this version does not.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
-    "actor_rollout_ref.rollout.name": dict.fromkeys(("sglang", "hf", "openai", "trtllm", "tgi", "naive"), SERVER_ENGINES),
+    "actor_rollout_ref.rollout.name": {
+        **dict.fromkeys(("sglang", "trtllm", "tgi", "naive"), SERVER_ENGINES),
+        "openai": "an endpoint's weights cannot be trained: use actor_rollout_ref.rollout.name=native; for evaluation and judges there is "
+        "hybridflow.rollout.openai.engine.OpenAIEngine (docs/rollout/engines.md)",
+    },
     "actor_rollout_ref.actor.strategy": dict.fromkeys(("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE),
     "actor_rollout_ref.actor.policy_loss.loss_mode": {
         "bypass_mode": "a mode, not a loss: set algorithm.rollout_correction.bypass_mode=true, with loss_type=ppo_clip or reinforce"

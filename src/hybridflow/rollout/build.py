@@ -35,4 +35,10 @@ def build_rollout_engine(
             source=source,
             replica=replica,
         )
-    raise ConfigError(f"actor_rollout_ref.rollout.name={config.name!r} is not an engine of this version: use native")
+    if config.name == "hf":
+        if replica is not None and replica.size > 1:
+            raise ConfigError("actor_rollout_ref.rollout.name=hf generates on one rank: set rollout.tensor_model_parallel_size=1")
+        from hybridflow.rollout.hf.engine import HFEngine
+
+        return HFEngine(policy.hf, eos_token_ids=eos_token_ids, max_num_seqs=config.max_num_seqs, source=source)
+    raise ConfigError(f"actor_rollout_ref.rollout.name={config.name!r} does not generate with the module that trains: use native or hf")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.replica import Replica
-from hybridflow.errors import RolloutError
+from hybridflow.errors import HybridFlowError, RolloutError
 from hybridflow.models.attention import PackedLayout
 from hybridflow.models.kv_cache import LayerShape
 from hybridflow.models.policy import PolicyModel
@@ -169,7 +169,14 @@ class NativeEngine:
         try:
             session.add(good)
             while not session.idle:
-                yield from session.step()
+                try:
+                    outputs = session.step()
+                except HybridFlowError:
+                    raise
+                except Exception as error:
+                    left = session.num_running + session.num_waiting
+                    raise RolloutError(f"the native engine failed with {left} requests left: {type(error).__name__}: {error}") from error
+                yield from outputs
         finally:
             session.close()
 

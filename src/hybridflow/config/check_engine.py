@@ -1,0 +1,53 @@
+"""Refuse what the chosen generation engine cannot do, by the table of engines and features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.config.check_cluster import pool_sizes
+from hybridflow.config.engine_features import ENGINES, KEY, TABLE
+from hybridflow.config.root import PPOConfig
+
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def engine_problems(config: PPOConfig) -> Iterator[str]:
+    """One line for each feature that the keys ask for and the engine of `rollout.name` does not have."""
+    column = TABLE[config.actor_rollout_ref.rollout.name]
+    for feature, asked in asked_features(config):
+        if not column[feature].has:
+            able = [name for name, engine in ENGINES.items() if engine.trains and TABLE[name][feature].has]
+            yield (
+                f"{asked} with {KEY}={config.actor_rollout_ref.rollout.name}, which cannot: {column[feature].note}"
+                + (f" (engines that can: {', '.join(able)})" if able else "")
+            )
+
+
+def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    """(feature, the key and value that ask for it)."""
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    for block, sampling in ((ROLLOUT, rollout), (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs)):
+        if sampling.do_sample and sampling.top_k > 0:
+            yield "top_k", f"{block}.top_k={sampling.top_k}"
+        if sampling.do_sample and sampling.top_p < 1:
+            yield "top_p", f"{block}.top_p={sampling.top_p}"
+        if sampling.do_sample and sampling.min_p > 0:
+            yield "min_p", f"{block}.min_p={sampling.min_p}"
+        if sampling.repetition_penalty != 1:
+            yield "repetition_penalty", f"{block}.repetition_penalty={sampling.repetition_penalty}"
+    if rollout.ignore_eos:
+        yield "ignore_eos", f"{ROLLOUT}.ignore_eos=true"
+    if rollout.stop:
+        yield "stop", f"{ROLLOUT}.stop={rollout.stop}"
+    if rollout.stop_token_ids:
+        yield "stop_token_ids", f"{ROLLOUT}.stop_token_ids={rollout.stop_token_ids}"
+    if rollout.tensor_model_parallel_size > 1:
+        yield "tensor_parallel", f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
+    if rollout.quantization:
+        yield "quantization", f"{ROLLOUT}.quantization={rollout.quantization}"
+    if rollout.exact is True:
+        yield "exact", f"{ROLLOUT}.exact=true"
+    if model.lora_rank or model.lora_adapter_path:
+        yield "lora", f"{MODEL}.lora_rank={model.lora_rank}" if model.lora_rank else f"{MODEL}.lora_adapter_path={model.lora_adapter_path}"
+    if (processes := sum(pool_sizes(config.trainer, "actor"))) > 1:
+        yield "sharded_training", f"an actor on {processes} processes"

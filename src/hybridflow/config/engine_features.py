@@ -1,0 +1,194 @@
+"""Which generation engine can do what: the one table, from which the page docs/rollout/engines.md is made and runs are refused.
+
+    ENGINES × FEATURES ──TABLE──► Cell: "yes" with the test that shows it, "unshown" with what was missing to show it, or "no" with the
+                                  reason and the way out
+
+No entry is a promise: `tests/unit/rollout/test_capabilities.py` looks up every test that is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KEY = "actor_rollout_ref.rollout.name"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine is, and whether this version has it."""
+
+    what: str
+    trains: bool
+    """Whether a run can have it as `rollout.name`."""
+    exists: bool = True
+    """False: nothing of it is here; its column says what is known."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Whether an engine has a feature."""
+
+    test: str | None
+    """The test that shows it, FILE::NAME under tests/; None: it does not have it."""
+    note: str = ""
+    """Where it holds, or why not and what to do."""
+    unshown: bool = False
+    """It is there, and no test has shown it: nothing is refused, and nothing promised."""
+
+    @property
+    def has(self) -> bool:
+        """Whether a run may ask for it."""
+        return self.test is not None or self.unshown
+
+
+def yes(test: str, note: str = "") -> Cell:
+    """It has the feature, and this test shows it."""
+    return Cell(test, note)
+
+
+def no(note: str) -> Cell:
+    """It does not."""
+    return Cell(None, note)
+
+
+def unshown(note: str) -> Cell:
+    """It may; here is what was missing to show it."""
+    return Cell(None, note, unshown=True)
+
+
+ENGINES: Mapping[str, Engine] = {
+    "native": Engine("ours, on the module that trains", trains=True),
+    "hf": Engine("transformers' `generate`: slow, plain, what the others are compared with", trains=True),
+    "vllm": Engine("vLLM, in process or as servers, with weights that are pushed", trains=True),
+    "sglang": Engine("SGLang's server", trains=False, exists=False),
+    "openai": Engine("any OpenAI-compatible endpoint, for evaluation, frozen teachers and judges", trains=False),
+}
+
+FEATURES: Mapping[str, str] = {
+    "greedy_parity": "greedy tokens are those of transformers' `generate`",
+    "log_probs": "log-probs of the whole distribution at the temperature, as training computes them",
+    "groups": "n responses to a prompt",
+    "seeds": "a request's tokens depend on its own seed, not on its batch",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition penalty",
+    "logit_bias": "logit bias",
+    "min_tokens": "min_tokens",
+    "ignore_eos": "ignore_eos",
+    "stop_token_ids": "stop tokens",
+    "stop": "stop texts",
+    "top_log_probs": "log-probs of the most probable tokens",
+    "abort": "requests can be aborted",
+    "abort_partials": "an aborted request's tokens so far come back",
+    "bad_requests": "a request that cannot be served is an error for that request only",
+    "dies": "when it fails mid-batch, finished rows are kept and the others name it",
+    "weight_updates": "new weights by Hugging Face name, with their version",
+    "dropped_push": "a push that lost a weight is detected in the same step",
+    "shared_weights": "generates with the actor's own weights: no second copy on one rank",
+    "sharded_training": "the actor's weights may be sharded over ranks",
+    "tensor_parallel": "ranks that generate together (tensor_model_parallel_size)",
+    "lora": "an actor with LoRA adapters",
+    "quantization": "generates with quantised weights",
+    "exact": "log-probs equal to training's, to the bit",
+    "sleep": "sleep frees memory, and wake_up restores the output",
+    "prefix_reuse": "prompts that begin alike are computed once",
+    "cpu": "runs on a CPU",
+    "any_architecture": "models that our attention refuses (Bloom, Falcon, Mamba)",
+}
+
+_SAMPLING, _ENDINGS = "conformance/test_sampling.py", "conformance/test_endings.py"
+_WEIGHTS, _ERRORS = "conformance/test_weights.py", "conformance/test_errors.py"
+_WORKERS, _HF_WORKERS = "unit/workers/test_rollout_worker.py", "unit/workers/test_hf_rollout.py"
+_HF, _OPENAI, _NATIVE = "unit/rollout/test_hf_engine.py", "unit/rollout/test_openai_engine.py", "unit/rollout/test_native_lifecycle.py"
+
+SHOWN_BY: Mapping[str, str] = {
+    "greedy_parity": f"{_SAMPLING}::test_greedy_tokens_are_those_of_generate",
+    "log_probs": f"{_SAMPLING}::test_log_probs_are_those_of_a_forward_pass_at_the_temperature",
+    "groups": f"{_SAMPLING}::test_groups_are_whole_and_in_order",
+    "seeds": f"{_SAMPLING}::test_same_seeds_same_tokens_in_any_company",
+    "top_k": f"{_SAMPLING}::test_only_allowed_tokens_are_drawn",
+    "top_p": f"{_SAMPLING}::test_only_allowed_tokens_are_drawn",
+    "min_p": f"{_SAMPLING}::test_only_allowed_tokens_are_drawn",
+    "repetition_penalty": f"{_SAMPLING}::test_repetition_penalty",
+    "logit_bias": f"{_SAMPLING}::test_logit_bias",
+    "top_log_probs": f"{_SAMPLING}::test_top_log_probs",
+    "min_tokens": f"{_ENDINGS}::test_min_tokens_and_ignore_eos",
+    "ignore_eos": f"{_ENDINGS}::test_min_tokens_and_ignore_eos",
+    "stop_token_ids": f"{_ENDINGS}::test_stop_token_and_length",
+    "stop": f"{_ENDINGS}::test_stop_text",
+    "abort": f"{_ENDINGS}::test_abort",
+    "abort_partials": f"{_ENDINGS}::test_abort_gives_what_there_is",
+    "bad_requests": f"{_ERRORS}::test_a_bad_request_is_an_error_of_its_own",
+    "dies": f"{_ERRORS}::test_an_engine_that_dies_is_named_and_finished_rows_are_kept",
+    "weight_updates": f"{_WEIGHTS}::test_an_update_changes_the_output_and_carries_its_version",
+    "dropped_push": f"{_WEIGHTS}::test_a_dropped_push_is_found",
+    "sleep": f"{_WEIGHTS}::test_sleep_frees_memory_and_waking_up_restores_the_output",
+}
+"""The conformance suite's test of a feature, which every engine that has it runs."""
+
+
+def _column(**other: Cell) -> dict[str, Cell]:
+    """What the conformance suite shows, and what is said of the rest."""
+    return {name: other.get(name) or yes(SHOWN_BY[name]) for name in FEATURES}
+
+
+_NOT_WEIGHTS = no("the endpoint's weights are its own: set rollout.name=native to train")
+_UNRUN = no("there is no sglang engine in this version: no CPU build of its kernels is published, so nothing could be run")
+
+TABLE: Mapping[str, Mapping[str, Cell]] = {
+    "native": _column(
+        shared_weights=yes(f"{_WORKERS}::test_in_one_process_the_module_is_shared_and_nothing_moves"),
+        sharded_training=yes(f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does"),
+        tensor_parallel=yes(f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does"),
+        lora=yes(f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does"),
+        quantization=no("it generates with the module that trains, in its dtype"),
+        exact=unshown("on CPU in float32"),
+        prefix_reuse=yes("unit/rollout/test_native_session.py::test_prompts_share_the_keys_of_what_they_begin_with"),
+        cpu=yes(SHOWN_BY["greedy_parity"]),
+        any_architecture=no("the layers must let their attention be chosen: set rollout.name=hf"),
+    ),
+    "hf": _column(
+        shared_weights=yes(f"{_HF}::test_it_leaves_the_shared_module_as_it_was"),
+        sharded_training=yes(f"{_HF_WORKERS}::test_it_generates_for_a_sharded_actor_what_one_process_does"),
+        tensor_parallel=no("set rollout.tensor_model_parallel_size=1, or rollout.name=native"),
+        lora=yes(f"{_HF_WORKERS}::test_it_generates_for_a_sharded_actor_what_one_process_does"),
+        sleep=yes(f"{_HF}::test_weights_with_a_source_are_there_while_the_engine_is_awake", "keys and values go with each batch anyway"),
+        quantization=no("it generates with the module that trains, in its dtype"),
+        exact=no("transformers' attention rounds differently from ours: set rollout.name=native"),
+        prefix_reuse=no("every prompt is computed: set rollout.name=native"),
+        cpu=yes(SHOWN_BY["greedy_parity"]),
+        any_architecture=yes(f"{_HF}::test_models_that_our_attention_refuses", "to generate, from Python: training refuses them"),
+    ),
+    "vllm": _column(
+        shared_weights=no("it has weights of its own, which are pushed before each step"),
+        sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
+        tensor_parallel=unshown("vLLM's own; needs several GPUs"),
+        lora=unshown("adapters are pushed folded into their weights"),
+        quantization=unshown("vLLM's own; needs a GPU"),
+        exact=no("its kernels round differently from ours: set rollout.name=native"),
+        sleep=unshown("needs a GPU: on a CPU vLLM cannot sleep, and nothing happens"),
+        prefix_reuse=unshown("vLLM's own (rollout.enable_prefix_caching)"),
+        cpu=yes(SHOWN_BY["greedy_parity"], "its CPU build"),
+        any_architecture=no("it has its own list of models"),
+    ),
+    "sglang": dict.fromkeys(FEATURES, _UNRUN),
+    "openai": _column(
+        dies=yes(f"{_OPENAI}::test_what_may_pass_is_tried_again_and_what_not_is_told", "tried again until the deadline"),
+        top_log_probs=yes(f"{_OPENAI}::test_all_sampling_parameters_have_their_fields", "where tokens are named by id: vLLM"),
+        abort_partials=no("closing the connection loses what the server had so far"),
+        weight_updates=_NOT_WEIGHTS,
+        dropped_push=_NOT_WEIGHTS,
+        shared_weights=_NOT_WEIGHTS,
+        sharded_training=_NOT_WEIGHTS,
+        tensor_parallel=_NOT_WEIGHTS,
+        lora=no("the endpoint's model decides"),
+        quantization=no("the endpoint's model decides"),
+        exact=_NOT_WEIGHTS,
+        sleep=no("there is no memory of the endpoint here"),
+        prefix_reuse=no("the endpoint decides"),
+        cpu=no("the endpoint decides"),
+        any_architecture=no("the endpoint decides"),
+    ),
+}

@@ -1,0 +1,236 @@
+"""The engines under test, each on the same tiny model, with what a test must be able to do to it from outside."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from hybridflow.config.engine_features import SHOWN_BY, TABLE
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.tiny import create_tiny_model
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
+from hybridflow.rollout.hf.engine import HFEngine
+from hybridflow.weight_sync.holding import Holding
+from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
+
+END = 3
+MAX_ROWS = 64
+POSITIONS = 4096
+Outputs = dict[int, GenerationOutput]
+
+
+@dataclass
+class Subject:
+    """An engine, and what the tests do to it that is not in the protocol."""
+
+    name: str
+    engine: RolloutEngine
+    model: PreTrainedModel
+    """A copy of what it generates with, under transformers' own attention."""
+    decode: Callable[[Sequence[int]], str]
+    push: Callable[[dict[str, Tensor], int, str | None], None] | None = None
+    """Weights by Hugging Face name, their version, and the name of one that gets lost on the way."""
+    held: Callable[[], int] | None = None
+    """Bytes that sleeping frees."""
+    failing: Callable[[], AbstractContextManager[None]] | None = None
+    """Inside the block the engine dies after some tokens."""
+    abort_midway: Callable[[list[GenerationRequest], list[int]], tuple[Outputs, Outputs]] | None = None
+    """Where the engine gives nothing out before it could be told: (aborted, the others)."""
+    close: Callable[[], None] = lambda: None
+    version: int = 0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.weights = {name: weight.clone() for name, weight in self.model.state_dict().items()}
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    def needs(self, feature: str) -> None:
+        """Skip the test where the table says that the engine does not have the feature, or that another test shows it."""
+        cell = TABLE[self.name][feature]
+        if cell.test != SHOWN_BY[feature]:
+            pytest.skip(f"{self.name}: {cell.note}" + (f"; shown by {cell.test}" if cell.test else ""))
+
+    def run(self, requests: Sequence[GenerationRequest]) -> Outputs:
+        """All outputs by request id; each request has exactly one."""
+        outputs = list(self.engine.generate(requests))
+        assert sorted(output.request_id for output in outputs) == sorted(request.request_id for request in requests)
+        for output in outputs:
+            assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions)
+        return {output.request_id: output for output in outputs}
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+        """[len(response), V]: what a plain forward pass over the whole sequence says before each response token."""
+        logits: Tensor = self.model(input_ids=torch.tensor([[*prompt, *response]]), use_cache=False).logits[0]
+        return logits[len(prompt) - 1 : -1].float()
+
+    def greedy(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[int]]:
+        """What transformers' `generate` makes of each prompt; those of one length together, so that nothing is padded."""
+        config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, eos_token_id=END, pad_token_id=1)
+        model, responses = cast(Any, self.model), {}
+        for length in {len(prompt) for prompt in prompts}:
+            equal = [prompt for prompt in prompts if len(prompt) == length]
+            for prompt, row in zip(equal, model.generate(torch.tensor(equal), generation_config=config)[:, length:].tolist()):
+                responses[prompt] = row[: row.index(END) + 1] if END in row else row
+        return [responses[prompt] for prompt in prompts]
+
+    def give(self, weights: dict[str, Tensor], lost: str | None = None) -> int:
+        """Push weights as the next version, and let the copy have them too unless one gets lost; the version."""
+        assert self.push is not None
+        self.version += 1
+        self.push(weights, self.version, lost)
+        self.model.load_state_dict(weights)
+        return self.version
+
+
+def create_folder(folder: Path) -> Path:
+    """A tiny model whose attention matters and whose tokens vary."""
+    create_tiny_model(folder, hidden=64, heads=2, kv_heads=1, intermediate=96)
+    model = load(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter *= 10
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """The model of the folder under transformers' own attention."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return model
+
+
+def prompts(count: int, seed: int = 0, longest: int = 12) -> list[tuple[int, ...]]:
+    """Random prompts of 1 to `longest` tokens, none of them special."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=draw).tolist()
+    return [tuple(torch.randint(4, 100, (length,), generator=draw).tolist()) for length in lengths]
+
+
+def requests_for(token_ids: Sequence[tuple[int, ...]], *, n: int = 1, **params: Any) -> list[GenerationRequest]:
+    """`n` requests for each prompt; ids count up from 0."""
+    sampling = SamplingParams(**{"max_tokens": 16, **params})
+    return [
+        GenerationRequest(place * n + copy, prompt, sampling, seed=7919 * (place * n + copy) + 5)
+        for place, prompt in enumerate(token_ids)
+        for copy in range(n)
+    ]
+
+
+def build(name: str, folder: Path) -> Subject:
+    """The engine of that name; skips the test with the reason where it cannot be had."""
+    return BUILDERS[name](folder)
+
+
+def _native(folder: Path) -> Subject:
+    from hybridflow.rollout.native.engine import NativeEngine
+
+    decode = decoder(folder)
+    policy = PolicyModel(load(folder))
+    engine = NativeEngine(policy, eos_token_ids=(END,), max_num_seqs=MAX_ROWS, decode=decode)
+    return Subject(
+        "native", engine, load(folder), decode, in_process_push(engine, policy, folder), lambda: engine.cache_bytes, lambda: failing(policy)
+    )
+
+
+def _hf(folder: Path) -> Subject:
+    decode = decoder(folder)
+    policy = PolicyModel(load(folder))  # shared with a trainer, whose attention it has
+    engine = HFEngine(policy.hf, eos_token_ids=(END,), max_num_seqs=MAX_ROWS, decode=decode)
+
+    def abort_midway(requests: list[GenerationRequest], ids: list[int]) -> tuple[Outputs, Outputs]:
+        """As another thread would, while the batch is decoded: from inside of a forward pass."""
+        aborted: list[GenerationOutput] = []
+        calls = iter(range(1000))
+        handle = policy.hf.register_forward_pre_hook(lambda *_: aborted.extend(engine.abort(ids)) if next(calls) == 5 else None)
+        rest = list(engine.generate(requests))
+        handle.remove()
+        return {output.request_id: output for output in aborted}, {output.request_id: output for output in rest}
+
+    return Subject("hf", engine, load(folder), decode, in_process_push(engine, policy, folder), None, lambda: failing(policy), abort_midway)
+
+
+def _openai(folder: Path) -> Subject:
+    """Against our own server, with the native engine in it."""
+    for package in ("httpx", "fastapi", "uvicorn"):
+        without(package)
+    from hybridflow.rollout.openai.engine import OpenAIEngine
+    from hybridflow.rollout.server.build import ServeSettings, build_service
+    from hybridflow.rollout.server.run import DrainingServer, listen
+
+    service = build_service(ServeSettings(str(folder), "tiny", dtype="float32", max_num_seqs=MAX_ROWS))
+    bound = listen("127.0.0.1", 0)
+    server = DrainingServer(service, token="a-token", grace_s=5)
+    thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+    thread.start()
+
+    def close() -> None:
+        server.should_exit = True
+        thread.join(10)
+        bound.close()
+        for replica in service.client.replicas:
+            replica.close()
+
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+    engine = OpenAIEngine(url, model="tiny", api_key="a-token", deadline=60)
+    return Subject("openai", engine, load(folder), decoder(folder), close=close)
+
+
+def decoder(folder: Path) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, special tokens included."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def in_process_push(engine: RolloutEngine, policy: PolicyModel, folder: Path) -> Callable[[dict[str, Tensor], int, str | None], None]:
+    """As the ranks that train push to a replica of its own."""
+    pushed, trainer = PushedWeights(policy, Holding.whole(policy)), PolicyModel(load(folder))
+    holding = Holding.whole(trainer)
+
+    def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
+        trainer.hf.load_state_dict(weights)
+        parameters = {name: parameter.detach().clone() for name, parameter in trainer.named_parameters()}
+        sums = dict(zip(holding.boxes, holding.checksums(parameters).tolist(), strict=True))
+        sent = {name: tensor for name, tensor in parameters.items() if name != f"hf.{lost}"}
+        pushed.update(engine, [WeightShare(version, sent, sums)], version)
+
+    return push
+
+
+@contextmanager
+def failing(policy: PolicyModel) -> Iterator[None]:
+    """The model's forward raises from its tenth call on."""
+    calls = iter(range(1000))
+
+    def fail(module: nn.Module, args: object) -> None:
+        if next(calls) >= 10:
+            raise RuntimeError("a planted failure")
+
+    handle = policy.hf.base_model.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def without(package: str) -> None:
+    """Skip where a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed in this environment")
+
+
+BUILDERS: dict[str, Callable[[Path], Subject]] = {"native": _native, "hf": _hf, "openai": _openai}

@@ -1,0 +1,72 @@
+"""The hf engine as the rollout of a run: on the actor's own module, on shards of it, and on pushed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_rollout_worker import EOS, LORA, actor_engine, actor_worker, folder, learn, model, requests, tokens  # noqa: F401
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.errors import RolloutError
+from hybridflow.models.attention import ATTENTION_NAME
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.hf.engine import HFEngine
+from hybridflow.workers.rollout_build import build_rollout_worker
+from ranks import Ranks
+
+HF = RolloutConfig(name="hf")
+
+
+def test_it_shares_the_actors_module(folder: str) -> None:  # noqa: F811
+    engine = actor_engine(folder)
+    ours = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    worker = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    assert isinstance(worker.engine, HFEngine) and isinstance(engine.module, PolicyModel) and worker.engine.model is engine.module.hf
+    seen = []
+    for version in (0, 1):
+        outputs = worker.generate(requests(), policy_version=version)
+        assert tokens(outputs) == tokens(ours.generate(requests(), policy_version=version))
+        assert {each for output in outputs for each in output.policy_versions} == {version}
+        seen.append(tokens(outputs))
+        learn(engine)  # with our attention
+        assert engine.module.config._attn_implementation == ATTENTION_NAME
+    assert seen[0] != seen[1]
+
+
+def test_it_takes_pushed_weights(folder: str) -> None:  # noqa: F811
+    engine = actor_engine(folder)
+    actor = actor_worker(engine)
+    worker = build_rollout_worker(HF, actor_engine=None, model=model(folder), eos_token_ids=EOS)
+    learn(engine)
+    worker.update_weights([actor.export_buckets(1)], version=1)
+    shared = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    assert tokens(worker.generate(requests(), policy_version=1)) == tokens(shared.generate(requests(), policy_version=1))
+    with pytest.raises(RolloutError, match="version 2"):
+        worker.generate(requests(), policy_version=2)
+
+
+def generate_on_ranks(rank: int, folder: str, lora: bool) -> dict[str, Any]:  # noqa: F811
+    settings = LORA if lora else None
+    engine = actor_engine(folder, 2, settings)
+    worker = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings)
+    found = []
+    for version in (0, 1):
+        found.append(tokens(worker.generate(requests(), policy_version=version)))
+        learn(engine)
+    assert isinstance(worker.engine, HFEngine)
+    resting = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.model.parameters())
+    return {"tokens": found, "resting": resting}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_it_generates_for_a_sharded_actor_what_one_process_does(two_ranks: Ranks, folder: str, lora: bool) -> None:  # noqa: F811
+    engine = actor_engine(folder, lora=LORA if lora else None)
+    alone = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    expected = []
+    for version in (0, 1):
+        expected.append(tokens(alone.generate(requests(), policy_version=version)))
+        learn(engine)
+    for found in two_ranks.run(generate_on_ranks, folder, lora):
+        assert found["tokens"] == expected and found["resting"] == 0
+    assert expected[0] != expected[1]

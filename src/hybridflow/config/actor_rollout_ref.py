@@ -84,6 +84,8 @@ class ValKwargsConfig:
     temperature: float = key(0.0, "temperature in validation when do_sample is true", minimum=0)
     top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)
     top_p: float = key(1.0, "keep the smallest set of tokens with this probability", above=0, maximum=1)
+    min_p: float = key(0.0, "drop tokens less probable than this share of the most probable one", minimum=0, maximum=1)
+    repetition_penalty: float = key(1.0, "above 1, tokens that the prompt or the response has become less probable", above=0)
     n: int = key(1, "responses per validation prompt", minimum=1)
 
 
@@ -111,8 +113,12 @@ class RolloutConfig:
     temperature: float = key(1.0, "sampling temperature", above=0)
     top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)
     top_p: float = key(1.0, "keep the smallest set of tokens with this probability", above=0, maximum=1)
+    min_p: float = key(0.0, "drop tokens less probable than this share of the most probable one", minimum=0, maximum=1)
+    repetition_penalty: float = key(1.0, "above 1, tokens that the prompt or the response has become less probable", above=0)
     do_sample: bool = key(True, "sample; false: greedy")
     ignore_eos: bool = key(False, "go on after the end token, up to max_response_length")
+    stop: list[str] = key([], "texts that end a response, in validation too; the token that completes one is its last, and is kept")
+    stop_token_ids: list[int] = key([], "tokens that end a response besides the model's end tokens, in validation too")
     tensor_model_parallel_size: int = key(1, "ranks that generate together, each with a slice of every dense layer", minimum=1)
     max_num_seqs: int = key(256, "rows decoded together", minimum=1)
     max_num_batched_tokens: int = key(8192, "prompt tokens prefilled together", minimum=1)

@@ -136,6 +136,10 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
             f"temperature 1, and training would compare them with those at {rollout.temperature}: leave {ROLLOUT}.temperature out, "
             f"or set {ROLLOUT}.do_sample=true"
         )
+    if "" in rollout.stop:
+        yield f"{ROLLOUT}.stop={rollout.stop} has an empty text, which every response ends with: leave it out"
+    if rollout.stop_token_ids and min(rollout.stop_token_ids) < 0:
+        yield f"{ROLLOUT}.stop_token_ids={rollout.stop_token_ids}: token ids are numbers from 0"
 
 
 def _validation(config: PPOConfig) -> Iterator[str]:

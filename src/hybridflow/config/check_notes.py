@@ -61,10 +61,16 @@ def has_validation(config: PPOConfig) -> bool:
 
 def _rollout(config: PPOConfig) -> Iterator[str]:
     rollout, name, facts = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator, estimator_facts(config)
-    if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0):
+    if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
+        min_p = f", min_p={rollout.min_p}" if rollout.min_p > 0 else ""
         yield (
-            f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k} leave tokens out of sampling; the log-probs kept and trained on "
-            "are of the whole distribution at the temperature alone"
+            f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}{min_p} leave tokens out of sampling; the log-probs kept and trained "
+            "on are of the whole distribution at the temperature alone"
+        )
+    if rollout.repetition_penalty != 1:
+        yield (
+            f"{ROLLOUT}.repetition_penalty={rollout.repetition_penalty} changes which tokens are chosen; the log-probs kept and trained on "
+            "are those without it, so the policy that samples is not quite the one that learns"
         )
     if not rollout.do_sample and facts is not None and (facts.group or name == "remax"):
         yield f"{ROLLOUT}.do_sample=false: greedy responses to a prompt are all alike, so {name} finds nothing to learn from"

@@ -77,6 +77,11 @@ def render_chat(
     return text
 
 
+def text_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of token ids as it stands: special tokens are written out, and no space is tidied away."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of `text` as it stands, with no special token added."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

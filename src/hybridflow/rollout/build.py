@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.distributed.replica import Replica
@@ -18,10 +18,12 @@ def build_rollout_engine(
     *,
     source: WeightSource | None = None,
     replica: Replica | None = None,
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RolloutEngine:
     """The engine named by `rollout.name`, generating with `policy`; ConfigError for a name that is none.
 
     `source` fills the policy's weights while the engine is awake; left out: they are always there. `replica`: the ranks it generates with.
+    `decode`: token ids to text, needed where `rollout.stop` is set.
     """
     if config.name == "native":
         from hybridflow.rollout.native.engine import NativeEngine
@@ -34,11 +36,12 @@ def build_rollout_engine(
             gpu_memory_utilization=config.gpu_memory_utilization,
             source=source,
             replica=replica,
+            decode=decode,
         )
     if config.name == "hf":
         if replica is not None and replica.size > 1:
             raise ConfigError("actor_rollout_ref.rollout.name=hf generates on one rank: set rollout.tensor_model_parallel_size=1")
         from hybridflow.rollout.hf.engine import HFEngine
 
-        return HFEngine(policy.hf, eos_token_ids=eos_token_ids, max_num_seqs=config.max_num_seqs, source=source)
+        return HFEngine(policy.hf, eos_token_ids=eos_token_ids, max_num_seqs=config.max_num_seqs, source=source, decode=decode)
     raise ConfigError(f"actor_rollout_ref.rollout.name={config.name!r} does not generate with the module that trains: use native or hf")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.data.remote import hub_folder
+from hybridflow.data.tokenizer import load_tokenizer, text_of
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.replica import Replica
 from hybridflow.engines import TrainEngine
@@ -17,7 +19,7 @@ from hybridflow.models.build import build_policy, resolve_dtype
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
-from hybridflow.rollout.base import WeightSource
+from hybridflow.rollout.base import RolloutEngine, WeightSource
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.vllm.build import build_vllm_engine
@@ -48,24 +50,31 @@ def build_rollout_worker(
     if config.name == "vllm":
         return _vllm(config, actor_engine, model, eos_token_ids, lora, tokenizer)
     replica = Replica.of_this_rank(config.tensor_model_parallel_size)
+    build = partial(build_rollout_engine, config, eos_token_ids=eos_token_ids, decode=_decode(config, tokenizer, model))
     if actor_engine is None:
-        return _standalone(config, model, eos_token_ids, lora, replica)
+        return _standalone(build, model, lora, replica)
     policy = actor_engine.module
     assert isinstance(policy, PolicyModel), "the actor's module is a policy"
     if replica.size == 1 and not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
         shared = RestingWeights(actor_engine, None) if actor_engine.rests else None
-        return RolloutWorker(build_rollout_engine(config, policy, eos_token_ids, source=shared))
+        return RolloutWorker(build(policy, source=shared))
     dtypes = {name: actor_engine.narrow.get(name, parameter.dtype) for name, parameter in policy.named_parameters()}
     twin = Twin(policy, dtypes=dtypes, device=actor_engine.device, lora=lora, replica=replica)
     source: WeightSource = GatheredWeights(policy, twin)
     if actor_engine.rests:
         source = RestingWeights(actor_engine, source)
-    return RolloutWorker(build_rollout_engine(config, twin.policy, eos_token_ids, source=source, replica=replica))
+    return RolloutWorker(build(twin.policy, source=source, replica=replica))
 
 
-def _standalone(
-    config: RolloutConfig, model: dict[str, Any], eos_token_ids: Sequence[int], lora: LoraSettings | None, replica: Replica
-) -> RolloutWorker:
+def _decode(config: RolloutConfig, tokenizer: str | None, model: dict[str, Any]) -> Callable[[Sequence[int]], str] | None:
+    """Token ids to text, special tokens too, where responses end with texts; only then is the tokenizer loaded here."""
+    if not config.stop:
+        return None
+    assert tokenizer is not None, "a run has a tokenizer"
+    return partial(text_of, load_tokenizer(tokenizer, bool(model.get("trust_remote_code"))))
+
+
+def _standalone(build: Callable[..., RolloutEngine], model: dict[str, Any], lora: LoraSettings | None, replica: Replica) -> RolloutWorker:
     device = torch.device(model["device"])
     dtype = resolve_dtype(model["dtype"], device)
     where = {"device": device if replica.size == 1 else "cpu", "dtype": str(dtype).removeprefix("torch.")}
@@ -80,7 +89,7 @@ def _standalone(
         for name, own in twin.allocate().items():
             own.copy_(holding.part(name, whole[name].detach()))
         policy = twin.policy
-    engine = build_rollout_engine(config, policy, eos_token_ids, replica=replica)
+    engine = build(policy, replica=replica)
     return RolloutWorker(engine, PushedWeights(policy, holding))
 
 

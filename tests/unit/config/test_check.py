@@ -140,6 +140,10 @@ BAD = [
         "the actor has 2 processes with fsdp_size=-1, tensor_parallel_size=1 and the reference 1 processes",
     ),
     (["distillation.teacher_model.lora_rank=8"], "the teacher does not train"),
+    (["actor_rollout_ref.rollout.stop=['Q:','']"], "rollout.stop=['Q:', ''] has an empty text"),
+    (["actor_rollout_ref.rollout.stop_token_ids=[3,-1]"], "rollout.stop_token_ids=[3, -1]: token ids are numbers from 0"),
+    (["actor_rollout_ref.rollout.min_p=1.5"], "min_p"),
+    (["actor_rollout_ref.rollout.repetition_penalty=0"], "repetition_penalty"),
     (["trainer.logger=[console,wandbb]"], "trainer.logger: got"),
     (["trainer.logger=wandbb"], "trainer.logger=wandbb: there are console"),
     (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
@@ -216,6 +220,11 @@ def test_sft_runs_are_checked_too(tmp_path: Path, overrides: list[str], says: st
         (["actor_rollout_ref.actor.loss_scale_factor=3"], "seq-mean-token-sum-norm"),
         (["actor_rollout_ref.rollout.top_p=0.9"], "top_p=0.9, top_k=-1 leave tokens out of sampling"),
         (["actor_rollout_ref.rollout.top_k=20"], "whole distribution at the temperature alone"),
+        (["actor_rollout_ref.rollout.min_p=0.1"], "top_p=1.0, top_k=-1, min_p=0.1 leave tokens out of sampling"),
+        (
+            ["actor_rollout_ref.rollout.repetition_penalty=1.1"],
+            "repetition_penalty=1.1 changes which tokens are chosen; the log-probs kept",
+        ),
         (["critic.model.tokenizer_path=org/other"], "critic.model.tokenizer_path is not used"),
     ],
 )

@@ -233,7 +233,7 @@ trainer: {default_local_dir: d, default_hdfs_dir: null, project_name: p, experim
 
 # What would change results, or asks for a feature of a later version, must stop the run.
 MUST_BE_REFUSED = [
-    *("actor_rollout_ref.rollout.name=" + name for name in ("sglang", "hf", "openai", "trtllm")),
+    *("actor_rollout_ref.rollout.name=" + name for name in ("sglang", "openai", "trtllm")),
     "actor_rollout_ref.actor.strategy=megatron",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
     "actor_rollout_ref.rollout.data_parallel_size=2",
@@ -241,7 +241,6 @@ MUST_BE_REFUSED = [
     "actor.peft.peft_type=dora",
     "rollout.multi_turn.enable=True",
     "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
-    "actor_rollout_ref.rollout.repetition_penalty=1.2",
     "reward_model.enable=True",
     "reward.reward_model.enable=True",
     "reward_model.reward_manager=batch",

@@ -212,6 +212,25 @@ def test_the_answers_of_the_data_are_rows_of_their_groups(model: Path, tmp_path:
     assert [columns["uid"][row] for row in range(0, 12, 3)] == [columns["uid"][row] for row in range(2, 12, 3)]
 
 
+def test_keys_of_sampling_reach_the_engine_in_training_and_validation(model: Path, tmp_path: Path) -> None:
+    """Responses end at the stop texts and tokens; each key changes what is sampled."""
+    rollout = "actor_rollout_ref.rollout."
+    val = (f"{rollout}val_kwargs.do_sample=true", f"{rollout}val_kwargs.temperature=1.0")
+    with build(config(model, tmp_path / "run", *val, f"{rollout}stop=['1','a b']", f"{rollout}stop_token_ids=[40,41,42]")) as trainer:
+        prompts = next(trainer.loader.endless())
+        made = [trainer.trajectories.for_training(trainer.loader.endless(), 1)[0], trainer.trajectories.for_validation(prompts, 0)[0]]
+    ended = 0
+    for batch in made:
+        for text, tokens, mask in zip(batch.non_tensor_batch["solution_str"], batch.batch["responses"], batch.batch["response_mask"]):
+            response = tokens[mask].tolist()
+            assert "1" not in text[:-1] and not {40, 41, 42} & set(response[:-1])
+            ended += text.endswith("1") or response[-1] in (40, 41, 42)
+    assert ended
+    plain = tokens_of(trajectories(model, tmp_path / "plain" / "run")[0])
+    for number, change in enumerate(("min_p=0.9", "repetition_penalty=3.0")):
+        assert tokens_of(trajectories(model, tmp_path / str(number) / "run", rollout + change)[0]) != plain
+
+
 def test_overlong_shaping_and_filtering(model: Path, tmp_path: Path) -> None:
     buffer = "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 4, penalty_factor: 2.0}"
     batch, metrics = trajectories(model, tmp_path / "run", "algorithm.adv_estimator=grpo", buffer, "algorithm.overlong_filtering=true")

@@ -95,7 +95,11 @@ class Trajectories:
             temperature=1.0 if greedy else val.temperature,
             top_k=val.top_k,
             top_p=val.top_p,
+            min_p=val.min_p,
+            repetition_penalty=val.repetition_penalty,
             greedy=greedy,
+            stop=tuple(rollout.stop),
+            stop_token_ids=tuple(rollout.stop_token_ids),
             ignore_eos=rollout.ignore_eos,
         )
         seed = self.config.trainer.seed
@@ -112,7 +116,11 @@ class Trajectories:
             temperature=rollout.temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
             greedy=not rollout.do_sample,
+            stop=tuple(rollout.stop),
+            stop_token_ids=tuple(rollout.stop_token_ids),
             ignore_eos=rollout.ignore_eos,
         )
         sampled = build_requests(prompts, sampling, n=rollout.n, seed=seed, purpose="rollout", step=step, first_row=first_row)

@@ -69,3 +69,24 @@ def test_decoding_attends_to_the_own_slot_up_to_the_new_token(window: int | None
 def test_a_row_past_its_capacity_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="outside of slots"):
         SlotLayout(filled(), torch.tensor([7]), 7)
+
+
+def test_another_size_keeps_what_is_told() -> None:
+    cache, before = filled(), filled()
+    cache.resize(3, 11, [(0, 0), (4, 2)], length=6)
+    assert (cache.num_slots, cache.capacity, tuple(cache.values[3].shape)) == (3, 11, (3, 1, 11, 5))
+    assert torch.equal(cache.keys[0][0, :, :6], before.keys[0][0, :, :6]) and torch.equal(cache.keys[3][2, :, :6], before.keys[3][4, :, :6])
+    assert not cache.keys[0][1].any() and not cache.keys[0][:, :, 6:].any()
+    cache.resize(1, 2, [], length=0)
+    assert not cache.keys[0].any() and cache.nbytes == 2 * (2 * 8 + 11) * 4
+
+
+def test_a_copy_outlives_its_slot() -> None:
+    cache, before = filled(), filled()
+    copy = cache.read(1, 5)
+    cache.clear([1, 3])
+    assert not cache.keys[0][[1, 3]].any() and torch.equal(cache.keys[0][2], before.keys[0][2])
+    cache.load(copy, torch.tensor([0, 4]), 4)
+    for slot in (0, 4):
+        assert torch.equal(cache.values[3][slot, :, :4], before.values[3][1, :, :4])
+        assert torch.equal(cache.values[3][slot, :, 4:], before.values[3][slot, :, 4:])

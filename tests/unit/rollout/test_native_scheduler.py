@@ -83,6 +83,17 @@ def test_a_slot_is_kept_for_the_prompt_in_pieces() -> None:
     assert [len(a.entering) for a in scheduler.next_batch(2)] == [1]
 
 
+def test_others_leave_the_last_slot_to_the_prompt_in_pieces_until_its_pass_is_over() -> None:
+    prompts = [tuple(range(3, 18)), (7, 8), tuple(range(20, 40))]
+    scheduler = Line(requests_for(prompts[:2]), max_rows=3, max_batched_tokens=10)
+    scheduler.next_batch(1)
+    assert [a.prompt for a in scheduler.next_batch(1)] == prompts[:1]
+    scheduler = Line(requests_for([prompts[0], prompts[2], prompts[1]]), max_rows=9, max_batched_tokens=10)
+    scheduler.next_batch(1)
+    assert [a.prompt for a in scheduler.next_batch(1)] == prompts[:1]
+    assert [a.prompt for a in scheduler.next_batch(2)] == prompts[2:]
+
+
 def test_a_prompt_that_shares_half_of_it_waits_for_the_pass_that_computes_it() -> None:
     shared = tuple(range(3, 23))
     scheduler = Line(requests_for([(*shared, 30), (*shared, 31), (*shared, *range(3, 40))]), max_rows=8, max_batched_tokens=99)

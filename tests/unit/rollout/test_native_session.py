@@ -1,0 +1,331 @@
+"""Requests that join, leave and make room while others run: each gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, tiny_hf
+
+from hybridflow.errors import RolloutError
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.native import engine as engine_module
+from hybridflow.rollout.native import generation as generation_module
+from hybridflow.rollout.native import memory as memory_module
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.native.session import Session
+
+
+def finish(session: Session) -> dict[int, GenerationOutput]:
+    """Step until nothing is left."""
+    outputs: dict[int, GenerationOutput] = {}
+    while not session.idle:
+        outputs |= {output.request_id: output for output in session.step()}
+    return outputs
+
+
+def random_prompt(draw: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(3, VOCABULARY) for _ in range(length))
+
+
+def limit_memory(engine: NativeEngine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let slots and kept prefixes hold so many tokens."""
+    engine.gpu_memory_utilization = 0.5
+    per_token = sum(shape.bytes_per_token for shape in engine_module.layer_shapes(engine.policy).values())
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: 2 * tokens * per_token)
+
+
+def alone(engine: NativeEngine, requests: list[GenerationRequest]) -> dict[int, GenerationOutput]:
+    """What each request gets with nobody else there."""
+    return {request.request_id: run(engine, [request])[request.request_id] for request in requests}
+
+
+def same(output: GenerationOutput, wanted: GenerationOutput) -> bool:
+    length = len(output.token_ids) if output.finish_reason == "abort" else len(wanted.token_ids)
+    return output.token_ids == wanted.token_ids[:length] and output.log_probs == pytest.approx(wanted.log_probs[:length], abs=1e-9)
+
+
+def assert_nothing_is_held(session: Session) -> None:
+    generation = session._generation
+    assert session.idle and session.num_running == session.num_waiting == 0
+    assert not generation._entered and not session._live and not generation.scheduler._by_context and not generation.rows.requests
+    memory = generation.memory
+    assert memory.num_tokens + generation.prefixes.num_tokens <= memory.max_tokens
+    assert not any(kept.pinned for kept in generation.prefixes._kept.values())
+
+
+def test_requests_join_while_others_run() -> None:
+    requests = requests_for(prompts(9), max_tokens=9, ignore_eos=True)
+    wanted = alone(tiny_engine(dtype=torch.float64), requests)
+    engine = tiny_engine(dtype=torch.float64, max_num_seqs=4)
+    session = engine.open()
+    assert session.add(requests[:3]) == [] and (session.num_running, session.num_waiting) == (0, 3)
+    assert session.tokens_of(1) == ([], [])
+    for _ in range(3):
+        assert session.step() == []
+    assert session.num_running == 3 and session.tokens_of(0)[0] == wanted[0].token_ids[:4] and len(session.tokens_of(0)[1]) == 4
+    session.add(requests[3:])
+    outputs = finish(session)
+    assert sorted(outputs) == list(range(9)) and all(same(outputs[i], wanted[i]) for i in range(9))
+    assert engine.stats.max_rows == 4
+    with pytest.raises(KeyError):
+        session.tokens_of(0)
+    assert_nothing_is_held(session)
+
+
+def test_a_session_has_the_engine_for_itself() -> None:
+    engine = tiny_engine()
+    engine.policy.train()
+    session = engine.open()
+    assert not engine.policy.training
+    for call in (engine.open, engine.sleep, lambda: engine.generate(requests_for(prompts(1)))):
+        with pytest.raises(RolloutError, match="session"):
+            call()
+    request = requests_for(prompts(1))[0]
+    session.add([request])
+    with pytest.raises(RolloutError, match="unique"):
+        session.add([request])
+    bad = session.add([GenerationRequest(7, (), SamplingParams(5), seed=0)])
+    assert [(output.request_id, output.finish_reason) for output in bad] == [(7, "error")]
+    session.close()
+    session.close()
+    assert engine.policy.training
+    with pytest.raises(RolloutError, match="closed"):
+        session.step()
+    engine.sleep()
+    with pytest.raises(RolloutError, match="wake_up"):
+        engine.open()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_a_prompt_longer_than_the_budget_is_prefilled_while_others_decode(kind: str) -> None:
+    draw = random.Random(0)
+    long = GenerationRequest(0, random_prompt(draw, 75), SamplingParams(6, ignore_eos=True), seed=5)
+    others = [GenerationRequest(i, random_prompt(draw, 8), SamplingParams(25, ignore_eos=True), seed=i) for i in (1, 2)]
+    wanted = alone(tiny_engine(kind, torch.float64), [long, *others])
+    engine = tiny_engine(kind, torch.float64, max_num_batched_tokens=16, max_num_seqs=3)
+    session = engine.open()
+    session.add(others)
+    session.step()
+    session.add([long])
+    counts = []
+    while session.num_waiting:
+        session.step()
+        counts.append(len(session.tokens_of(1)[0]))
+    assert counts == [3, 4, 5, 6, 7]  # 16 tokens of 75 a step, and one for each row
+    outputs = finish(session)
+    assert all(same(outputs[i], wanted[i]) for i in (0, 1, 2))
+    assert engine.stats.prefill_tokens == 75 + 16
+    session.close()
+    outputs = run(engine, [long, *others])
+    assert all(same(outputs[i], wanted[i]) for i in (0, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "deepseek_v3"])
+def test_prompts_share_the_keys_of_what_they_begin_with(kind: str) -> None:
+    draw = random.Random(1)
+    shared = random_prompt(draw, 30)
+    requests = [GenerationRequest(i, shared + random_prompt(draw, 5 + i), SamplingParams(7), seed=i) for i in range(4)]
+    plain = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
+    wanted = run(plain, requests)
+    assert plain.stats.prefill_tokens == 4 * 30 + 5 + 6 + 7 + 8
+    engine = tiny_engine(kind, torch.float64)
+    outputs = run(engine, requests)
+    assert engine.stats.prefill_tokens == 30 + 5 + 6 + 7 + 8
+    assert all(same(outputs[i], wanted[i]) for i in wanted)
+    outputs = run(engine, requests)  # nothing is left of the call before
+    assert engine.stats.prefill_tokens == 30 + 5 + 6 + 7 + 8
+
+
+def test_the_next_turn_of_a_conversation_computes_its_new_tokens_only() -> None:
+    draw = random.Random(2)
+    engine = tiny_engine(dtype=torch.float64)
+    session = engine.open()
+    prompt = random_prompt(draw, 20)
+    session.add([GenerationRequest(0, prompt, SamplingParams(8, ignore_eos=True), seed=3)])
+    answer = tuple(finish(session)[0].token_ids)
+    second = GenerationRequest(1, prompt + answer + random_prompt(draw, 4), SamplingParams(6), seed=4)
+    before = engine.stats.prefill_tokens
+    session.add([second])
+    outputs = finish(session)
+    assert engine.stats.prefill_tokens - before == 1 + 4  # the last token of the answer was never put through the model
+    session.add([GenerationRequest(2, second.prompt_token_ids, second.sampling, seed=4)])
+    again = finish(session)[2]
+    assert engine.stats.prefill_tokens - before == 1 + 4 + 1
+    wanted = alone(tiny_engine(dtype=torch.float64), [second])[1]
+    assert same(outputs[1], wanted) and same(again, wanted)
+    assert_nothing_is_held(session)
+
+
+@pytest.mark.parametrize("change", ["update_weights", "set_version"])
+def test_prefixes_go_when_the_weights_change(change: str) -> None:
+    engine = tiny_engine(dtype=torch.float64)
+    request = requests_for([random_prompt(random.Random(3), 30)], max_tokens=6)[0]
+    session = engine.open()
+    session.add([request])
+    finish(session)
+    engine.set_version(0)  # as it was
+    session.add([request])
+    finish(session)
+    assert engine.stats.prefill_tokens == 31
+    engine.policy.hf.model.layers[0].mlp.down_proj.weight.data += 0.2
+    engine.update_weights([], version=0) if change == "update_weights" else engine.set_version(1)
+    session.add([request])
+    assert same(finish(session)[0], alone(tiny_like(engine), [request])[0])
+    assert engine.stats.prefill_tokens == 61
+
+
+def tiny_like(engine: NativeEngine) -> NativeEngine:
+    """Another engine on the same module."""
+    return NativeEngine(engine.policy, eos_token_ids=engine.eos_token_ids)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> None:
+    draw = random.Random(4)
+    engine = tiny_engine(dtype=torch.float64, recompute_on_update=recompute, max_num_batched_tokens=16, max_num_seqs=4)
+    lengths = (6, 11, 40)
+    requests = [GenerationRequest(i, random_prompt(draw, lengths[i]), SamplingParams(20, ignore_eos=True), seed=i) for i in range(3)]
+    session = engine.open()
+    session.add(requests)
+    for _ in range(3):
+        session.step()
+    assert session.num_running == 2 and session.num_waiting == 1  # the long one is in pieces
+    before = {i: session.tokens_of(i)[0] for i in (0, 1)}
+    weight = engine.policy.hf.model.layers[0].self_attn.v_proj.weight
+    engine.update_weights([("model.layers.0.self_attn.v_proj.weight", weight.detach() * -1.5)], version=1)
+    outputs = finish(session)
+    assert outputs[2].policy_versions == [1] * 20
+    for i in (0, 1):
+        had = len(before[i])
+        assert outputs[i].token_ids[:had] == before[i] and outputs[i].policy_versions == [0] * had + [1] * (20 - had)
+        ids = torch.tensor([[*requests[i].prompt_token_ids, *outputs[i].token_ids]])
+        with torch.no_grad():
+            engine.policy.hf.set_attn_implementation("eager")
+            logits = engine.policy.hf(ids, use_cache=False).logits[0, lengths[i] + had - 1 : -1]
+            engine.policy.hf.set_attn_implementation("hybridflow")
+        of_new_weights = logits.log_softmax(-1).gather(-1, ids[0, lengths[i] + had :, None])[:, 0].tolist()
+        assert (outputs[i].log_probs[had:] == pytest.approx(of_new_weights, abs=1e-9)) == recompute
+    session.close()
+    assert same(outputs[2], alone(tiny_like(engine), requests)[2]) == recompute
+
+
+def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(5)
+    lengths = (5, 6, 50, 7)
+    requests = [GenerationRequest(i, random_prompt(draw, n), SamplingParams(9, ignore_eos=True), seed=i) for i, n in enumerate(lengths)]
+    wanted = alone(tiny_engine(dtype=torch.float64), requests)
+    engine = tiny_engine(dtype=torch.float64, max_num_batched_tokens=16, max_num_seqs=3)
+    session = engine.open()
+    session.add(requests)
+    session.step()
+    session.step()
+    assert (session.num_running, session.num_waiting) == (2, 2)
+    aborted = {output.request_id: output for output in session.abort([1, 2, 3, 99])}
+    assert set(aborted) == {1, 2, 3} and all(output.finish_reason == "abort" for output in aborted.values())
+    assert aborted[1].token_ids == wanted[1].token_ids[:3] and aborted[2].token_ids == aborted[3].token_ids == []
+    session.add([requests[2]])
+    outputs = finish(session)
+    assert same(outputs[0], wanted[0]) and same(outputs[2], wanted[2])
+    assert_nothing_is_held(session)
+
+
+def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(6)
+    requests = [GenerationRequest(i, random_prompt(draw, 4), SamplingParams(100, ignore_eos=True), seed=i) for i in range(4)]
+    wanted = run(tiny_engine(dtype=torch.float64), requests)
+    engine = tiny_engine(dtype=torch.float64)
+    limit_memory(engine, 300, monkeypatch)
+    session = engine.open()
+    session.add(requests)
+    most = left = 0
+    outputs: dict[int, GenerationOutput] = {}
+    while not session.idle:
+        before = session.num_running
+        outputs |= {output.request_id: output for output in session.step()}
+        left += session.num_running < before and not outputs
+        most = max(most, session.num_running)
+        assert session._generation.memory.num_tokens + session._generation.prefixes.num_tokens <= 300
+        if left == 1 and not outputs:
+            number = next(i for i in range(4) if i not in [r.request_id for r in session._generation.rows.requests])
+            assert len(session.tokens_of(number)[0]) > 50  # what it had is not lost
+    assert most == 4 and left > 0
+    assert all(same(outputs[i], wanted[i]) for i in range(4))
+    assert_nothing_is_held(session)
+    assert session.add([GenerationRequest(9, (5,) * 120, SamplingParams(8), seed=0)]) == []  # 128 tokens do fit, as one row
+    session.close()
+    limit_memory(engine, 100, monkeypatch)
+    engine.sleep()
+    engine.wake_up()
+    session = engine.open()
+    (refused,) = session.add([GenerationRequest(9, (5,) * 120, SamplingParams(8), seed=0)])
+    assert refused.finish_reason == "error" and "gpu_memory_utilization" in (refused.error or "")
+
+
+def test_slots_are_as_long_as_the_longest_row_in_use() -> None:
+    engine = NativeEngine(PolicyModel(tiny_hf(max_position_embeddings=4096)), eos_token_ids=[])
+    short = requests_for(prompts(4), max_tokens=4)
+    could_be_long = GenerationRequest(99, (5, 6), SamplingParams(4000, stop_token_ids=tuple(range(VOCABULARY))), seed=0)
+    run(engine, [*short, could_be_long])
+    memory = engine._memory
+    assert memory is not None and memory.cache.capacity == 128 and memory.cache.num_slots == 5
+    run(engine, requests_for(prompts(1), max_tokens=200))
+    assert memory is engine._memory and memory.cache.capacity >= 200
+
+
+def test_what_is_not_finite_does_not_stay_behind() -> None:
+    engine = tiny_engine()
+    requests = requests_for(prompts(3), max_tokens=6, ignore_eos=True)
+    session = engine.open()
+    session.add(requests[:2])
+    session.step()
+    weight = engine.policy.hf.model.layers[0].self_attn.k_proj.weight.data
+    saved = weight.clone()
+    weight.fill_(float("nan"))
+    assert {output.finish_reason for output in session.step()} == {"error"}
+    weight.copy_(saved)
+    session.add(requests[2:])
+    assert finish(session)[2].token_ids == run(tiny_engine(), requests)[2].token_ids
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("llama", 200), ("gemma2", 5000), ("gpt_oss", 180)])
+def test_random_sequences_give_what_each_request_gets_alone(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(7)
+    oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
+    engine = tiny_engine(kind, torch.float64, max_num_seqs=5, max_num_batched_tokens=24)
+    limit_memory(engine, tokens, monkeypatch)
+    for module in (generation_module, memory_module):
+        monkeypatch.setattr(module, "STEP", 4)
+    session = engine.open()
+    known: dict[int, GenerationRequest] = {}
+    outputs: dict[int, GenerationOutput] = {}
+    pool = [random_prompt(draw, length) for length in (18, 30, 50)]
+    made_room = 0
+    while len(known) < 24 or not session.idle:
+        action = draw.random()
+        if action < 0.2 and len(known) < 24:
+            prompt = draw.choice(pool)[: draw.choice([99, 25, 2])] + random_prompt(draw, draw.choice([0, 3, 11, 40]))
+            for _ in range(draw.choice([1, 1, 3])):
+                sampling = SamplingParams(draw.randrange(1, 40), ignore_eos=draw.random() < 0.7)
+                known[len(known)] = GenerationRequest(len(known), prompt, sampling, seed=draw.randrange(1000))
+                session.add([known[len(known) - 1]])
+            if draw.random() < 0.2:
+                pool.append(prompt)
+        elif action < 0.24 and known:
+            done = session.abort({draw.randrange(len(known)), len(known) - 1})
+            outputs |= {output.request_id: output for output in done}
+        else:
+            outputs |= {output.request_id: output for output in session.step()}
+        assert session.num_running <= 5
+        made_room += any(one.aside is not None for one in session._generation.scheduler.waiting)
+        memory = session._generation.memory
+        assert memory.num_tokens + session._generation.prefixes.num_tokens <= memory.max_tokens
+    assert set(outputs) == set(known) and {"length", "abort"} <= {output.finish_reason for output in outputs.values()}
+    assert made_room > 0 or kind != "llama"
+    wanted = alone(oracle, list(known.values()))
+    assert [i for i in known if not same(outputs[i], wanted[i])] == []
+    assert_nothing_is_held(session)
+    if tokens == 5000:  # nothing that could be shared had to make room
+        assert engine.stats.prefill_tokens < 0.8 * sum(len(request.prompt_token_ids) for request in known.values())

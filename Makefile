@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds learn bench cluster-parity test test-slow coverage check format clean
+.PHONY: setup demo demo-seeds learn bench cluster-parity test test-slow test-vllm coverage check format clean
 
 setup: $(READY)
 
@@ -36,6 +36,13 @@ test: setup  ## the tests of a working day
 test-slow: setup  ## the end-to-end runs that are too long for a working day; CI runs them too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadgroup || [ $$? -eq 5 ]  # 5: none is marked slow
 
+test-vllm: .venv-vllm/.ready  ## vLLM itself, in an environment of its own (3 GB, made once): its tests and the conformance suite
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/vllm --timeout 600
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HYBRIDFLOW_CONFORMANCE=vllm .venv-vllm/bin/python -m pytest tests/conformance --timeout 600
+
+.venv-vllm/.ready: scripts/setup_vllm.sh pyproject.toml
+	scripts/setup_vllm.sh
+
 coverage: setup  ## every line and branch of the maths is tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity tests/unit/algorithms -n 2 --cov=hybridflow.algorithms --cov-branch --cov-report=term:skip-covered --cov-fail-under=100
 
@@ -49,4 +56,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf $(VENV) .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .coverage

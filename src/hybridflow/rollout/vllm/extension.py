@@ -6,7 +6,7 @@ vLLM mixes this class into its own worker, so `self` has `reload_weights`, `mode
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,7 +65,18 @@ class Extension:
 
     def _hybridflow_load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         worker: Any = self
-        worker.reload_weights(weights_iterator=weights)  # and not load_weights: on CPU linear layers are packed, their weights gone
+        failed: list[Exception] = []
+
+        def to_the_end() -> Iterator[tuple[str, Tensor]]:
+            """An error in the middle would leave vLLM's layers taken apart, and the next push could not put them together."""
+            try:
+                yield from weights
+            except Exception as error:
+                failed.append(error)
+
+        worker.reload_weights(weights_iterator=to_the_end())  # and not load_weights: on CPU linear layers are packed, their weights gone
+        if failed:
+            raise failed[0]
 
     def _hybridflow_whole_distribution(self) -> bool:
         """Make the sampler keep log-probs at the temperature alone; False where this vLLM's sampler is another than the one known here."""

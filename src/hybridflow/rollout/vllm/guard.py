@@ -22,7 +22,8 @@ def main(command: Sequence[str]) -> int:
 
 
 def _until_alone() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1024):  # not sys.stdin, whose lock a waiting thread would hold when the interpreter ends
+        pass
     os.killpg(os.getpgrp(), signal.SIGTERM)
     time.sleep(_STOP_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -88,7 +88,12 @@ class InProcess:
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Weights to the worker one by one, and the prefix cache emptied; RolloutError where they did not arrive."""
         self._alive()
-        self._call("hybridflow_take", checked(weights), version)
+        try:
+            self._call("hybridflow_take", checked(weights), version)
+        except RolloutError:
+            raise
+        except Exception as error:  # in vLLM's own loading: what its layers are now, nobody knows
+            raise self._died(error) from error
         if not self._engine.reset_prefix_cache():
             raise RolloutError(f"{self.name} could not empty its prefix cache after a push of weights: are requests running?")
 

@@ -57,10 +57,10 @@ class ServerProcess:
             except (ServerGone, Refused):
                 pass
             if time.monotonic() > end:
+                words = self.last_words()
                 self.stop()
                 raise RolloutError(
-                    f"the vllm server did not answer within {timeout:.0f} s (actor_rollout_ref.rollout.server.start_timeout)"
-                    f"{self.last_words()}"
+                    f"the vllm server did not answer within {timeout:.0f} s (actor_rollout_ref.rollout.server.start_timeout){words}"
                 )
             time.sleep(0.5)
 

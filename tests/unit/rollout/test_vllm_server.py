@@ -1,0 +1,167 @@
+"""The server's side of vLLM without vLLM: its process and guard, and the HTTP that we speak, against a small server of the same words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.push.receiver import Receiver
+from hybridflow.rollout.vllm import guard
+from hybridflow.rollout.vllm.engine import VLLMEngine
+from hybridflow.rollout.vllm.http import Address, Refused, ServerGone
+from hybridflow.rollout.vllm.process import ServerProcess, free_port
+from hybridflow.rollout.vllm.server import Server
+
+HELD: dict[str, torch.Tensor] = {}
+RECEIVED = Receiver()
+FACTS = {"device": "cpu", "vocabulary": 50, "positions": 99, "max_log_probs": 5, "temperature_only": True}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Streams token 7 with log-prob -0.5 to the end, slowly for prompts that begin with 9."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.reply({"data": [{"id": "theirs"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        if self.path == "/collective_rpc":
+            answers = {
+                "hybridflow_begin": lambda: FACTS,
+                "hybridflow_version": lambda: {"version": RECEIVED.version},
+                "hybridflow_receive": lambda: RECEIVED.receive(HELD.update, *body["args"]),
+            }
+            self.reply({"results": [answers[body["method"]]()]})
+        elif self.path == "/reset_prefix_cache":
+            self.reply({"success": True})
+        elif self.path != "/v1/completions" or body["prompt"] == [4]:
+            self.reply({"error": "no such thing"}, 400)
+        else:
+            self.stream(body)
+
+    def reply(self, answer: Any, code: int = 200) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def stream(self, body: dict[str, Any]) -> None:
+        assert body["model"] == "theirs" and body["stream"] and body["return_token_ids"]
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        for number in range(body["max_tokens"]):
+            finish = "length" if number + 1 == body["max_tokens"] else None
+            top = [{"token_id:7": -0.5, "token_id:3": -1.5}] if body["logprobs"] else None
+            choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5], "top_logprobs": top}, "finish_reason": finish}
+            try:
+                self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+                self.wfile.flush()
+            except OSError:
+                return
+            if body["prompt"][0] == 8 and number == 1:
+                return
+            time.sleep(0.05 if body["prompt"][0] == 9 else 0)
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+@pytest.fixture
+def engine() -> Iterator[VLLMEngine]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    runner = Server(Address(f"http://127.0.0.1:{server.server_port}"), None, max_streams=4, timeout=10, bucket_bytes=1 << 16)
+    made = VLLMEngine(runner, eos_token_ids=[2])
+    made.update_weights([("w", torch.arange(5.0))], 3)
+    yield made
+    made.close()
+    server.shutdown()
+    server.server_close()
+
+
+def request(number: int, first: int = 5, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(number, (first,), SamplingParams(**{"max_tokens": 3, **sampling}), seed=number)
+
+
+def test_streams_become_outputs(engine: VLLMEngine) -> None:
+    assert torch.equal(HELD["w"], torch.arange(5.0)) and engine.policy_version == 3
+    found = {output.request_id: output for output in engine.generate([request(number, top_log_probs=number % 2) for number in range(9)])}
+    assert sorted(found) == list(range(9))
+    assert all(each.token_ids == [7, 7, 7] and each.log_probs == [-0.5] * 3 and each.policy_versions == [3] * 3 for each in found.values())
+    assert found[1].top_log_probs == [[(7, -0.5)]] * 3 and found[0].top_log_probs is None
+
+
+def test_a_refused_request_is_an_error_of_its_own_and_a_cut_stream_is_the_engines_end(engine: VLLMEngine) -> None:
+    refused, served = sorted(engine.generate([request(0, 4), request(1)]), key=lambda output: output.request_id)
+    assert "vllm refused it" in str(refused.error) and served.finish_reason == "length"
+    (cut,) = engine.generate([request(2, 8, max_tokens=5)])
+    assert cut.finish_reason == "error" and cut.token_ids == [7, 7] and "vllm server http://127.0.0.1" in str(cut.error)
+    with pytest.raises(RolloutError, match=r"died earlier: the stream ended before the response did"):
+        list(engine.generate([request(3)]))
+
+
+def test_abort_hangs_up(engine: VLLMEngine) -> None:
+    running = engine.generate([request(0, 5, max_tokens=1), request(1, 9, max_tokens=90), request(2, 9, max_tokens=4)])
+    assert next(running).request_id == 0
+    (partial,) = engine.abort([1])
+    assert partial.finish_reason == "abort" and len(partial.token_ids) < 90
+    assert [output.request_id for output in running] == [2]
+
+
+def test_addresses() -> None:
+    with pytest.raises(RolloutError, match="wanted http://HOST:PORT"):
+        Address("10.0.0.1:80")
+    with pytest.raises(ServerGone):
+        Address(f"http://127.0.0.1:{free_port()}").call("/health", timeout=1, method="GET")
+    assert issubclass(Refused, RolloutError)
+
+
+def test_a_server_that_ends_before_it_answers_says_its_last_words() -> None:
+    process = ServerProcess([sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"], os.environ)
+    with pytest.raises(RolloutError, match=r"did not start \(exit code 3\); its log .* ends: out of luck"):
+        process.wait_until_ready(Address(f"http://127.0.0.1:{free_port()}"), 30)
+    process.stop()
+
+
+def test_a_server_that_takes_too_long_is_ended() -> None:
+    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+    with pytest.raises(RolloutError, match=r"server\.start_timeout"):
+        process.wait_until_ready(Address(f"http://127.0.0.1:{free_port()}"), 0.1)
+    assert process.exit_code() is not None
+
+
+def test_the_guard_ends_the_server_of_a_process_that_was_killed(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    server = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    around = subprocess.Popen(
+        [sys.executable, "-m", guard.__name__, sys.executable, "-c", server], stdin=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + 20
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert around.stdin is not None
+    around.stdin.close()  # what the end of its parent does
+    assert around.wait(20) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)

@@ -1,0 +1,121 @@
+"""Engines with weights of their own: they get the actor's before each step, wherever the actor is and however it is spread.
+
+In the place of vLLM stands a native engine over a model of its own, which takes weights by the names of the model's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_rollout_worker import EOS, LORA, Apart, actor_engine, actor_worker, folder, learn, model, requests, tokens
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.controller import LocalBackend
+from hybridflow.engines.fsdp import FSDPEngine
+from hybridflow.errors import RolloutError
+from hybridflow.models.build import build_policy
+from hybridflow.models.export import plain_weights
+from hybridflow.models.lora import LoraSettings
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.vllm.settings import ModelFacts, command_line, engine_arguments
+from hybridflow.workers import rollout_build
+from hybridflow.workers.actor import ActorGroup
+from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
+from hybridflow.workers.rollout_build import build_rollout_worker
+from ranks import Ranks
+
+__all__ = ["folder"]
+VLLM = RolloutConfig(name="vllm", max_model_len=32)
+
+
+def stand_in(config: RolloutConfig, facts: ModelFacts, eos_token_ids: Sequence[int], *, rank: int, ranks: int) -> NativeEngine:
+    """A model of its own, with zeros for weights."""
+    own = build_policy(facts.path, device="cpu", dtype="float64", probe=False)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.zero_()
+    return NativeEngine(own, eos_token_ids=eos_token_ids)
+
+
+def worker_of(folder: str, engine: FSDPEngine | None, lora: LoraSettings | None = None) -> RolloutWorker:
+    rollout_build.build_vllm_engine = stand_in  # type: ignore[assignment]
+    return build_rollout_worker(VLLM, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=lora)
+
+
+@pytest.fixture(autouse=True)
+def builder_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_build, "build_vllm_engine", stand_in)
+
+
+def expected(folder: str, updates: int, lora: LoraSettings | None = None) -> list[tuple[int, list[int]]]:
+    """What one process with the actor's module generates after so many updates."""
+    engine = actor_engine(folder, lora=lora)
+    for _ in range(updates):
+        learn(engine)
+    alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    return tokens(alone.generate(requests(), policy_version=0))
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("backend", [LocalBackend, Apart])
+def test_it_generates_with_what_was_pushed_before_the_step(folder: str, backend: type[LocalBackend], lora: LoraSettings | None) -> None:
+    engine = actor_engine(folder, lora=lora)
+    house = backend(
+        lambda host: {
+            "actor": lambda info: actor_worker(engine),
+            "rollout": lambda info: worker_of(folder, None if backend is Apart else engine, lora),
+        }
+    )
+    actor, rollout = ActorGroup(house, "actor"), RolloutGroup(house, "rollout")
+    learn(engine)
+    rollout.update_from(actor, 1)
+    outputs = rollout.generate(requests(), policy_version=1)
+    assert tokens(outputs) == expected(folder, 1, lora) and {each for output in outputs for each in output.policy_versions} == {1}
+    own = house.worker("rollout").engine  # type: ignore[attr-defined]
+    keep, own.update_weights = own.update_weights, lambda weights, version: None
+    learn(engine)
+    rollout.update_from(actor, 2)
+    with pytest.raises(RolloutError, match="version 2 and has those of version 1"):
+        rollout.generate(requests(), policy_version=2)
+    own.update_weights = keep
+    rollout.update_from(actor, 2)
+    assert tokens(rollout.generate(requests(), policy_version=2)) == expected(folder, 2, lora)
+
+
+def push_on_ranks(rank: int, folder: str, lora: LoraSettings | None) -> Any:
+    engine = actor_engine(folder, 2, lora)
+    worker = worker_of(folder, engine, lora)
+    learn(engine)
+    worker.renew_weights(version=1)
+    return tokens(worker.generate(requests(), policy_version=1))
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_a_sharded_actor_fills_an_engine_on_each_rank(two_ranks: Ranks, folder: str, lora: LoraSettings | None) -> None:
+    assert two_ranks.run(push_on_ranks, folder, lora) == [expected(folder, 1, lora)] * 2
+
+
+def test_plain_weights_are_those_of_a_file_and_tied_ones_have_each_name(folder: str) -> None:
+    adapted = actor_engine(folder, lora=LORA).module
+    assert isinstance(adapted, PolicyModel)
+    found = dict(plain_weights(adapted))
+    plain = build_policy(folder, device="cpu", dtype="float64", probe=False)
+    assert set(found) == set(plain.hf.state_dict())
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    half = dict(plain_weights(plain, {"hf.lm_head.weight": torch.bfloat16, "hf.model.norm.weight": torch.bfloat16}))
+    assert half["lm_head.weight"].dtype == half["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_keys_become_arguments_of_vllm(folder: str) -> None:
+    facts = ModelFacts(folder, torch.device("cpu"), "float32", override_config={"max_position_embeddings": 48})
+    arguments = engine_arguments(RolloutConfig(name="vllm", max_model_len=48, max_num_seqs=7, max_num_batched_tokens=9), facts)
+    assert arguments["enforce_eager"] and not arguments["enable_chunked_prefill"] and arguments["max_num_batched_tokens"] == 48
+    assert arguments["kv_cache_memory_bytes"] == 8 * 128 * 2 * 2 * 2 * 8 * 4 and "quantization" not in arguments
+    line = command_line(arguments)
+    assert "--no-enable-chunked-prefill" in line and line[line.index("--hf-overrides") + 1] == '{"max_position_embeddings": 48}'
+    on_cuda = engine_arguments(RolloutConfig(name="vllm", quantization="fp8"), ModelFacts(folder, torch.device("cuda"), "bfloat16"))
+    assert on_cuda["enable_sleep_mode"] and on_cuda["quantization"] == "fp8" and "kv_cache_memory_bytes" not in on_cuda

@@ -1,0 +1,47 @@
+"""These tests need vllm: `make test-vllm` runs them in an environment of its own (scripts/setup_vllm.sh)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_models import EOS, save, tiny
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.rollout.vllm.build import build_vllm_engine
+from hybridflow.rollout.vllm.engine import VLLMEngine
+from hybridflow.rollout.vllm.settings import ModelFacts
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="vllm is not installed here: make test-vllm"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model whose shape and tokenizer the engines know; its weights are never read."""
+    return save(tmp_path_factory.mktemp("vllm") / "model", tiny(0))
+
+
+def build(folder: str, *, server: bool) -> VLLMEngine:
+    config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64)
+    config = replace(config, server=replace(config.server, enable=server, start_timeout=300, push_timeout=60))
+    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1)
+
+
+@pytest.fixture(scope="session", params=["in process", "server"])
+def engine(request: pytest.FixtureRequest, folder: str) -> Iterator[VLLMEngine]:
+    """With the weights of no model."""
+    made = build(folder, server=request.param == "server")
+    yield made
+    made.close()

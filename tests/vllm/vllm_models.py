@@ -1,0 +1,78 @@
+"""A tiny model in a folder, with another set of weights to push, and what transformers makes of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+
+VOCABULARY = 96
+EOS = 2
+
+
+def tiny(seed: int, *, tied: bool = True, kind: str = "qwen2") -> LlamaForCausalLM | Qwen2ForCausalLM:
+    """Random weights, large enough that attention matters."""
+    config = (Qwen2Config if kind == "qwen2" else LlamaConfig)(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return (Qwen2ForCausalLM if kind == "qwen2" else LlamaForCausalLM)(config).eval()
+
+
+def save(folder: Path, hf: LlamaForCausalLM | Qwen2ForCausalLM) -> str:
+    """A Hugging Face folder with a tokenizer whose token number n is the text "wn "."""
+    hf.save_pretrained(folder)
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
+    inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Random prompts of 1 to 40 tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 41, (count,), generator=draw).tolist()
+    return [tuple(torch.randint(3, VOCABULARY, (length,), generator=draw).tolist()) for length in lengths]
+
+
+def requests_for(token_ids: Sequence[tuple[int, ...]], **params: object) -> list[GenerationRequest]:
+    sampling = SamplingParams(**{"max_tokens": 24, **params})  # type: ignore[arg-type]
+    return [GenerationRequest(number, prompt, sampling, seed=1000 + number) for number, prompt in enumerate(token_ids)]
+
+
+def weights(hf: LlamaForCausalLM | Qwen2ForCausalLM) -> list[tuple[str, Tensor]]:
+    """All weights by the names of files, the tied head under its own name too."""
+    return [(name, tensor.detach()) for name, tensor in hf.state_dict().items()]
+
+
+@torch.no_grad()
+def greedy(hf: LlamaForCausalLM | Qwen2ForCausalLM, prompt: tuple[int, ...], count: int = 24) -> list[int]:
+    """transformers' own, one row at a time, with the end token."""
+    out = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def log_probs(hf: LlamaForCausalLM | Qwen2ForCausalLM, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
+    """Of the response's tokens, at the temperature alone [R]."""
+    logits = hf(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]

@@ -171,7 +171,7 @@ def test_a_row_is_sampled_alone_as_it_is_among_others(vocabulary: int, monkeypat
     logits = 2 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3))
     params, numbers = SAMPLINGS * 2, numbers_of(rows)
     together = sample(logits, SamplingPlan.of(params), settings_of(params, numbers, vocabulary))
-    for size in (1, 5):
+    for size in (1, 2, 5):
         monkeypatch.setattr(sampling, "CHUNK_BYTES", size * vocabulary * 4)
         parts = sample(logits, SamplingPlan.of(params), settings_of(params, numbers, vocabulary))
         assert all(torch.equal(one, other) for one, other in zip(together, parts))
@@ -240,3 +240,18 @@ def test_what_cannot_be_sampled_is_said(change: dict[str, Any], says: str) -> No
 def test_parameters_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(RolloutError, match=next(iter(bad))):
         SamplingParams(**{"max_tokens": 4, **bad})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 64])
+def test_log_probs_of_a_large_vocabulary_are_those_of_training_with_threads_too(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch splits the sum of a single long row over its threads, so no row may be alone in its part."""
+    monkeypatch.setattr(sampling, "CHUNK_BYTES", 0)
+    threads = torch.get_num_threads()
+    logits = 4 * torch.randn(count, 40_000, generator=torch.Generator().manual_seed(5))
+    params = [SamplingParams(8)] * count
+    try:
+        torch.set_num_threads(2)
+        found = sample(logits, SamplingPlan.of(params), settings_of(params, numbers_of(count), 40_000))
+        assert torch.equal(found.log_probs, log_probs_from_logits(logits, found.tokens))
+    finally:
+        torch.set_num_threads(threads)

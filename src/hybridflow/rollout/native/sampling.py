@@ -131,12 +131,12 @@ def sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit
 
     Log-probs are log softmax(logits / temperature): what training computes, whatever `edit`, min-p, top-k and top-p did to the choice.
     """
-    count, step = len(logits), len(logits)
-    if logits.device.type == "cpu":
-        step = max(1, CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
-    if step >= count:
+    count, number = len(logits), 1
+    if logits.device.type == "cpu":  # at least two rows each: torch sums a single long one in another order where it has threads
+        number = max(1, count // max(2, CHUNK_BYTES // (logits.shape[1] * logits.element_size())))
+    if number == 1:
         return _sample(logits, plan, settings, edit, slice(0, count))
-    parts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    parts = [slice(count * part // number, count * (part + 1) // number) for part in range(number)]
     chosen = [_sample(logits[rows], plan, settings.part(rows), edit, rows) for rows in parts]
     return Sampled(*(torch.cat(column) for column in zip(*chosen)))
 

@@ -32,6 +32,7 @@ class Part:
 PARTS = (
     Part("many processes, many machines", "ray", "ray", "ray"),
     Part("LoRA adapters", "peft", "peft", "lora"),
+    Part("serving over HTTP", "fastapi", "fastapi", "serve"),
     Part("math rewards", "math_verify", "math-verify", "math"),
     Part("reasoning-gym tasks", "reasoning_gym", "reasoning-gym", "tasks"),
     Part("TensorBoard", "tensorboard", "tensorboard", "tensorboard"),

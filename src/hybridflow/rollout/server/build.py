@@ -37,7 +37,9 @@ class ServeSettings:
     max_num_seqs: int = 256
     """Rows that an engine decodes together."""
     max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.8
+    memory_share: float = 0.25
+    """Of the memory that is free at the start, for keys and values: of rows that run, and of earlier ones that prompts may go on from."""
+    prefix_caching: bool = True
     max_model_len: int | None = None
     """Tokens of prompt and response together; None: the model's positions."""
     tool_parser: str | None = None
@@ -89,7 +91,8 @@ def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: To
         decode=decode,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
+        gpu_memory_utilization=settings.memory_share,
+        enable_prefix_caching=settings.prefix_caching,
     )
 
 

@@ -190,6 +190,24 @@ def _openai(folder: Path) -> Subject:
     return Subject("openai", engine, load(folder), decoder(folder), close=close)
 
 
+def _vllm(folder: Path) -> Subject:
+    """In this process; its weights are pushed before anything is generated."""
+    without("vllm")
+    from hybridflow.config.actor_rollout_ref import RolloutConfig
+    from hybridflow.rollout.vllm.build import build_vllm_engine
+    from hybridflow.rollout.vllm.settings import ModelFacts
+
+    config = RolloutConfig(name="vllm", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2)
+    engine = build_vllm_engine(config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0, ranks=1)
+
+    def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
+        engine.update_weights([(name, tensor) for name, tensor in weights.items() if name != lost], version)
+
+    subject = Subject("vllm", engine, load(folder), decoder(folder), push, close=engine.close)
+    subject.give(subject.weights)
+    return subject
+
+
 def decoder(folder: Path) -> Callable[[Sequence[int]], str]:
     """Token ids to text, special tokens included."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -233,4 +251,4 @@ def without(package: str) -> None:
         pytest.skip(f"{package} is not installed in this environment")
 
 
-BUILDERS: dict[str, Callable[[Path], Subject]] = {"native": _native, "hf": _hf, "openai": _openai}
+BUILDERS: dict[str, Callable[[Path], Subject]] = {"native": _native, "hf": _hf, "vllm": _vllm, "openai": _openai}

@@ -35,6 +35,10 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
             yield "min_p", f"{block}.min_p={sampling.min_p}"
         if sampling.repetition_penalty != 1:
             yield "repetition_penalty", f"{block}.repetition_penalty={sampling.repetition_penalty}"
+    if rollout.stop:
+        yield "stop", f"{ROLLOUT}.stop={rollout.stop}"
+    if rollout.stop_token_ids:
+        yield "stop_token_ids", f"{ROLLOUT}.stop_token_ids={rollout.stop_token_ids}"
     if rollout.ignore_eos:
         yield "ignore_eos", f"{ROLLOUT}.ignore_eos=true"
     if rollout.stop:

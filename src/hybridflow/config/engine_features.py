@@ -162,6 +162,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         any_architecture=yes(f"{_HF}::test_models_that_our_attention_refuses", "to generate, from Python: training refuses them"),
     ),
     "vllm": _column(
+        dies=yes("unit/rollout/test_vllm_engine.py::test_an_engine_that_dies_leaves_what_was_finished_and_an_error_that_names_it"),
         shared_weights=no("it has weights of its own, which are pushed before each step"),
         sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
         tensor_parallel=unshown("vLLM's own; needs several GPUs"),

@@ -25,6 +25,7 @@ from hybridflow.rollout.native.memory import SlotMemory, free_memory
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
+from hybridflow.rollout.requests import refused, request_problem
 
 
 class NativeEngine:
@@ -158,7 +159,7 @@ class NativeEngine:
             if problem is None:
                 good.append(request)
             else:
-                yield GenerationOutput(request.request_id, [], [], "error", [], f"request {request.request_id}: {problem}")
+                yield refused(request, problem)
         if not good:
             return
         self._check_free("generate()")  # both were asked for before either began
@@ -182,21 +183,12 @@ class NativeEngine:
 
     def _problem(self, request: GenerationRequest) -> str | None:
         """Why a request cannot be served, if so."""
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        vocabulary = self.policy.head.weight.shape[0]
-        if not prompt:
-            return "the prompt is empty; at least one token is needed to predict the next"
-        for name, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids)):
-            if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
-                return f"{name} holds token id {min(ids) if min(ids) < 0 else max(ids)}, and the model's vocabulary is 0..{vocabulary - 1}"
+        sampling, vocabulary = request.sampling, self.policy.head.weight.shape[0]
         positions = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None and len(prompt) + sampling.max_tokens > positions:
-            return (
-                f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {len(prompt) + sampling.max_tokens} is more than the "
-                f"model's max_position_embeddings {positions}: shorten data.max_prompt_length or data.max_response_length"
-            )
         ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
-        return sampling_problem(sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None)
+        return request_problem(request, vocabulary=vocabulary, positions=positions) or sampling_problem(
+            sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None
+        )
 
     def _slots(self) -> SlotMemory:
         """The KV cache, empty at first, and how large it may become."""

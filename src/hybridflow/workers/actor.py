@@ -18,7 +18,7 @@ from hybridflow.protocol.packing import PackedBatch
 from hybridflow.weight_sync.pushed import WeightExport, WeightShare
 from hybridflow.workers.agreement import Watch, watched
 from hybridflow.workers.bridge import find_policy_loss, policy_loss
-from hybridflow.workers.exact import switch
+from hybridflow.workers.exact import switch, weight_sums
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -71,6 +71,11 @@ class ActorWorker(StatefulWorker):
             loss = watched(loss, watch, keeps_entropy=wants_entropy)
         forward = policy_forward(self.temperature, with_entropy=wants_entropy or watch is not None)
         return self.engine.train_mini_batch(batch, forward, loss, self.limits)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def weight_sums(self) -> dict[str, int]:
+        """Checksums of the weights as they are, by name."""
+        return weight_sums(self.engine.module)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:

@@ -5,6 +5,7 @@ an update's first forward, under the weights that generated ──watched──�
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -59,6 +60,21 @@ def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> 
         "the rollout has other weights than the trainer, which is an error to find, or this machine computes a row differently in another "
         "batch: actor_rollout_ref.rollout.exact=false lets a run live with that"
     )
+
+
+def check_same_weights(actor: dict[str, int], replicas: Sequence[dict[str, int]], step: int) -> None:
+    """TrainingError where a replica has generated with other weights than the actor's, by checksums of their bits.
+
+    A bit of no weight is lost here; in log-probs the lowest ones of a weight are, as far as they are rounded away.
+    """
+    for rank, sums in enumerate(replicas):
+        for name, ours in actor.items():
+            if sums.get(name) != ours:
+                raise TrainingError(
+                    f"exact mode, step {step}: rollout rank {rank} has generated with another {name.removeprefix('hf.')} than the trainer "
+                    f"holds (checksum {sums.get(name, 0) % 2**64:016x}, wanted {ours % 2**64:016x}). Its weights were the trainer's when "
+                    "they arrived, so something has written to them since. Nothing was learned from this step"
+                )
 
 
 def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from hybridflow.controller import Dispatch, Worker, register
+from hybridflow.distributed.bit_sum import bit_sum
+from hybridflow.distributed.boxes import Box
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine
@@ -15,6 +17,11 @@ def switch(module: nn.Module, mode: ExactMode | None) -> None:
     """Compute in this mode from now on; None: as fast as possible."""
     assert isinstance(module, PolicyModel), f"exact mode is of policies, not of a {type(module).__name__}"
     module.exact = mode
+
+
+def weight_sums(module: nn.Module) -> dict[str, int]:
+    """A checksum of each weight's bits, by name."""
+    return {name: int(bit_sum(weight.detach(), Box.whole(weight.shape))) for name, weight in module.named_parameters()}
 
 
 class ExactRollout(Worker):
@@ -33,6 +40,11 @@ class ExactRollout(Worker):
             return choose_exact_mode(self.engine, policy, longest=longest, temperature=temperature)
         finally:
             self.engine.sleep()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def weight_sums(self) -> dict[str, int]:
+        """Checksums of the weights that this rank generates with."""
+        return weight_sums(self.engine.policy)  # type: ignore[attr-defined]
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:

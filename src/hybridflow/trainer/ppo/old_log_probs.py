@@ -17,9 +17,11 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.data_metrics import rollout_difference
-from hybridflow.workers import ActorGroup
-from hybridflow.workers.agreement import Watch, check_same, difference, sampled_tokens
+from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.workers import ActorWorker
+from hybridflow.workers.agreement import Watch, check_same, check_same_weights, difference, sampled_tokens
 from hybridflow.workers.bridge import own_rows
+from hybridflow.workers.exact import ExactRollout
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
 
 logger = logging.getLogger(__name__)
@@ -28,8 +30,9 @@ logger = logging.getLogger(__name__)
 class OldLogProbs:
     """Asked once a step; afterwards `metrics` says what was measured, and `watch` what the step's first update is to look at."""
 
-    def __init__(self, actor: ActorGroup, config: PPOConfig, *, exact: bool, with_sum_pi_squared: bool) -> None:
-        self.actor, self.config, self.exact, self.with_sum_pi_squared = actor, config, exact, with_sum_pi_squared
+    def __init__(self, roles: Roles, config: PPOConfig, *, exact: bool, with_sum_pi_squared: bool) -> None:
+        self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
+        self.with_sum_pi_squared = with_sum_pi_squared
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
         self.bypass = config.algorithm.rollout_correction.bypass_mode
         self.metrics = Metrics()
@@ -48,6 +51,9 @@ class OldLogProbs:
         self.metrics, self.watch = Metrics(), None
         if self.bypass:
             return self._rollouts(batch)
+        if self.exact and not self.roles.together(self.actor.role, self.roles.rollout.role):
+            (ours,) = self.actor.call_list(ActorWorker.weight_sums)
+            check_same_weights(ours, self.roles.rollout.call_list(ExactRollout.weight_sums), step)
         if self.reuses:
             agreed, metrics = self._agree(batch, self._rows_to_check(batch, plan, step), step)
             self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))

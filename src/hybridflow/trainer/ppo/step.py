@@ -42,7 +42,7 @@ class PPOStep:
         # once: a user's file may be edited while the run goes on
         self.estimator, self.loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
         squares = "sum_pi_squared" in self.estimator.needs
-        self.old_log_probs = OldLogProbs(roles.actor, config, exact=exact, with_sum_pi_squared=squares)
+        self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
         """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the metrics."""

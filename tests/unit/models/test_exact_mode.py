@@ -1,0 +1,179 @@
+"""Exact mode: a token's log-prob has the same bits in generation and in training, alone and in company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import zoo
+
+from hybridflow.models.exact import ExactMode, even_rows
+from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import make_rows, pack
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.exact import Mismatch, choose_exact_mode, self_check
+from hybridflow.rollout.native.engine import NativeEngine
+
+LENGTHS = (1, 5, 16, 37, 61, 80, 9, 3)
+DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text"]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def exact_policy(kind: str, longest: int = 110) -> PolicyModel:
+    policy = PolicyModel(zoo.tiny_hf(kind))
+    policy.exact = ExactMode.choices(policy.hf.base_model, longest)[-1]
+    return policy
+
+
+def requests(count: int, temperature: float = 1.0) -> list[GenerationRequest]:
+    draw = torch.Generator().manual_seed(3)
+    made = []
+    for row in range(count):
+        prompt = tuple(torch.randint(3, zoo.VOCABULARY, (LENGTHS[row % 8],), generator=draw).tolist())
+        sampling = SamplingParams(max_tokens=3 + (row * 7) % 20, temperature=temperature, ignore_eos=True)
+        made.append(GenerationRequest(row, prompt, sampling, seed=1000 * row))
+    return made
+
+
+def generate(policy: PolicyModel, asked: Sequence[GenerationRequest], **settings: int) -> dict[int, GenerationOutput]:
+    engine = NativeEngine(policy, eos_token_ids=(2,), **settings)  # type: ignore[arg-type]
+    return {output.request_id: output for output in engine.generate(asked)}
+
+
+def trained(
+    policy: PolicyModel, asked: Sequence[GenerationRequest], outputs: dict[int, GenerationOutput], temperature: float
+) -> dict[int, list[float]]:
+    """Log-probs by row as an update computes them, all in one micro-batch."""
+    responses = [outputs[one.request_id].token_ids for one in asked]
+    packed = pack(DataProto.from_dict(make_rows([one.prompt_token_ids for one in asked], responses, pad_id=0)))
+    values = policy.train()(packed, temperature=temperature, with_entropy=True).log_probs
+    assert values.requires_grad
+    return {one.request_id: part.tolist() for one, part in zip(asked, values.detach().split([len(row) for row in responses]))}
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_two_threads_agree_to_the_bit() -> None:
+    check_agreement("llama", num_rows=3)  # spinning threads are slow where cores are shared
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_generation_and_training_agree_to_the_bit(kind: str) -> None:
+    check_agreement(kind, num_rows=24)
+
+
+def check_agreement(kind: str, num_rows: int) -> None:
+    policy, temperature = exact_policy(kind), 0.7
+    asked = requests(num_rows, temperature)
+    outputs = generate(policy, asked)
+    together = trained(policy, asked, outputs, temperature)
+    alone = {one.request_id: trained(policy, [one], outputs, temperature)[one.request_id] for one in asked[:4]}
+    for row, output in outputs.items():
+        assert output.log_probs == together[row]
+        assert row not in alone or output.log_probs == alone[row]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_row_gives_the_same_tokens_alone_in_another_order_and_after_compaction(kind: str) -> None:
+    policy = exact_policy(kind)
+    asked = requests(24)
+    outputs = generate(policy, asked)
+    others = [
+        generate(policy, asked[::-1]),
+        generate(policy, asked, max_num_seqs=5),  # rows wait, and move up into free slots
+        generate(policy, asked[::-1], max_num_seqs=7, max_num_batched_tokens=24),  # prompts in pieces
+        *(generate(policy, [one]) for one in asked[:4]),
+    ]
+    for found in others:
+        for row, output in found.items():
+            assert (output.token_ids, output.log_probs) == (outputs[row].token_ids, outputs[row].log_probs)
+
+
+def test_a_prompt_that_begins_like_a_finished_row_reuses_its_keys_and_stays_exact() -> None:
+    policy = exact_policy("llama")
+    first, other = requests(6)[3], requests(6)[2]
+    engine = NativeEngine(policy, eos_token_ids=(2,))
+
+    def run(session_requests: list[GenerationRequest]) -> dict[int, GenerationOutput]:
+        session.add(session_requests)
+        found = {}
+        while not session.idle:
+            found |= {output.request_id: output for output in session.step()}
+        return found
+
+    session = engine.open()
+    begun = run([first])[3]
+    longer = (*first.prompt_token_ids, *begun.token_ids, *other.prompt_token_ids)
+    again = GenerationRequest(50, longer, SamplingParams(max_tokens=12, ignore_eos=True), seed=7)
+    reused = run([again])[50]
+    prefilled = engine.stats.prefill_tokens
+    session.close()
+    assert prefilled < len(first.prompt_token_ids) + len(longer)
+    fresh = generate(policy, [again])[50]
+    assert (reused.token_ids, reused.log_probs) == (fresh.token_ids, fresh.log_probs)
+    assert trained(policy, [again], {50: reused}, 1.0)[50] == reused.log_probs
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+def test_the_self_check_finds_a_mode_and_leaves_the_policy_as_it_was(kind: str) -> None:
+    policy = PolicyModel(zoo.tiny_hf(kind))
+    engine = NativeEngine(policy, eos_token_ids=(2,))
+    mode = choose_exact_mode(engine, policy, longest=100, temperature=0.7)
+    assert isinstance(mode, ExactMode) and policy.exact is None
+    assert self_check(engine, policy, longest=100, temperature=0.7) is not None, "fast mode is not exact, so the check sees something"
+
+
+def test_the_self_check_names_the_first_token_of_a_model_that_mixes_rows() -> None:
+    policy = PolicyModel(zoo.tiny_hf("qwen3_moe"))  # the rows of an expert depend on the batch
+    reason = choose_exact_mode(NativeEngine(policy, eos_token_ids=(2,)), policy, longest=64, temperature=1.0)
+    assert isinstance(reason, str) and "Qwen3MoeForCausalLM" in reason and "token" in reason and "log-prob" in reason
+
+
+def test_half_precision_is_refused() -> None:
+    policy = PolicyModel(zoo.tiny_hf("llama", torch.bfloat16))
+    reason = choose_exact_mode(NativeEngine(policy, eos_token_ids=(2,)), policy, longest=64, temperature=1.0)
+    assert isinstance(reason, str) and "bfloat16" in reason and "float32" in reason
+
+
+def test_rows_are_padded_until_every_thread_has_whole_vectors() -> None:
+    model = PolicyModel(zoo.tiny_hf("llama")).hf.base_model  # its narrowest layers have 16 and 48 outputs
+    assert [even_rows(model, threads) for threads in (1, 2, 3)] == [2, 4, 12]
+
+
+def test_the_exact_attention_is_the_plain_one() -> None:
+    for kind in ("llama", "gemma2", "gpt_oss"):
+        policy = PolicyModel(zoo.tiny_hf(kind))
+        rows = pack(zoo.tiny_rows())
+        fast = policy(rows)
+        fast.log_probs.sum().backward()
+        wanted = [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
+        policy.zero_grad()
+        policy.exact = ExactMode(64, 32)
+        exact = policy(rows)
+        exact.log_probs.sum().backward()
+        torch.testing.assert_close(exact.log_probs, fast.log_probs, rtol=1e-4, atol=1e-4)
+        for parameter, grad in zip([p for p in policy.parameters() if p.grad is not None], wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-3)
+
+
+def test_where_kernels_need_more_padding_the_check_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = PolicyModel(zoo.tiny_hf("llama"))
+    tried = []
+
+    def check(engine: NativeEngine, policy: PolicyModel, **asked: float) -> Mismatch | None:
+        assert policy.exact is not None
+        tried.append(policy.exact)
+        return None if policy.exact.row_step == 32 else Mismatch("here", 0, 0, 0.0, 1.0)
+
+    monkeypatch.setattr("hybridflow.rollout.exact.self_check", check)
+    engine = NativeEngine(policy, eos_token_ids=(2,))
+    assert choose_exact_mode(engine, policy, longest=100, temperature=1.0) == ExactMode(128, 32) == tried[-1]
+    assert [mode.key_step for mode in tried] == [64, 128, 128]

@@ -1,0 +1,119 @@
+"""Runs in exact mode: no old-log-prob pass, no difference, and an alarm when there is one. And fast mode that saves the pass."""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_trainer import actor_module, build, ppo_config, tiny_model
+
+from hybridflow.errors import ConfigError, TrainingError
+from hybridflow.models.policy import PolicyModel
+from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.protocol import DataProto
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.workers import ActorGroup
+
+GRPO = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=3", "trainer.test_freq=-1")
+ROLLOUT = "actor_rollout_ref.rollout"
+TAKEN, APART, CHECKED = "training/old_log_probs_from_rollout", "training/rollout_log_probs_diff_max", "training/rollout_rows_checked"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def train(model: Path, run: Path, *overrides: str) -> dict[int, dict[str, float]]:
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with build(ppo_config(model, run, *GRPO, *overrides)) as trainer:
+        trainer.fit()
+    return read_metrics(run / "metrics.jsonl")
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each of the actor's passes for log-probs."""
+    seen: list[int] = []
+    real = ActorGroup.log_probs
+
+    def counted(self: ActorGroup, batch: DataProto, **asked: bool) -> DataProto:
+        seen.append(len(batch))
+        return real(self, batch, **asked)
+
+    monkeypatch.setattr(ActorGroup, "log_probs", counted)
+    return seen
+
+
+def test_three_steps_without_a_pass_and_without_a_difference(model: Path, tmp_path: Path, passes: list[int]) -> None:
+    lines = train(model, tmp_path / "run", f"{ROLLOUT}.exact=auto", f"{ROLLOUT}.exact_check_rows=3")
+    assert sorted(lines) == [1, 2, 3]
+    for line in lines.values():
+        assert line[APART] == 0.0 and line[TAKEN] == 1.0
+        assert line[CHECKED] == 4 + 3  # the first mini-batch, and three of the other
+        assert line["actor/entropy"] > 0 and line["actor/num_updates"] == 2
+    assert passes == [3, 3, 3]
+
+
+def test_with_one_mini_batch_the_ratio_is_exactly_one(model: Path, tmp_path: Path, passes: list[int]) -> None:
+    for line in train(model, tmp_path / "run", f"{ROLLOUT}.exact=true", "actor_rollout_ref.actor.ppo_mini_batch_size=4").values():
+        assert line["actor/ppo_kl"] == 0.0 and line["actor/pg_clipfrac"] == 0.0 and line[CHECKED] == 8
+    assert passes == []
+
+
+@pytest.mark.parametrize("overrides", [(), ("trainer.critic_warmup=2",)], ids=["in_the_update", "without_an_update"])
+def test_one_flipped_bit_in_the_weights_that_generate_stops_the_run(model: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run = tmp_path / "run"
+    with build(ppo_config(model, run, *GRPO, f"{ROLLOUT}.exact=true", *overrides)) as trainer:
+        before = {name: value.clone() for name, value in actor_module(trainer).state_dict().items()}
+        worker: Any = trainer.state.roles.actor.backend.worker("rollout")  # type: ignore[attr-defined]
+        policy: PolicyModel = deepcopy(worker.engine.policy)
+        flipped = policy.hf.get_submodule("model.layers.0.mlp.down_proj").get_parameter("weight")
+        flipped.detach().view(torch.int32)[3, 5] ^= (
+            1 << 20
+        )  # the lowest ones are rounded away here
+        worker.engine = NativeEngine(policy, eos_token_ids=worker.engine.eos_token_ids)
+        with pytest.raises(TrainingError, match=r"exact mode, step 1: row \d+ of prompt \S+, response token \d+ has log-prob -\d"):
+            trainer.fit()
+        after = actor_module(trainer).state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items()), "nothing was learned from it"
+
+
+def test_a_run_that_cannot_be_exact_says_why_once_or_is_refused(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    long = ("data.max_response_length=300", "trainer.total_training_steps=1")
+    with caplog.at_level(logging.INFO), build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=auto", *long)) as trainer:
+        assert actor_module(trainer).exact is None
+    assert [record.message for record in caplog.records if "fast mode" in record.message] == [
+        "fast mode: data.max_prompt_length + max_response_length = 332 tokens, and actor_rollout_ref.rollout.exact=auto takes up to 256, "
+        "beyond which it costs more than it saves"
+    ]
+    half = ("actor_rollout_ref.model.dtype=bfloat16", f"{ROLLOUT}.exact=true")
+    with (
+        pytest.raises(ConfigError, match="exact=true cannot hold: the model computes in bfloat16"),
+        build(ppo_config(model, tmp_path / "other", *GRPO, *half)),
+    ):
+        pass
+
+
+def test_an_estimator_that_needs_the_pass_keeps_it(model: Path, tmp_path: Path, passes: list[int]) -> None:
+    line = train(
+        model,
+        tmp_path / "run",
+        "algorithm.adv_estimator=optimal_token_baseline",
+        "trainer.total_training_steps=1",
+        f"{ROLLOUT}.exact=true",
+    )[1]
+    assert passes == [8] and line[APART] == 0.0 and TAKEN not in line
+
+
+def test_fast_mode_saves_the_pass_where_the_rows_it_checks_are_close(model: Path, tmp_path: Path, passes: list[int]) -> None:
+    rows = f"{ROLLOUT}.exact_check_rows=2"
+    close = train(model, tmp_path / "a" / "run", f"{ROLLOUT}.reuse_log_probs_within=1e-3", rows)
+    assert passes == [2, 2, 2] and all(line[TAKEN] == 1.0 and 0 < line[APART] < 1e-3 for line in close.values())
+    passes.clear()
+    strict = train(model, tmp_path / "b" / "run", f"{ROLLOUT}.reuse_log_probs_within=0", rows, "trainer.total_training_steps=1")
+    assert passes == [2, 8] and strict[1][TAKEN] == 0.0 and strict[1][APART] > 0

@@ -144,7 +144,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         tensor_parallel=yes(f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does"),
         lora=yes(f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does"),
         quantization=no("it generates with the module that trains, in its dtype"),
-        exact=unshown("on CPU in float32"),
+        exact=yes("unit/models/test_exact_mode.py::test_generation_and_training_agree_to_the_bit", "on CPU in float32"),
         prefix_reuse=yes("unit/rollout/test_native_session.py::test_prompts_share_the_keys_of_what_they_begin_with"),
         cpu=yes(SHOWN_BY["greedy_parity"]),
         any_architecture=no("the layers must let their attention be chosen: set rollout.name=hf"),
@@ -162,7 +162,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         any_architecture=yes(f"{_HF}::test_models_that_our_attention_refuses", "to generate, from Python: training refuses them"),
     ),
     "vllm": _column(
-        dies=yes("unit/rollout/test_vllm_engine.py::test_an_engine_that_dies_leaves_what_was_finished_and_an_error_that_names_it"),
+        dies=yes("vllm/test_vllm_engines.py::test_a_killed_server_is_named_and_finished_rows_are_kept"),
         shared_weights=no("it has weights of its own, which are pushed before each step"),
         sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
         tensor_parallel=unshown("vLLM's own; needs several GPUs"),

@@ -70,9 +70,8 @@ def test_texts_and_tokens_stop(engine: VLLMEngine) -> None:
 
 def test_abort_gives_what_there_is(engine: VLLMEngine) -> None:
     engine.update_weights(weights(tiny(1)), 5)
-    first, *others = requests_for(PROMPTS[:8], max_tokens=2, ignore_eos=True)
+    first = requests_for(PROMPTS[:1], max_tokens=1)[0]
     longer = requests_for(PROMPTS[:8], max_tokens=80, ignore_eos=True)[1:]
-    assert len(others) == len(longer)
     running = engine.generate([first, *longer])
     assert next(running).request_id == 0
     partial = engine.abort([3, 4])

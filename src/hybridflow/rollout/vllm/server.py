@@ -94,12 +94,14 @@ class Server:
                 break
             except queue.Empty:
                 self._alive()
-        while not self._pieces.empty():
-            found.append(self._pieces.get())
-        for each in found:
-            if isinstance(each, ServerGone):
-                raise self._died(str(each))
-        return [each for each in found if isinstance(each, Piece)]
+        found += [self._pieces.get() for _ in range(self._pieces.qsize())]  # and not until it is empty: more may come all the time
+        pieces = [each for each in found if isinstance(each, Piece)]
+        gone = [each for each in found if isinstance(each, ServerGone)]
+        if gone and not pieces:
+            raise self._died(str(gone[0]))
+        if gone:
+            self._pieces.put(gone[0])  # what came before it is not lost
+        return pieces
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Hang up on these."""

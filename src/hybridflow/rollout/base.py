@@ -110,7 +110,8 @@ class GenerationOutput:
     token_ids: list[int]
     """Response tokens, the stop token included."""
     log_probs: list[float]
-    """Nats, of the temperature-scaled full distribution: top-k and top-p do not enter, as they do not in training."""
+    """Nats, of the temperature-scaled full distribution of the raw logits, as in training: top_k, top_p, min_p, repetition_penalty,
+    logit_bias and min_tokens change which token is chosen and not its log-prob."""
     finish_reason: FinishReason
     policy_versions: list[int]
     """Version of the weights that sampled each token."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
+from hybridflow.rollout.native.rows import RowTable
 
 FORBIDDEN = -float("inf")
 PARAMS = [
@@ -128,6 +129,27 @@ def test_min_tokens_holds_back_every_end() -> None:
         for output in outputs.values():
             assert not {EOS, *ends} & set(output.token_ids[: sampling.min_tokens])
             assert output.finish_reason == "stop" and output.stop_reason == output.token_ids[-1]
+
+
+def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
+    """Its history, bias and most probable tokens come back with it, to a table whose columns have grown."""
+    logits = 3 * torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(6, repetition_penalty=5.0, logit_bias=((4, 2.0),), top_log_probs=2, min_tokens=2)
+    request = GenerationRequest(0, (7, 8, 9), params, seed=3)
+    outputs = []
+    for aside in (False, True):
+        table = RowTable(0, 0, 0, VOCABULARY, torch.float32, torch.device("cpu"))
+        table.add([request], [(EOS,)])
+        for step in range(5):
+            if aside and step == 2:
+                saved = table.copy_of(0)
+                table.remove([0])
+                other = SamplingParams(40, repetition_penalty=2.0, logit_bias=((5, 1.0), (6, 1.0)), stop_token_ids=(3,))
+                table.add([GenerationRequest(1, (1,) * 9, other, seed=1), request], [(EOS, 3), (EOS,)])
+                table.restore(1, saved)
+            table.choose(table.count - 1, logits[step : step + 1], 0)
+        outputs += table.outputs([table.count - 1], "abort")
+    assert outputs[0] == outputs[1] and len(outputs[0].token_ids) == 5
 
 
 def test_what_ended_a_response() -> None:

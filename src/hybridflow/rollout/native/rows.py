@@ -73,7 +73,8 @@ class RowTable:
         self.stops = column(num_stops).fill_(-1)  # token ids that end the row, filled up with -1
         self.min_tokens = column()
         self.penalty = column(kind=dtype)  # for tokens that are in the prompt or the response
-        self.seen = column(0, kind=torch.bool)  # [vocabulary] once a request has such a penalty: whether the token is
+        self.history = column(0)  # those tokens, once a request has such a penalty
+        self.prompt_length = column()
         self.bias_token = column(0)  # filled up with token 0, whose bias there is 0
         self.bias = column(0, kind=dtype)
         self.tokens = column(width)
@@ -132,6 +133,7 @@ class RowTable:
             column[start:stop] = torch.tensor(values, dtype=column.dtype, device=self.device)
 
         fill(self.length, [len(request.prompt_token_ids) for request in requests])
+        self.prompt_length[start:stop] = self.length[start:stop]
         fill(self.limit, [one.max_tokens for one in params])
         self.stream[start:stop] = stream_keys(torch.tensor([request.seed & SEED_BITS for request in requests], device=self.device))
         fill(self.temperature, [1.0 if one.takes_argmax else one.temperature for one in params])
@@ -158,12 +160,11 @@ class RowTable:
             self.min_tokens[rows] = 0
         self.penalty[rows] = 1
         if plan.any(sampling.REPETITION):
-            self._widen("seen", self.vocabulary)
+            self._widen("history", max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests))
             self.penalty[rows] = torch.tensor([one.repetition_penalty for one in params], dtype=self.penalty.dtype, device=self.device)
-        if self.seen.shape[1]:
-            self.seen[rows] = False
             for row in plan.rows(sampling.REPETITION):
-                self.seen[rows.start + row, torch.tensor(requests[row].prompt_token_ids, device=self.device)] = True
+                prompt = requests[row].prompt_token_ids
+                self.history[rows.start + row, : len(prompt)] = torch.tensor(prompt, device=self.device)
         if plan.any(sampling.LOGIT_BIAS):
             for name in ("bias_token", "bias"):
                 self._widen(name, max(len(one.logit_bias) for one in params))
@@ -187,7 +188,7 @@ class RowTable:
         chosen = sample(logits, plan, settings, edit if plan.any(sampling.EDITS) else None)
         if asking := plan.rows(sampling.TOP_LOG_PROBS):
             self._keep_top(start, asking, logits, settings, chosen)
-        finished = self._record(rows, chosen.tokens, chosen.log_probs, version)
+        finished = self._record(rows, chosen, version, plan)
         if watched := plan.rows(sampling.STOP_TEXTS):
             self._find_texts(start, watched, finished)
         return finished
@@ -198,8 +199,12 @@ class RowTable:
         if plan.any(sampling.LOGIT_BIAS):
             edited.scatter_add_(1, self.bias_token[rows], self.bias[rows])
         if plan.any(sampling.REPETITION):
-            penalty = self.penalty[rows, None]
-            edited = torch.where(self.seen[rows], torch.where(edited > 0, edited / penalty, edited * penalty), edited)
+            known = self.prompt_length[rows] + self.generated[rows]
+            places = torch.arange(self.history.shape[1], device=self.device)
+            # one token several times is set to one value several times
+            tokens = torch.where(places < known[:, None], self.history[rows], self.history[rows, :1])
+            values, penalty = edited.gather(1, tokens), self.penalty[rows, None]
+            edited.scatter_(1, tokens, torch.where(values > 0, values / penalty, values * penalty))
         if plan.any(sampling.MIN_TOKENS):
             stops = self.stops[rows]
             forbidden = (self.generated[rows] < self.min_tokens[rows])[:, None] & (stops >= 0)
@@ -216,8 +221,9 @@ class RowTable:
             pairs = sorted(zip(tokens, log_probs), key=lambda pair: (-pair[1], pair[0]))
             self.top[start + row].append(pairs[:count])
 
-    def _record(self, rows: slice, tokens: Tensor, log_probs: Tensor, version: int) -> Tensor:
+    def _record(self, rows: slice, chosen: Sampled, version: int, plan: SamplingPlan) -> Tensor:
         """Append one token to each of `rows`; [n] bool of those that are finished by it, texts aside."""
+        tokens, log_probs, _ = chosen
         generated = self.generated[rows]
         place = torch.arange(rows.start, rows.stop, device=self.device) * self.width + generated
         self.tokens.view(-1).index_copy_(0, place, tokens)
@@ -225,8 +231,10 @@ class RowTable:
         self.versions.view(-1).index_fill_(0, place, version)
         self.last_token[rows] = tokens
         generated += 1
-        if self.seen.shape[1]:
-            self.seen[rows].scatter_(1, tokens[:, None], True)
+        if plan.any(sampling.REPETITION):
+            asking = torch.tensor(plan.rows(sampling.REPETITION), device=self.device)
+            own = asking + rows.start
+            self.history[own, self.prompt_length[own] + generated[asking] - 1] = tokens[asking]
         stopped = (tokens[:, None] == self.stops[rows]).any(-1)
         return stopped | (generated >= self.limit[rows]) | ~log_probs.isfinite()
 

@@ -177,7 +177,6 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
     "sglang": dict.fromkeys(FEATURES, _UNRUN),
     "openai": _column(
         dies=yes(f"{_OPENAI}::test_what_may_pass_is_tried_again_and_what_not_is_told", "tried again until the deadline"),
-        top_log_probs=yes(f"{_OPENAI}::test_all_sampling_parameters_have_their_fields", "where tokens are named by id: vLLM"),
         abort_partials=no("closing the connection loses what the server had so far"),
         weight_updates=_NOT_WEIGHTS,
         dropped_push=_NOT_WEIGHTS,

@@ -1,6 +1,8 @@
 """`hybridflow serve` under 1,000 requests at once: all answered or cancelled, no row left behind, memory flat.
 
-    python benchmarks/serve_load.py [--requests 1000] [--waves 10] [--cache-mib 48]         (a few minutes on 2 cores; needs the extras `serve` and `bench`)
+    python benchmarks/serve_load.py [--requests 1000] [--waves 10] [--cache-mib 48]
+
+About five minutes on 2 cores; needs the extras `serve` and `bench`.
 
 A tiny random model of 0.4 M parameters is served by a process of its own, as users start it. Each wave sends its requests at once: half of
 them streams, with different stop conditions (texts, token ids, length, several responses); a third goes away at a random time; some are
@@ -57,8 +59,8 @@ parameters, up to 64 tokens a response. Wanted: all answered or cancelled, none 
 |---|---|---|---|---|---|---|---|---|---|---|---|
 {table}
 
-Keys and values have {cache_mib} MiB, which earlier responses fill: they are kept for prompts that begin like them. Over the last {last} waves
-the server's memory changed by {growth:+.1f} MiB.
+Keys and values have {cache_mib} MiB, which earlier responses fill: they are kept for prompts that begin like them. Over the last
+{last} waves the server's memory changed by {growth:+.1f} MiB.
 """
 
 

@@ -85,6 +85,17 @@ def test_log_probs_name_tokens_and_their_rivals(served: Served) -> None:
     assert all([rival.token for rival in entry.top_logprobs] == [entry.token] for entry in listed)
 
 
+def test_tokens_can_be_named_by_their_ids(served: Served) -> None:
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = served.openai.completions.create(model="tiny", prompt="ab", logprobs=2, max_tokens=4, extra_body=extra).choices[0]
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in ids("hell")] and choice.text == "hell"
+    assert [len(place) for place in choice.logprobs.top_logprobs] == [2] * 4
+    listed = (
+        served.openai.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, extra_body=extra).choices[0].logprobs.content
+    )
+    assert (listed[0].token, bytes(listed[0].bytes)) == (f"token_id:{ids('h')[0]}", b"h")
+
+
 def test_completions_of_texts_and_token_ids(served: Served) -> None:
     ask = served.openai.completions.create
     answer = ask(model="tiny", prompt=["ab", "cd"], n=2, max_tokens=4, echo=True)

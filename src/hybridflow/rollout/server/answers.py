@@ -11,7 +11,7 @@ from uuid import uuid4
 from hybridflow.rollout.server.job import Job, ServedModel
 from hybridflow.rollout.server.log_probs import chat_log_probs, completion_log_probs
 from hybridflow.rollout.server.reading import Piece
-from hybridflow.rollout.server.text import TokenNames
+from hybridflow.rollout.server.text import NumberedNames, TokenNames
 from hybridflow.tools.parsers import ToolCall
 
 
@@ -36,6 +36,8 @@ class _Writer:
     _head: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.job.names_are_ids:
+            self.names = NumberedNames(self.model.tokenizer)
         self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": self.model.name}
 
     prefix = ""

@@ -54,6 +54,8 @@ class Job:
     include_usage: bool
     log_probs: bool
     return_token_ids: bool
+    names_are_ids: bool
+    """In lists of log-probs."""
     skip_special_tokens: bool
     sticky: Hashable | None
     echo: list[str] = field(default_factory=list)
@@ -165,6 +167,7 @@ def _job(body: SamplingBody, prompts: list[list[int]], sampling: list[SamplingPa
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         return_token_ids=body.return_token_ids,
+        names_are_ids=body.return_tokens_as_token_ids,
         skip_special_tokens=body.skip_special_tokens,
         sticky=body.prompt_cache_key or body.user,
         **more,

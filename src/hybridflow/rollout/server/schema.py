@@ -41,6 +41,8 @@ class SamplingBody(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Lists of log-probs name tokens `token_id:NUMBER`: no two tokens have one name."""
     skip_special_tokens: bool = True
     prompt_cache_key: str | None = None
     """Requests of one key go to one replica."""

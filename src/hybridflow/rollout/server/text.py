@@ -109,7 +109,15 @@ class TokenNames:
         written = str(self._tokenizer.convert_ids_to_tokens(token_id))
         if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
             return [int(written[3:5], 16)]
-        return list(self.text(token_id).encode())
+        return list(TokenNames.text(self, token_id).encode())
+
+
+class NumberedNames(TokenNames):
+    """Tokens by their ids, in the form that vLLM has: texts of two tokens can be the same."""
+
+    def text(self, token_id: int) -> str:
+        """`token_id:NUMBER`."""
+        return f"token_id:{token_id}"
 
 
 def _decoder_of(tokenizer: Tokenizer) -> str:

@@ -127,7 +127,7 @@ class RolloutConfig:
     max_model_len: int | None = key(None, "vllm: longest prompt + response; null: max_prompt_length + max_response_length", minimum=1)
     enforce_eager: bool | None = key(None, "vllm: neither compile nor capture graphs; null: only on CPU")
     enable_chunked_prefill: bool = key(True, "vllm: long prompts in parts, beside decoding rows")
-    enable_prefix_caching: bool = key(True, "vllm: prompts that begin alike share their cache")
+    enable_prefix_caching: bool = key(True, "prompts that begin alike share their keys and values")
     free_cache_engine: bool = key(True, "vllm: give its memory back while the actor trains")
     load_format: str = key("dummy", "vllm: weights before the first push; dummy: none, auto: those of the model's folder")
     quantization: str | None = key(None, "vllm: generate with quantised weights, for example fp8")

@@ -34,6 +34,7 @@ def build_rollout_engine(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             gpu_memory_utilization=config.gpu_memory_utilization,
+            enable_prefix_caching=config.enable_prefix_caching,
             source=source,
             replica=replica,
             decode=decode,

@@ -336,7 +336,7 @@ class Generation:
         count = self.rows.count
         lengths = self.rows.length[:count]
         layout = SlotLayout(self.cache, lengths, self._longest)
-        hidden = self.policy.hidden(self.rows.last_token[:count, None], lengths[:, None], layout)[:, 0]
+        hidden = self.policy.decode(self.rows.last_token[:count, None], lengths[:, None], layout)[:, 0]
         lengths += 1
         self._longest += 1
         self.stats.decode_steps += 1

@@ -138,12 +138,14 @@ def test_a_full_queue_says_so() -> None:
 
 
 def test_clients_that_go_away_free_their_rows() -> None:
-    with serve_script(endless, seconds=0.002) as server:
+    with serve_script(endless, seconds=0.02) as server:  # 400 tokens would take 8 s
         with server.http.stream("POST", PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400, "stream": True}) as running:
-            next(running.iter_raw())
+            chunks = running.iter_raw()
+            next(chunks)
             assert server.service.open_choices == 3
+        server.wait_idle()
         with pytest.raises(httpx.ReadTimeout):
-            server.http.post(PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400}, timeout=0.1)
+            server.http.post(PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400}, timeout=1)
         server.wait_idle()
         assert server.sessions[0].steps < 350 and server.service.metrics.cancelled == 2
 

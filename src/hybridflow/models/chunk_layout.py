@@ -33,7 +33,7 @@ class _Bucket:
 
 
 class ChunkLayout:
-    """Pieces of rows packed one after the other [1, N]; piece i is lengths[i] tokens that stand behind starts[i] cached ones of slots[i]."""
+    """Pieces of rows, packed one after the other [1, N]; piece i is lengths[i] tokens behind the starts[i] cached ones of slots[i]."""
 
     exact: Kernel | None = None
     """Attends instead of the device's own kernels; set in exact mode."""

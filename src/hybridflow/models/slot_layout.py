@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from hybridflow.models.attention import Kernel, Scores, masked_attention
 from hybridflow.models.kv_cache import Places, SlotCache
 
-
 WHOLE = 2
 """Up to so many times the keys in use, all keys of the slots are attended to on a CPU: a batched product over whole slots, which lie one
 behind the other, is about three times as fast for each key as one over their beginnings, which MKL does not take."""

@@ -73,9 +73,7 @@ def test_one_flipped_bit_in_the_weights_that_generate_stops_the_run(model: Path,
         worker: Any = trainer.state.roles.actor.backend.worker("rollout")  # type: ignore[attr-defined]
         policy: PolicyModel = deepcopy(worker.engine.policy)
         flipped = policy.hf.get_submodule("model.layers.0.mlp.down_proj").get_parameter("weight")
-        flipped.detach().view(torch.int32)[3, 5] ^= (
-            1 << 20
-        )  # the lowest ones are rounded away here
+        flipped.detach().view(torch.int32)[3, 5] ^= 1 << 20  # the lowest ones are rounded away here
         worker.engine = NativeEngine(policy, eos_token_ids=worker.engine.eos_token_ids)
         with pytest.raises(TrainingError, match=r"exact mode, step 1: row \d+ of prompt \S+, response token \d+ has log-prob -\d"):
             trainer.fit()

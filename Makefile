@@ -37,7 +37,7 @@ test-slow: setup  ## the end-to-end runs that are too long for a working day; CI
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadgroup || [ $$? -eq 5 ]  # 5: none is marked slow
 
 test-vllm: .venv-vllm/.ready  ## vLLM itself, in an environment of its own (3 GB, made once): its tests and the conformance suite
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/vllm --timeout 600
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/with_vllm --timeout 600
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HYBRIDFLOW_CONFORMANCE=vllm .venv-vllm/bin/python -m pytest tests/conformance --timeout 600
 
 .venv-vllm/.ready: scripts/setup_vllm.sh pyproject.toml

@@ -238,7 +238,7 @@ def failing(policy: PolicyModel) -> Iterator[None]:
         if next(calls) >= 10:
             raise RuntimeError("a planted failure")
 
-    handle = policy.hf.base_model.register_forward_pre_hook(fail)
+    handle = policy.hf.get_input_embeddings().register_forward_pre_hook(fail)
     try:
         yield
     finally:

@@ -162,7 +162,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         any_architecture=yes(f"{_HF}::test_models_that_our_attention_refuses", "to generate, from Python: training refuses them"),
     ),
     "vllm": _column(
-        dies=yes("vllm/test_vllm_engines.py::test_a_killed_server_is_named_and_finished_rows_are_kept"),
+        dies=yes("with_vllm/test_vllm_engines.py::test_a_killed_server_is_named_and_finished_rows_are_kept"),
         shared_weights=no("it has weights of its own, which are pushed before each step"),
         sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
         tensor_parallel=unshown("vLLM's own; needs several GPUs"),

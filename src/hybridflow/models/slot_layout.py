@@ -14,10 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from hybridflow.models.attention import Kernel, Scores, masked_attention
 from hybridflow.models.kv_cache import Places, SlotCache
 
-WHOLE = 2
-"""Up to so many times the keys in use, all keys of the slots are attended to on a CPU: a batched product over whole slots, which lie one
-behind the other, is about three times as fast for each key as one over their beginnings, which MKL does not take."""
-
 
 class SlotLayout:
     """Row i of the batch is slot i; its new token stands at position lengths[i] and sees all tokens up to itself."""
@@ -30,8 +26,6 @@ class SlotLayout:
         assert longest < cache.capacity, f"position {longest} is outside of slots of {cache.capacity} tokens"
         self.cache, self.lengths = cache, lengths
         self.num_rows, self.num_keys = lengths.shape[0], longest + 1
-        if lengths.device.type == "cpu" and cache.capacity <= WHOLE * self.num_keys:
-            self.num_keys = cache.capacity
         self.places = Places(torch.arange(self.num_rows, device=lengths.device), lengths)
         self._allowed: dict[int | None, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.errors import RolloutError, install_extra
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.installed import VLLM_MISSING
 from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.vllm.runner import EngineDied, Piece, Submission
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
@@ -25,7 +26,8 @@ class InProcess:
         try:
             import vllm
         except ImportError as error:
-            raise RolloutError(f"actor_rollout_ref.rollout.name=vllm needs vllm, which cannot be imported: {missing(error)}") from error
+            message = f"actor_rollout_ref.rollout.name=vllm needs vllm, which cannot be imported: {error}. {VLLM_MISSING}"
+            raise RolloutError(message) from error
         self._vllm = vllm
         try:
             self._engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments, disable_log_stats=True))
@@ -124,11 +126,6 @@ class InProcess:
     def _died(self, error: Exception) -> EngineDied:
         self._death = f"{type(error).__name__}: {_first_lines(error)}"
         return EngineDied(f"{self.name} died: {self._death}")
-
-
-def missing(error: ImportError) -> str:
-    """What to do where vllm cannot be imported."""
-    return f"{error}. {install_extra('vllm')} on CUDA, scripts/setup_vllm.sh on CPU, or set rollout.server.python or rollout.server.address"
 
 
 def _numbered(bias: dict[str, float] | None) -> dict[int, float] | None:

@@ -18,6 +18,8 @@ from hybridflow.rollout.server.service import Service
 logger = logging.getLogger(__name__)
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+BACKLOG = 2048
+"""Connections that may wait to be taken; from the moment the address is told, none is refused."""
 SHORTEST_TOKEN = 16
 """Characters of a token that guards a server on a network."""
 
@@ -41,12 +43,13 @@ def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tup
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError where the address is taken or is none of this machine's."""
+    """A socket that takes connections, answered once the server runs; ConfigError where the address is taken or is none of this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}. Give another --port (0: any free one) or --host"

@@ -43,7 +43,7 @@ def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tup
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections, answered once the server runs; ConfigError where the address is taken or is none of this machine's."""
+    """A socket that takes connections, answered once the server runs; ConfigError where the address is taken or not this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

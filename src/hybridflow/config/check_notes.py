@@ -135,7 +135,12 @@ def _all_known(config: PPOConfig) -> bool:
 def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Switches, and the keys of what they leave off."""
     algorithm, actor, facts = config.algorithm, config.actor_rollout_ref.actor, estimator_facts(config)
-    kwargs = config.reward.reward_kwargs
+    kwargs, within = config.reward.reward_kwargs, config.actor_rollout_ref.rollout.reuse_log_probs_within
+    if within is not None and algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"actor_rollout_ref.rollout.reuse_log_probs_within={within} is not read with algorithm.rollout_correction.bypass_mode=true, "
+            "which always takes the rollout's log-probs"
+        )
     if not algorithm.filter_groups.enable:
         for path in ("algorithm.filter_groups", "data.gen_batch_size"):
             if is_given(path, given - {"algorithm.filter_groups.enable"}):

@@ -14,7 +14,6 @@ VLLM_KEYS = (
     "max_model_len",
     "enforce_eager",
     "enable_chunked_prefill",
-    "enable_prefix_caching",
     "free_cache_engine",
     "load_format",
     "update_weights_bucket_megabytes",
@@ -42,7 +41,8 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """What is set and means less than it seems."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
-        odd = [f"{ROLLOUT}.{name}" for name in VLLM_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
+        unread = VLLM_KEYS if rollout.name == "native" else (*VLLM_KEYS, "enable_prefix_caching")
+        odd = [f"{ROLLOUT}.{name}" for name in unread if is_given(f"{ROLLOUT}.{name}", given)]
         if odd:
             yield f"{', '.join(odd)}: settings of a separate engine; {ROLLOUT}.name={rollout.name} needs none"
     if rollout.name == "vllm" and rollout.quantization:

@@ -120,7 +120,8 @@ def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:
     if left:
         told = ", ".join(f"{key}={type(value).__name__}" for key, value in left.items())
         raise ModelError(
-            f"{name} passes to attention what is not implemented here ({told}); dropping it would change its log-probs. Use rollout.name=hf"
+            f"{name} passes to attention what is not implemented here ({told}); dropping it would change its log-probs: "
+            "this model cannot be trained"
         )
 
 

@@ -39,5 +39,7 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
     assert native.config.actor_rollout_ref.rollout.max_model_len is None
     (note,) = [note for note in native.notes if "needs none" in note]
     assert f"{ROLLOUT}.enforce_eager" in note and f"{ROLLOUT}.engine_kwargs" in note
+    read = prepare_config(PPOConfig, [*base, f"{ROLLOUT}.enable_prefix_caching=false"])
+    assert not any("enable_prefix_caching" in note for note in read.notes)  # by the native engine too
     rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
     assert any("rounded weights" in note for note in rounded.notes)

@@ -14,6 +14,8 @@ Decode = Callable[[Sequence[int]], str]
 CUT = "\ufffd"
 MARGIN = 4
 """Characters at the start of a piece of text that may be wrong: the tokens before it hold the rest of a character, or a space."""
+MAX_REMEMBERED = 1024
+"""Sets of stop texts, of a server's clients, about which what was learned is kept."""
 
 
 class StopTexts:
@@ -26,6 +28,8 @@ class StopTexts:
 
     def may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
         """Whether a response that ends with `token` needs a look: no text of `stop` can end in it where this is False."""
+        if stop not in self._suspects and len(self._suspects) >= MAX_REMEMBERED:
+            self._suspects.clear()
         known = self._suspects.setdefault(stop, {})
         if token not in known:
             text = self._texts.get(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,8 +31,8 @@ class ToolParser(Protocol):
         ...
 
 
-class TaggedParser:
-    """Calls between two tags; `read` makes calls of what stands between them, or None where it is none."""
+class TaggedParser(ABC):
+    """Calls between two tags."""
 
     start: str
     stop: str
@@ -39,8 +40,9 @@ class TaggedParser:
     def __init__(self) -> None:
         self._held = ""
 
+    @abstractmethod
     def read(self, body: str) -> list[ToolCall] | None:
-        raise NotImplementedError(type(self).__name__)
+        """The calls that stand between the tags, None where there is none."""
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Plain text at once, calls once their closing tag is there."""

@@ -8,8 +8,10 @@ All of it is valid for one state of the weights, and dropped with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from torch import Tensor
 
@@ -18,7 +20,10 @@ from hybridflow.models.kv_cache import SlotCopy
 LEAST = 16
 """Fewer common tokens are computed again: a copy would hardly be cheaper."""
 MOST_COMPARED = 64
-"""Of the prefixes that begin with the same LEAST tokens, so many of the newest are compared with a prompt."""
+"""Of the prefixes that share as many blocks of LEAST tokens with a prompt, so many of the newest are compared with it."""
+MOST_KEPT = 1024
+"""So many prefixes are kept at once, whatever the memory: more would seldom be asked for again, and a small model's share of the memory
+holds millions of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +52,19 @@ class Kept:
 
 
 class PrefixStore:
-    """Kept prefixes, the least recently used first; counts tokens, for the bound that they share with the slots."""
+    """Kept prefixes, the least recently used first; counts tokens, for the bound that they share with the slots.
 
-    def __init__(self, *, reuse: bool) -> None:
-        """`reuse`: prompts may share a part; else only requests of one prompt share it, whole."""
-        self.reuse = reuse
+    A look-up takes as long as the prompt, whatever the number of prefixes: each is listed under every whole block of LEAST tokens that it
+    begins with, so the blocks of a prompt lead to those that share most of it.
+    """
+
+    def __init__(self, *, reuse: bool, most: int = MOST_KEPT) -> None:
+        """`reuse`: prompts may share a part; else only requests of one prompt share it, whole. `most`: prefixes kept at once."""
+        self.reuse, self.most = reuse, most
         self.num_tokens = 0
         self._kept: dict[tuple[int, ...], Kept] = {}
+        self._by_blocks: dict[int, dict[Kept, None]] = {}
+        self._ends: Counter[int] = Counter()  # of each list of blocks, how many prefixes have no further block
 
     def holds(self, prompt: tuple[int, ...]) -> bool:
         """Whether nothing of this prompt is left to compute."""
@@ -61,14 +72,20 @@ class PrefixStore:
 
     def keep(self, tokens: tuple[int, ...], copy: SlotCopy, state: Tensor | None = None, *, pinned: bool = False) -> None:
         """Keep these tokens; a kept prefix that is the beginning of them is no longer needed."""
-        for other in [other for other in self._kept if other == tokens[: len(other)] and not self._kept[other].pinned]:
-            self._drop(other)
+        blocks = _blocks(tokens)
+        for kept in self._beginnings(tokens, blocks):
+            if not kept.pinned:
+                self._drop(kept)
         if tokens in self._kept:
             if state is None:  # what is there says as much
                 return
-            self._drop(tokens)
-        self._kept[tokens] = Kept(tokens, copy, state, pinned)
+            self._drop(self._kept[tokens])
+        new = self._kept[tokens] = Kept(tokens, copy, state, pinned)
         self.num_tokens += len(tokens)
+        for block in blocks:
+            self._by_blocks.setdefault(block, {})[new] = None
+        self._ends[blocks[-1] if blocks else 0] += 1
+        self._shrink_to(self.num_tokens, self.most, pinned=(False,))
 
     def release(self, tokens: tuple[int, ...]) -> None:
         """No request of this prompt waits any longer; it stays only where prompts may share a part."""
@@ -76,7 +93,7 @@ class PrefixStore:
         if kept is not None:
             kept.pinned = False
             if not self.reuse:
-                self._drop(tokens)
+                self._drop(kept)
 
     def find(self, prompt: tuple[int, ...], running: Mapping[tuple[int, ...], int]) -> Prefix | None:
         """The longest beginning of `prompt` that is at hand: kept, or the prompt of a `running` row, by its slot.
@@ -95,7 +112,7 @@ class PrefixStore:
             length = min(common_length(prompt, tokens), len(prompt) - 1)
             if best is None or length > best.length:
                 best = Prefix(length, slot=running[tokens])
-        for kept in [kept for kept in self._kept.values() if kept.tokens[:LEAST] == begin][-MOST_COMPARED:]:
+        for kept in self._nearest(prompt):
             length = min(common_length(prompt, kept.tokens), len(prompt) - 1)
             if best is None or length > best.length:
                 best = Prefix(length, kept=kept)
@@ -107,20 +124,65 @@ class PrefixStore:
 
     def shrink(self, num_tokens: int) -> None:
         """Drop until at most so many tokens are kept, the least recently used first and those that are waited for last."""
-        for pinned in (False, True):
-            for tokens in [tokens for tokens, kept in self._kept.items() if kept.pinned == pinned]:
-                if self.num_tokens <= num_tokens:
-                    return
-                self._drop(tokens)
+        self._shrink_to(num_tokens, len(self._kept), pinned=(False, True))
 
     def clear(self) -> None:
         """Drop all."""
         self._kept.clear()
+        self._by_blocks.clear()
+        self._ends.clear()
         self.num_tokens = 0
 
-    def _drop(self, tokens: tuple[int, ...]) -> None:
-        del self._kept[tokens]
-        self.num_tokens -= len(tokens)
+    def _shrink_to(self, num_tokens: int, most: int, *, pinned: Sequence[bool]) -> None:
+        for kind in pinned:
+            tokens, number, going = self.num_tokens, len(self._kept), []
+            for kept in self._kept.values():
+                if tokens <= num_tokens and number <= most:
+                    break
+                if kept.pinned == kind:
+                    going.append(kept)
+                    tokens -= len(kept.tokens)
+                    number -= 1
+            for kept in going:
+                self._drop(kept)
+
+    def _nearest(self, prompt: tuple[int, ...]) -> list[Kept]:
+        """Some of the newest of those that share most whole blocks with the prompt."""
+        nearest: dict[Kept, None] = {}
+        for block in _blocks(prompt):
+            if block not in self._by_blocks:
+                break
+            nearest = self._by_blocks[block]
+        return list(islice(reversed(nearest), MOST_COMPARED))
+
+    def _beginnings(self, tokens: tuple[int, ...], blocks: Sequence[int]) -> list[Kept]:
+        """Kept prefixes that `tokens` begin with, themselves aside."""
+        found = []
+        for number, block in enumerate((0, *blocks)):
+            if self._ends[block]:
+                lengths = range(number * LEAST, min(len(tokens), (number + 1) * LEAST))
+                found += [self._kept[tokens[:length]] for length in lengths if tokens[:length] in self._kept]
+        return found
+
+    def _drop(self, kept: Kept) -> None:
+        del self._kept[kept.tokens]
+        self.num_tokens -= len(kept.tokens)
+        blocks = _blocks(kept.tokens)
+        self._ends[blocks[-1] if blocks else 0] -= 1
+        for block in blocks:
+            listed = self._by_blocks[block]
+            del listed[kept]
+            if not listed:
+                del self._by_blocks[block], self._ends[block]
+
+
+def _blocks(tokens: tuple[int, ...]) -> list[int]:
+    """A number for each beginning of whole blocks, the shortest first; equal beginnings have equal numbers."""
+    numbers, number = [], 0
+    for start in range(0, len(tokens) - LEAST + 1, LEAST):
+        number = hash((number, tokens[start : start + LEAST]))
+        numbers.append(number)
+    return numbers
 
 
 def common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:

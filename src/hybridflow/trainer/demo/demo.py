@@ -54,7 +54,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     logger.info("a model of its own: Llama architecture, 0.4 M parameters, random weights, in %s", model)
     warm = warm_up(model, options.folder / "sft", seed=options.seed, options=WarmUpOptions(options.sft_accuracy))
     logger.info("warm-up done in %.0f s (%d steps); reinforcement learning starts", warm.seconds, warm.steps)
-    before, after, trained = _reinforce(options, warm.model, folder)
+    before, after, trained = reinforce(options, warm.model, folder)
     summary = {
         "algorithm": options.algorithm,
         "seed": options.seed,
@@ -76,10 +76,10 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     return summary
 
 
-def _reinforce(
+def reinforce(
     options: DemoOptions, model: Path, folder: RunFolder
 ) -> tuple[tuple[Evaluation, Evaluation], tuple[Evaluation, Evaluation], float]:
-    """RL from the warm model; gives (greedy, sampled) before and after, and the seconds of training."""
+    """RL from the warm model in the folder `model`; gives (greedy, sampled) before and after, and the seconds of training."""
     overrides = [
         f"actor_rollout_ref.model.path='{model}'",
         f"trainer.default_local_dir='{folder.path}'",

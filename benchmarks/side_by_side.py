@@ -1,0 +1,226 @@
+"""What the benchmarks share: the model, the lengths, sides in processes of their own that are asked in turn, and how a result is written.
+
+parent ──asks side A, side B, side A, …──► a process each, idle between two questions ──answers (seconds, …)──► medians, table, page
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PROMPT, GROUP, MAX_TOKENS = 15, 8, 64
+SIZES = {"vocab_size": 262, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+LENGTHS = {"uniform": (MAX_TOKENS, 0.0), "life": (0.4 * MAX_TOKENS, 0.7)}
+RESULTS = Path(__file__).parent / "results"
+MARK = "@@ "
+PAD, END = 0, 1
+
+
+def lengths_of(rows: int, pattern: str) -> list[int]:
+    """Response lengths of a pattern, always the same ones: `uniform` all at the maximum, `life` log-normal with mean 0.4 of it."""
+    mean, sigma = LENGTHS[pattern]
+    draw = random.Random(rows)
+    return [min(MAX_TOKENS, max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))) for _ in range(rows)]
+
+
+def make_model(folder: Path, *, end: int | None = None, **sizes: int) -> int:
+    """Write a Qwen 2 model with random weights, 4.3 M parameters unless `sizes` say otherwise; gives their number."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    wanted = {**SIZES, **sizes}
+    wanted.setdefault("num_key_value_heads", wanted["num_attention_heads"])
+    config = Qwen2Config(**wanted, max_position_embeddings=1024, tie_word_embeddings=True, pad_token_id=PAD, eos_token_id=end)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(pad_token_id=PAD, eos_token_id=end)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def characters() -> list[str]:
+    """260 letters, one token each."""
+    return [chr(code) for code in range(0x4E00, 0x4E00 + SIZES["vocab_size"] - 2)]
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of 262 tokens, one a letter. Beside the model, not in its folder: transformers overrules it in one of Qwen 2."""
+    from tokenizers import Regex, Tokenizer, decoders
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(("<pad>", "<end>", *characters()))}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", clean_up_tokenization_spaces=False, padding_side="left"
+    )
+    made.save_pretrained(folder)
+
+
+def make_prompts(count: int) -> list[str]:
+    """Texts of PROMPT tokens."""
+    draw = random.Random(0)
+    return ["".join(draw.choices(characters(), k=PROMPT)) for _ in range(count)]
+
+
+class Side:
+    """A process that is asked by a line of JSON and answers with one; between two questions it does nothing."""
+
+    first: Mapping[str, Any]
+    """What it said when it was ready."""
+
+    def __init__(self, command: Sequence[str], threads: int, **environment: str) -> None:
+        own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.process = subprocess.Popen(
+            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **own, **environment}
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer; RuntimeError if the process ends instead."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                found: dict[str, Any] = json.loads(line[len(MARK) :])
+                return found
+        raise RuntimeError(f"{' '.join(map(str, self.process.args))} ended with status {self.process.wait()}")
+
+    def ask(self, question: Any = None) -> dict[str, Any]:
+        """One question, one answer."""
+        assert self.process.stdin is not None
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def close(self) -> None:
+        """End the process by ending its input."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        for _ in self.process.stdout:  # whatever it still says, so that it is not stopped by a full pipe
+            pass
+        self.process.wait(timeout=120)
+
+
+@contextmanager
+def open_sides(commands: Mapping[str, Sequence[str]], threads: int) -> Iterator[dict[str, Side]]:
+    """A side for each command, one after the other ready to be asked."""
+    sides: dict[str, Side] = {}
+    try:
+        for name, command in commands.items():
+            sides[name] = Side(command, threads)
+            sides[name].first = sides[name].answer()
+        yield sides
+    finally:
+        for side in sides.values():
+            side.close()
+
+
+def own_command(file: str, *arguments: object) -> list[str]:
+    """A side that is a part of the script `file`."""
+    return [sys.executable, file, *map(str, arguments)]
+
+
+def say(answer: Mapping[str, Any]) -> None:
+    """In a side: an answer."""
+    print(MARK + json.dumps(answer), flush=True)
+
+
+def next_question() -> Any:
+    """In a side: the next question; ends the process where there is none."""
+    line = sys.stdin.readline()
+    if not line:
+        sys.stdout.flush()
+        os._exit(0)
+    return json.loads(line)
+
+
+def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int) -> dict[str, list[Any]]:
+    """What each way gives in `rounds` rounds after `warm_up` ones, in an order that turns."""
+    names, found = list(ways), {name: list[Any]() for name in ways}
+    for turn in range(warm_up + rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            given = ways[name]()
+            if turn >= warm_up:
+                found[name].append(given)
+    return found
+
+
+def memory() -> dict[str, float]:
+    """MiB of this process: resident now, and at its peak since the start or since `forget_peak`."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {"now": int(lines["VmRSS"].split()[0]) / 1024, "peak": int(lines["VmHWM"].split()[0]) / 1024}
+
+
+def forget_peak() -> None:
+    """Let the peak of this process begin anew, so that what importing took is not in it."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """median (smallest–largest)."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}}–{max(values):{form}})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    return "\n".join(map(line, [head, ["---"] * len(head), *rows]))
+
+
+def line(cells: Sequence[object]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def facts(packages: Sequence[str], command: str | None = None) -> dict[str, str]:
+    """Command, date, machine and versions of this run."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    return {
+        "command": command or " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}",
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def write(name: str, result: Mapping[str, Any], title: str, text: str) -> None:
+    """`results/{name}.json` and `.md`; `result` holds the facts, which head the page. Prints the page."""
+    page = f"# {title}\n\n{result['date']} · `{result['command']}` · {result['machine']}\n\nWritten by benchmarks/{name}.py; do not edit. {text}\n"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(page)
+    print(f"\n{page}", flush=True)
+
+
+def numbers(text: str) -> list[int]:
+    """`1,2` as a list, for a parser."""
+    return [int(part) for part in text.split(",")]
+
+
+def arguments(document: str | None, *, rounds: int, quick_rounds: int = 1) -> argparse.ArgumentParser:
+    """A parser with what every benchmark has: threads, rounds, a quick mode that only shows that it runs."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=numbers, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--quick", action="store_const", const=quick_rounds, default=0, help="a dry run: one round, nothing is proved")
+    return parser

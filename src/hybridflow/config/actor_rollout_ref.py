@@ -125,7 +125,10 @@ class RolloutConfig:
     gpu_memory_utilization: float = key(0.5, "share of the device's memory that the KV cache may fill up to", above=0, maximum=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "vllm: dtype in which it computes; auto: the actor's")
     max_model_len: int | None = key(None, "vllm: longest prompt + response; null: max_prompt_length + max_response_length", minimum=1)
-    enforce_eager: bool | None = key(None, "vllm: neither compile nor capture graphs; null: only on CPU")
+    enforce_eager: bool | None = key(None, "true: no CUDA graphs (vllm: nor compilation); null: only on CPU")
+    cudagraph_capture_sizes: list[int] | None = key(
+        None, "native, on CUDA: numbers of rows that decode by CUDA graphs; null: few, up to max_num_seqs"
+    )
     enable_chunked_prefill: bool = key(True, "vllm: long prompts in parts, beside decoding rows")
     enable_prefix_caching: bool = key(True, "prompts that begin alike share their keys and values")
     free_cache_engine: bool = key(True, "vllm: give its memory back while the actor trains")

@@ -12,7 +12,6 @@ from hybridflow.config.root import PPOConfig
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM_KEYS = (
     "max_model_len",
-    "enforce_eager",
     "enable_chunked_prefill",
     "free_cache_engine",
     "load_format",
@@ -21,6 +20,8 @@ VLLM_KEYS = (
     "server",
 )
 """Keys that change nothing of what the native engine gives."""
+NATIVE_KEYS = ("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes")
+"""Keys of the native engine that the hf engine does not read."""
 OURS = ("worker_extension_cls", "logprobs_mode", "generation_config", "seed", "model", "tensor_parallel_size", "enable_sleep_mode")
 """Arguments of vLLM that follow from our own keys or that we rely on."""
 
@@ -28,6 +29,12 @@ OURS = ("worker_extension_cls", "logprobs_mode", "generation_config", "seed", "m
 def rollout_problems(config: PPOConfig) -> Iterator[str]:
     """One line for each problem of the engine that `rollout.name` chooses."""
     rollout = config.actor_rollout_ref.rollout
+    sizes = rollout.cudagraph_capture_sizes
+    if sizes is not None and (not sizes or min(sizes) < 1):
+        yield (
+            f"{ROLLOUT}.cudagraph_capture_sizes={sizes}: wanted numbers of rows, at least 1 each; for no graphs set "
+            f"{ROLLOUT}.enforce_eager=true"
+        )
     if rollout.name == "vllm":
         yield from _vllm(config, rollout)
     elif rollout.dtype not in ("auto", "bfloat16"):
@@ -41,10 +48,15 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """What is set and means less than it seems."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
-        unread = VLLM_KEYS if rollout.name == "native" else (*VLLM_KEYS, "enable_prefix_caching")
+        unread = VLLM_KEYS if rollout.name == "native" else (*VLLM_KEYS, *NATIVE_KEYS)
         odd = [f"{ROLLOUT}.{name}" for name in unread if is_given(f"{ROLLOUT}.{name}", given)]
         if odd:
             yield f"{', '.join(odd)}: settings of a separate engine; {ROLLOUT}.name={rollout.name} needs none"
+    if rollout.name == "vllm" and rollout.cudagraph_capture_sizes is not None:
+        yield (
+            f"{ROLLOUT}.cudagraph_capture_sizes: read by the native engine; with {ROLLOUT}.name=vllm set "
+            f"{ROLLOUT}.engine_kwargs.vllm.compilation_config"
+        )
     if rollout.name == "vllm" and rollout.quantization:
         yield f"{ROLLOUT}.quantization={rollout.quantization}: tokens come from rounded weights; consider algorithm.rollout_correction"
 

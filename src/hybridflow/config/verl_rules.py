@@ -114,7 +114,7 @@ PPO_RULES: tuple[Rule, ...] = (
     ),
     off(ROLLOUT + r"quantization_config_file", "set actor_rollout_ref.rollout.engine_kwargs.vllm, with rollout.name=vllm"),
     Rule(
-        ROLLOUT + r"(cudagraph_capture_sizes|layered_summon|multi_stage_wake_up|disable_log_stats|swap_space"
+        ROLLOUT + r"(layered_summon|multi_stage_wake_up|disable_log_stats|swap_space"
         r"|checkpoint_engine\..+|engine_kwargs\..+)",
         None,
         "a setting of a separate inference server; the native engine needs none",

@@ -35,6 +35,8 @@ def build_rollout_engine(
             max_num_batched_tokens=config.max_num_batched_tokens,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_prefix_caching=config.enable_prefix_caching,
+            enforce_eager=config.enforce_eager,
+            cudagraph_capture_sizes=config.cudagraph_capture_sizes,
             source=source,
             replica=replica,
             decode=decode,

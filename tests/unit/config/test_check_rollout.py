@@ -17,6 +17,7 @@ TWO = "trainer.n_gpus_per_node=2"
     ("overrides", "says"),
     [
         ([f"{ROLLOUT}.dtype=float16"], "set actor_rollout_ref.model.dtype"),
+        ([f"{ROLLOUT}.cudagraph_capture_sizes=[0,8]"], "at least 1 each"),
         ([VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.address=http://a:1"], "leave one of them out"),
         ([VLLM, TWO, f"{ROLLOUT}.server.enable=false"], "leave actor_rollout_ref.rollout.server.enable out"),
         ([VLLM, TWO, f"{ROLLOUT}.server.address=http://a:1"], "names 1 servers, and 2 processes generate"),
@@ -35,11 +36,17 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
     sizes = ["data.max_prompt_length=20", "data.max_response_length=30"]
     config = prepare_config(PPOConfig, [*base, *sizes, VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4"]).config
     assert config.actor_rollout_ref.rollout.max_model_len == 50
-    native = prepare_config(PPOConfig, [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.enforce_eager=true"])
+    native = prepare_config(PPOConfig, [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.load_format=auto"])
     assert native.config.actor_rollout_ref.rollout.max_model_len is None
     (note,) = [note for note in native.notes if "needs none" in note]
-    assert f"{ROLLOUT}.enforce_eager" in note and f"{ROLLOUT}.engine_kwargs" in note
-    read = prepare_config(PPOConfig, [*base, f"{ROLLOUT}.enable_prefix_caching=false"])
-    assert not any("enable_prefix_caching" in note for note in read.notes)  # by the native engine too
+    assert f"{ROLLOUT}.load_format" in note and f"{ROLLOUT}.engine_kwargs" in note
+    both = [f"{ROLLOUT}.enable_prefix_caching=false", f"{ROLLOUT}.enforce_eager=true"]
+    read = prepare_config(PPOConfig, [*base, *both])
+    assert not any("enable_prefix_caching" in note or "enforce_eager" in note for note in read.notes)  # by the native engine too
+    unread = prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *both])
+    assert any("enable_prefix_caching" in note and "enforce_eager" in note for note in unread.notes)
+    sizes = [f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]"]
+    assert prepare_config(PPOConfig, [*base, *sizes]).config.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 8]
+    assert any("compilation_config" in note for note in prepare_config(PPOConfig, [*base, VLLM, *sizes]).notes)
     rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
     assert any("rounded weights" in note for note in rounded.notes)

@@ -21,6 +21,7 @@ from hybridflow.models.kv_cache import LayerShape
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
 from hybridflow.rollout.native.generation import BatchSettings, Generation, Weights
+from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
 from hybridflow.rollout.native.memory import SlotMemory, free_memory
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
@@ -35,6 +36,7 @@ class NativeEngine:
     `enable_prefix_caching`: prompts that begin with the same tokens as another share its keys and values, until the weights change.
     `recompute_on_update`: when weights change while rows run, the keys and values of these rows are computed again; else they stay.
     `decode`: token ids to text, for requests with stop texts; left out, such a request gives an error.
+    `enforce_eager`: no CUDA graphs; `cudagraph_capture_sizes`: numbers of rows to make them for; left out: few, up to `max_num_seqs`.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class NativeEngine:
         source: WeightSource | None = None,
         replica: Replica | None = None,
         decode: Decode | None = None,
+        enforce_eager: bool | None = None,
+        cudagraph_capture_sizes: Sequence[int] | None = None,
     ) -> None:
         self.policy, self.source, self.replica = policy, source, replica or Replica()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
@@ -64,6 +68,9 @@ class NativeEngine:
         self._session: Session | None = None
         self._memory: SlotMemory | None = None
         self._shapes: dict[int, LayerShape] | None = None
+        self.enforce_eager, self.cudagraph_capture_sizes = enforce_eager, cudagraph_capture_sizes
+        self.graphs: GraphDecoder | None = None
+        """Decode steps that are recorded; None before the first use, and where they are not."""
 
     @property
     def policy_version(self) -> int:
@@ -84,6 +91,7 @@ class NativeEngine:
         """Say that the shared weights now have this version; running rows go on under it, with their keys and values or new ones."""
         self._weights_state += int(version != self._version)
         self._version = version
+        self._recheck_graphs()
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -99,6 +107,7 @@ class NativeEngine:
                 raise RolloutError(f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the model: {has}")
             own[name].copy_(weight)
         self._version = version
+        self._recheck_graphs()
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache, and the weights where they have a source; else they stay, at every level. RolloutError while in use."""
@@ -107,6 +116,8 @@ class NativeEngine:
                 "sleep() was called while generate() is running or a session is open: read its outputs to the end or close it first"
             )
         self._asleep, self._memory = True, None
+        if self.graphs is not None:
+            self.graphs.drop()
         if self.source is not None:
             self.source.release()
         if self.policy.device.type == "cuda":
@@ -195,6 +206,13 @@ class NativeEngine:
         if self._memory is None:
             if self._shapes is None:
                 self._shapes = layer_shapes(self.policy)
+                self.graphs = graph_decoder(
+                    self.policy,
+                    max_rows=self.max_num_seqs,
+                    enforce_eager=self.enforce_eager,
+                    sizes=self.cudagraph_capture_sizes,
+                    ranks=self.replica.size,
+                )
             budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.policy.device)))
             self._memory = SlotMemory(self._shapes, budget, self.policy.device)
         return self._memory
@@ -214,14 +232,24 @@ class NativeEngine:
         )
         memory = self._slots()
         generation = Generation(
-            self.policy, memory, settings, weights=lambda: Weights(self._version, self._weights_state), stats=self._stats
+            self.policy,
+            memory,
+            settings,
+            weights=lambda: Weights(self._version, self._weights_state),
+            stats=self._stats,
+            graphs=self.graphs,
         )
+        self._recheck_graphs()
 
         def problem(request: GenerationRequest) -> str | None:
             return self._problem(request) or memory.problem(_most_tokens(request))
 
         self._session = Session(generation, problem=problem, replica=self.replica, closed=self._closed)
         return self._session
+
+    def _recheck_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.recheck()
 
     def _closed(self, broken: bool) -> None:
         self._session = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -21,8 +22,8 @@ from hybridflow.models.attention import PackedLayout
 from hybridflow.models.chunk_layout import ChunkLayout
 from hybridflow.models.kv_cache import Places, SlotCache
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.slot_layout import SlotLayout
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
+from hybridflow.rollout.native.graphs import GraphDecoder, decode_rows
 from hybridflow.rollout.native.memory import STEP, SlotMemory
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixStore
 from hybridflow.rollout.native.rows import RowTable
@@ -70,9 +71,16 @@ class Generation:
     """The rows of one session; `step` does one round of it."""
 
     def __init__(
-        self, policy: PolicyModel, memory: SlotMemory, settings: BatchSettings, *, weights: Callable[[], Weights], stats: RolloutStats
+        self,
+        policy: PolicyModel,
+        memory: SlotMemory,
+        settings: BatchSettings,
+        *,
+        weights: Callable[[], Weights],
+        stats: RolloutStats,
+        graphs: GraphDecoder | None = None,
     ) -> None:
-        self.policy, self.memory, self.settings, self.stats = policy, memory, settings, stats
+        self.policy, self.memory, self.settings, self.stats, self._graphs = policy, memory, settings, stats, graphs
         self.prefixes = PrefixStore(reuse=settings.reuse_prefixes)
         self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens, find=self._find)
         dtype = torch.promote_types(policy.dtype, torch.float32)
@@ -335,8 +343,8 @@ class Generation:
         """One token for every running row."""
         count = self.rows.count
         lengths = self.rows.length[:count]
-        layout = SlotLayout(self.cache, lengths, self._longest)
-        hidden = self.policy.decode(self.rows.last_token[:count, None], lengths[:, None], layout)[:, 0]
+        decode = partial(decode_rows, self.policy) if self._graphs is None else self._graphs
+        hidden = decode(self.cache, self.rows.last_token[:count], lengths, self._longest)
         lengths += 1
         self._longest += 1
         self.stats.decode_steps += 1
@@ -354,6 +362,8 @@ class Generation:
         broken = [row for row, output in zip(leaving, outputs) if output.error is not None]
         if broken:  # what is not finite must not stay behind the masks of later rows
             self.cache.clear(broken)
+            if self._graphs is not None:
+                self._graphs.clear_unused(self.cache, self.rows.count)
             self.prefixes.clear()
         elif self.settings.keep_finished:
             for row, output in zip(leaving, outputs):

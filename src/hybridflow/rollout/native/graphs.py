@@ -1,0 +1,236 @@
+"""A decode step as a CUDA graph: recorded once for each bucket of rows and keys, then replayed with a single call.
+
+    tokens, lengths [B] ──copy──► buffers [R ≥ B] ──replay (embedding … last hidden state)──► states [R, H] ──first B──► logits, sampling
+                                                     ▲ reads and writes the slots, reads the weights: by their addresses
+
+The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or slots have moved, all graphs are dropped.
+Rows of a bucket beyond the real ones are slots that no row is in: they write to the slot's last position, which a row that comes to be
+there writes itself before it looks at it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.kv_cache import SlotCache
+from hybridflow.models.policy import PolicyModel
+from hybridflow.models.slot_layout import SlotLayout
+
+logger = logging.getLogger(__name__)
+
+LEAST_KEYS = 128
+MOST_GRAPHS = 64
+"""Graphs that are kept; the one that was used longest ago goes first."""
+
+
+class Recorder(Protocol):
+    """Makes a function replayable: one that only works on the device, on tensors that stay where they are."""
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Runs `run`, perhaps several times; what it gives does the same work again and returns the same tensor, filled anew."""
+        ...
+
+    def forget(self) -> None:
+        """Nothing that was recorded is used any longer."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs, whose memory is shared: a result is read before another graph runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """As `torch.cuda.graph` does it, without its garbage collection, which takes longer than the recording."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            run()  # libraries set themselves up in the first run, which a recording forbids
+            torch.cuda.synchronize(self._device)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = run()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error is the one to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        current.wait_stream(self._stream)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    def forget(self) -> None:
+        """The next graphs get memory of their own."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+def decode_rows(
+    policy: PolicyModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int, positions: Tensor | None = None
+) -> Tensor:
+    """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, which hold lengths [B] tokens, at most `longest`.
+
+    `positions` [B] that the model is told; left out: the lengths.
+    """
+    places = lengths if positions is None else positions
+    return policy.decode(tokens[:, None], places[:, None], SlotLayout(cache, lengths, longest))[:, 0]
+
+
+class GraphDecoder:
+    """Does what `decode_rows` does, by graphs; where that cannot be, it says so once in the log and goes on without."""
+
+    def __init__(self, policy: PolicyModel, recorder: Recorder, sizes: Sequence[int], most: int = MOST_GRAPHS) -> None:
+        """`sizes`: numbers of rows that graphs are made for; more rows than the largest are decoded without. `most`: graphs to keep."""
+        self.policy, self.sizes, self.most = policy, sorted(set(sizes)), most
+        self.num_recorded = 0
+        """Graphs that were made, ever."""
+        self.problem: str | None = None
+        """Why graphs are not used any longer."""
+        self._recorder = recorder
+        self._graphs: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
+        self._weights: list[Tensor] | None = None
+        self._addresses: list[int] = []
+        self._tokens, self._lengths, self._positions = torch.zeros(3, self.sizes[-1], dtype=torch.int64, device=policy.device).unbind()
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are kept now."""
+        return len(self._graphs)
+
+    def __call__(self, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Arguments and result of `decode_rows`; the result is overwritten by the next call."""
+        count = len(tokens)
+        if count > self.sizes[-1] or self.problem is not None or self.policy.exact is not None:
+            return decode_rows(self.policy, cache, tokens, lengths, longest)
+        self._drop_stale(cache)
+        rows = min(next(size for size in self.sizes if size >= count), cache.num_slots)
+        keys = min(key_bucket(longest + 1), cache.capacity)
+        self._tokens[:count].copy_(tokens)
+        self._lengths[:count].copy_(lengths)
+        self._positions[:count].copy_(lengths)
+        if rows > count:
+            self._lengths[count:rows] = cache.capacity - 1
+            self._positions[count:rows] = 0  # a table of positions may end before the slot does
+        replay = self._graphs.get((rows, keys))
+        if replay is not None:
+            self._graphs.move_to_end((rows, keys))
+            return replay()[:count]
+
+        def eager() -> Tensor:
+            return decode_rows(self.policy, cache, tokens, lengths, longest)
+
+        def run() -> Tensor:
+            return decode_rows(self.policy, cache, self._tokens[:rows], self._lengths[:rows], keys - 1, self._positions[:rows])
+
+        return self._record((rows, keys), run, eager)
+
+    def recheck(self) -> None:
+        """Parameters may have been put elsewhere, or replaced by others."""
+        self._weights = None
+
+    def drop(self) -> None:
+        """Give up all graphs and their memory."""
+        self._graphs.clear()
+        self._addresses = []
+        self._weights = None
+        self._recorder.forget()
+
+    def clear_unused(self, cache: SlotCache, count: int) -> None:
+        """Zeros where rows beyond the first `count` have written, in case it is not finite."""
+        for stored in (*cache.keys.values(), *cache.values.values()):
+            stored[count:, :, -1:] = 0
+
+    def _record(self, bucket: tuple[int, int], run: Callable[[], Tensor], eager: Callable[[], Tensor]) -> Tensor:
+        """Make the graph of a bucket and compare it with the step that it stands for; the states of that step, computed without it."""
+        wanted = eager()  # also: whatever the first call of a model finds out, it finds out here
+        try:
+            replay = self._recorder.record(run)
+            got = replay()[: len(wanted)]
+        except Exception as error:  # whatever forbids a recording: the step is done without
+            self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            return eager()  # once more: slots hold what was tried
+        if not _agree(got, wanted):
+            self._give_up(f"the graph of {bucket[0]} rows and {bucket[1]} keys gave other states than the step that it was recorded from")
+            return eager()
+        self.num_recorded += 1
+        self._graphs[bucket] = replay
+        if len(self._graphs) > self.most:
+            self._graphs.popitem(last=False)
+        return wanted
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        self.drop()
+        logger.warning(
+            "generation goes on without CUDA graphs, a few times as slow for small models: %s. "
+            "To leave them out from the start, set actor_rollout_ref.rollout.enforce_eager=true",
+            problem,
+        )
+
+    def _drop_stale(self, cache: SlotCache) -> None:
+        """Graphs hold addresses: drop them where slots or weights have others now."""
+        if self._weights is None:
+            self._weights = [*self.policy.parameters(), *self.policy.buffers()]
+        held = (*cache.keys.values(), *cache.values.values(), *self._weights)
+        addresses = [cache.num_slots, cache.capacity, *(tensor.data_ptr() for tensor in held)]
+        if addresses != self._addresses:
+            if self._graphs:
+                weights = self._weights
+                self.drop()
+                self._weights = weights
+            self._addresses = addresses
+
+
+def capture_sizes(most: int) -> list[int]:
+    """Numbers of rows to make graphs for, up to `most`: 1, 2, 4, 8, 16, 24, then powers of two and 1.5 times them, and `most` itself."""
+    sizes = [1, 2, 4, 8, 16, 24]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-2])
+    return sorted({min(size, most) for size in sizes})
+
+
+def key_bucket(keys: int) -> int:
+    """The least of 128, 192, 256, 384, 512, … that is not below `keys`."""
+    bucket = LEAST_KEYS
+    while bucket < keys:
+        if bucket + bucket // 2 >= keys:
+            return bucket + bucket // 2
+        bucket *= 2
+    return bucket
+
+
+def graph_decoder(
+    policy: PolicyModel, *, max_rows: int, enforce_eager: bool | None, sizes: Sequence[int] | None, ranks: int
+) -> GraphDecoder | None:
+    """The decoder of an engine of at most `max_rows` rows; None where steps are not recorded.
+
+    That is on other devices than CUDA, where `enforce_eager` says so, and where `ranks` generate together: what one of them fails to
+    record, the others would wait for.
+    """
+    if policy.device.type != "cuda" or enforce_eager:
+        return None
+    if ranks > 1:
+        logger.info("generation by %d ranks together does without CUDA graphs", ranks)
+        return None
+    return GraphDecoder(policy, CudaRecorder(policy.device), sizes or capture_sizes(max_rows))
+
+
+def _agree(got: Tensor, wanted: Tensor) -> bool:
+    """Whether states [B, H] are the same up to rounding, by row; rows that are not finite say nothing."""
+    difference = (got.double() - wanted.double()).norm(dim=-1)
+    bound = torch.finfo(wanted.dtype).eps ** 0.5 * wanted.double().norm(dim=-1)
+    return bool(((difference <= bound) | ~wanted.isfinite().all(-1)).all())

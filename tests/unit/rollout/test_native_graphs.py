@@ -1,0 +1,195 @@
+"""Recorded decode steps, by a recorder that calls the function again and looks that nothing it read has moved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rollout_models import prompts, requests_for, run, tiny_engine
+from torch import Tensor
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.rollout.base import GenerationOutput
+from hybridflow.rollout.build import build_rollout_engine
+from hybridflow.rollout.native import graphs
+from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.native.graphs import GraphDecoder, capture_sizes, graph_decoder, key_bucket
+
+SIZES = [1, 2, 4, 8]
+
+
+class Again:
+    """A recording is the call itself, on the same memory; each gives one tensor, filled anew."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine, self.replays = engine, 0
+
+    def addresses(self) -> list[int]:
+        assert self.engine._memory is not None
+        cache = self.engine._memory.cache
+        held = [*cache.keys.values(), *cache.values.values(), *self.engine.policy.parameters(), *self.engine.policy.buffers()]
+        return [tensor.data_ptr() for tensor in held]
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        run()
+        output, known = run(), self.addresses()
+
+        def replay() -> Tensor:
+            assert self.addresses() == known, "a graph would read and write where nothing is any longer"
+            self.replays += 1
+            return output.copy_(run())
+
+        return replay
+
+    def forget(self) -> None:
+        pass
+
+
+def recorded(kind: str = "llama", *, sizes: list[int] = SIZES, most: int = 64, recorder: Any = Again, **settings: Any) -> NativeEngine:
+    """A native engine whose steps are recorded."""
+    engine = tiny_engine(kind, torch.float64, **settings)
+    engine._slots()
+    engine.graphs = GraphDecoder(engine.policy, recorder(engine), sizes, most)
+    return engine
+
+
+def tokens(outputs: dict[int, GenerationOutput]) -> dict[int, list[int]]:
+    assert not any(output.error for output in outputs.values())
+    return {number: output.token_ids for number, output in outputs.items()}
+
+
+@pytest.fixture(autouse=True)
+def _short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "LEAST_KEYS", 8)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_the_tokens_are_those_of_steps_that_are_not_recorded(kind: str) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 7, "max_num_batched_tokens": 9}  # rows enter as others leave, prompts in pieces
+    requests = requests_for(prompts(9), n=2, max_tokens=25)
+    engine = recorded(kind, **settings)
+    assert tokens(run(engine, requests)) == tokens(run(tiny_engine(kind, torch.float64, **settings), requests))
+    assert engine.graphs is not None and engine.graphs.problem is None
+    assert 3 < engine.graphs.num_graphs <= engine.graphs.num_recorded < engine.stats.decode_steps
+    assert engine.graphs._recorder.replays > engine.graphs.num_recorded  # type: ignore[attr-defined]
+
+
+def test_a_prompt_in_pieces_keeps_its_slot_while_recorded_rows_beside_it_are_filled_up() -> None:
+    wanted = tokens(run(tiny_engine(dtype=torch.float64), requests_for([*prompts(3), tuple(range(3, 43))], max_tokens=30, ignore_eos=True)))
+    engine = recorded(max_num_seqs=8, max_num_batched_tokens=6)
+    with_pieces = engine.open()
+    requests = requests_for([*prompts(3), tuple(range(3, 43))], max_tokens=30, ignore_eos=True)
+    outputs: dict[int, GenerationOutput] = {}
+    with_pieces.add(requests[:3])
+    with_pieces.step()
+    with_pieces.add(requests[3:])
+    while not with_pieces.idle:
+        outputs.update({output.request_id: output for output in with_pieces.step()})
+    with_pieces.close()
+    assert tokens(outputs) == wanted and engine.graphs is not None and engine.graphs.num_recorded > 0
+
+
+def test_graphs_outlive_a_change_of_weights_and_not_a_move_of_them() -> None:
+    engine, plain = recorded(max_num_seqs=4), tiny_engine(dtype=torch.float64, max_num_seqs=4)
+    requests = requests_for(prompts(4), max_tokens=12, ignore_eos=True)
+    before = tokens(run(engine, requests))
+    assert engine.graphs is not None
+    first = engine.graphs.num_recorded
+    for policy in (engine.policy, plain.policy):
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
+        policy.logits(policy.head.weight.new_ones(1, 1, 32)).pow(2).sum().backward()
+        optimizer.step()
+    for one in (engine, plain):
+        one.set_version(1)
+    after = tokens(run(engine, requests))
+    assert after == tokens(run(plain, requests)) != before
+    assert engine.graphs.num_recorded == first
+    for parameter in engine.policy.parameters():
+        parameter.data = parameter.data.clone()
+    assert tokens(run(engine, requests)) == after
+    assert engine.graphs.num_recorded == 2 * first
+    engine.sleep()
+    assert engine.graphs.num_graphs == 0
+    engine.wake_up()
+    assert tokens(run(engine, requests)) == after and engine.graphs.num_recorded == 3 * first
+
+
+def test_slots_that_grow_take_the_graphs_with_them() -> None:
+    engine = recorded(max_num_seqs=4)
+    for length in (5, 60):
+        requests = requests_for(prompts(4), max_tokens=length, ignore_eos=True)
+        assert tokens(run(engine, requests)) == tokens(run(tiny_engine(dtype=torch.float64, max_num_seqs=4), requests))
+    assert engine.graphs is not None and engine.graphs.num_graphs < engine.graphs.num_recorded
+
+
+def test_few_graphs_are_kept_and_rows_beyond_the_largest_go_without() -> None:
+    engine = recorded(sizes=[1, 2], most=1, max_num_seqs=2)
+    requests = requests_for(prompts(4), max_tokens=40)
+    assert tokens(run(engine, requests)) == tokens(run(tiny_engine(dtype=torch.float64), requests))
+    assert engine.graphs is not None and engine.graphs.num_graphs == 1 < engine.graphs.num_recorded
+    engine = recorded(sizes=[2], max_num_seqs=4)
+    run(engine, requests_for(prompts(4), max_tokens=10, ignore_eos=True))
+    assert engine.graphs is not None and engine.graphs.num_recorded == 0
+
+
+class Fails(Again):
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class Lies(Again):
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        first = run().clone()
+        return lambda: first * 1.001
+
+
+@pytest.mark.parametrize(("recorder", "told"), [(Fails, "not permitted when stream is capturing"), (Lies, "gave other states")])
+def test_what_cannot_be_recorded_is_said_once_and_done_without(recorder: Any, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = recorded(recorder=recorder)
+    requests = requests_for(prompts(6), max_tokens=15)
+    with caplog.at_level(logging.WARNING):
+        assert tokens(run(engine, requests)) == tokens(run(tiny_engine(dtype=torch.float64), requests))
+        run(engine, requests)
+    lines = [record.getMessage() for record in caplog.records if record.name == graphs.__name__]
+    assert len(lines) == 1 and told in lines[0] and "rollout.enforce_eager=true" in lines[0]
+    assert engine.graphs is not None and engine.graphs.num_graphs == 0 and told in (engine.graphs.problem or "")
+
+
+def test_what_is_not_finite_does_not_stay_in_slots_that_were_filled_up() -> None:
+    engine = recorded(max_num_seqs=8)
+    requests = requests_for(prompts(8), max_tokens=12, ignore_eos=True)
+    wanted = tokens(run(tiny_engine(dtype=torch.float64, max_num_seqs=8), requests))
+    session = engine.open()
+    session.add(requests[:5])  # in a graph of eight rows
+    session.step()
+    weight = engine.policy.hf.model.layers[0].self_attn.v_proj.weight.data
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    broken = [output for _ in range(2) for output in session.step()]
+    assert len(broken) == 5 and all(output.error for output in broken)
+    weight.copy_(kept)
+    session.add(requests)
+    outputs: dict[int, GenerationOutput] = {}
+    while not session.idle:
+        outputs.update({output.request_id: output for output in session.step()})
+    session.close()
+    assert tokens(outputs) == wanted
+
+
+def test_buckets_are_few() -> None:
+    assert capture_sizes(256) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert capture_sizes(5) == [1, 2, 4, 5] and capture_sizes(1) == [1]
+    assert [key_bucket(keys) for keys in (1, 8, 9, 13, 17, 25, 33)] == [8, 8, 12, 16, 24, 32, 48]
+
+
+def test_the_keys_reach_the_engine_which_records_on_cuda_only() -> None:
+    engine = tiny_engine()
+    config = RolloutConfig(enforce_eager=True, cudagraph_capture_sizes=[2, 3])
+    built = build_rollout_engine(config, engine.policy, [2])
+    assert isinstance(built, NativeEngine) and (built.enforce_eager, built.cudagraph_capture_sizes) == (True, [2, 3])
+    run(engine, requests_for(prompts(2)))
+    assert engine.graphs is None
+    assert graph_decoder(engine.policy, max_rows=4, enforce_eager=False, sizes=None, ranks=1) is None

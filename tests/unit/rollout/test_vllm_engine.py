@@ -13,9 +13,9 @@ from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
 from hybridflow.rollout.push.sender import checked
+from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.extension import keep_whole_distribution
-from hybridflow.rollout.vllm.runner import EngineDied, Piece, Submission
 
 FACTS = {"device": "cuda:0", "vocabulary": 50, "positions": 20, "max_log_probs": 5, "temperature_only": True}
 

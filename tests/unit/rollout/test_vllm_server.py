@@ -19,10 +19,10 @@ import torch
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import Receiver
-from hybridflow.rollout.vllm import guard
+from hybridflow.rollout.remote import guard
+from hybridflow.rollout.remote.http import Address, Refused, ServerGone
+from hybridflow.rollout.remote.process import ServerProcess, free_port
 from hybridflow.rollout.vllm.engine import VLLMEngine
-from hybridflow.rollout.vllm.http import Address, Refused, ServerGone
-from hybridflow.rollout.vllm.process import ServerProcess, free_port
 from hybridflow.rollout.vllm.server import Server
 
 HELD: dict[str, torch.Tensor] = {}
@@ -137,14 +137,14 @@ def test_addresses() -> None:
 
 
 def test_a_server_that_ends_before_it_answers_says_its_last_words() -> None:
-    process = ServerProcess([sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"], os.environ)
+    process = ServerProcess([sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"], os.environ, engine="vllm")
     with pytest.raises(RolloutError, match=r"did not start \(exit code 3\); its log .* ends: out of luck"):
         process.wait_until_ready(Address(f"http://127.0.0.1:{free_port()}"), 30)
     process.stop()
 
 
 def test_a_server_that_takes_too_long_is_ended() -> None:
-    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, engine="vllm")
     with pytest.raises(RolloutError, match=r"server\.start_timeout"):
         process.wait_until_ready(Address(f"http://127.0.0.1:{free_port()}"), 0.1)
     assert process.exit_code() is not None

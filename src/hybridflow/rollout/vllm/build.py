@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.push.sender import Transport
+from hybridflow.rollout.remote.http import Address
+from hybridflow.rollout.remote.runner import Runner
 from hybridflow.rollout.vllm.engine import VLLMEngine
-from hybridflow.rollout.vllm.http import Address
 from hybridflow.rollout.vllm.in_process import InProcess
 from hybridflow.rollout.vllm.process import start_server
-from hybridflow.rollout.vllm.runner import Runner
 from hybridflow.rollout.vllm.server import Server
 from hybridflow.rollout.vllm.settings import ModelFacts, engine_arguments
 

@@ -1,211 +1,24 @@
-"""vLLM as a `RolloutEngine`: the same requests and outputs as the native engine, with weights of its own.
-
-requests ──check──► errors (that request only)
-    └──► Runner ──pieces──► rows ──► outputs, as they finish; those that were not done when the engine died: errors that name it
-"""
+"""vLLM as a `RolloutEngine`."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
-
-from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
-from hybridflow.rollout.push.receiver import NOTHING
-from hybridflow.rollout.requests import check_ids, refused, request_problem
-from hybridflow.rollout.vllm.runner import EngineDied, Piece, Runner, Submission
+from hybridflow.rollout.base import GenerationRequest
+from hybridflow.rollout.remote.engine import PushedEngine
 from hybridflow.rollout.vllm.sampling import vllm_params, vllm_problem
 
-logger = logging.getLogger(__name__)
 
+class VLLMEngine(PushedEngine):
+    """A vLLM with weights that are pushed."""
 
-@dataclass
-class _Row:
-    """A response that grows."""
-
-    request: GenerationRequest
-    version: int
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-
-    def add(self, piece: Piece) -> None:
-        self.token_ids.extend(piece.token_ids)
-        self.log_probs.extend(piece.log_probs)
-        wanted = self.request.sampling.top_log_probs  # vLLM gives the sampled token beside them
-        if wanted:
-            self.top.extend(place[:wanted] for place in piece.top)
-
-    def abandoned(self, error: str | None = None) -> GenerationOutput:
-        """What there is so far: aborted, or lost by an error."""
-        versions = [self.version] * len(self.token_ids)
-        reason = self.request.request_id, self.token_ids, self.log_probs
-        top = self.top if self.request.sampling.top_log_probs else None
-        if error is None:
-            return GenerationOutput(*reason, "abort", versions, top_log_probs=top)
-        return GenerationOutput(*reason, "error", versions, f"request {self.request.request_id}: {error}", top_log_probs=top)
-
-    def done(self, piece: Piece) -> GenerationOutput:
-        """The output that its last piece makes."""
-        if piece.finish == "error":
-            return self.abandoned(piece.error)
-        assert piece.finish is not None
-        top = self.top if self.request.sampling.top_log_probs else None
-        versions = [self.version] * len(self.token_ids)
-        return GenerationOutput(
-            self.request.request_id, self.token_ids, self.log_probs, piece.finish, versions, None, piece.stop_reason, top
-        )
-
-
-class VLLMEngine:
-    """A `RolloutEngine`. Its weights come by `update_weights` only; before the first push it refuses to generate.
-
-    `frees_cache`: sleep really sleeps (`rollout.free_cache_engine`). `texts`: the engine has a tokenizer.
-    """
-
-    def __init__(self, runner: Runner, *, eos_token_ids: Sequence[int], frees_cache: bool = True, texts: bool = True) -> None:
-        self.runner, self.frees_cache, self.texts = runner, frees_cache, texts
-        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self._facts = runner.facts()
-        self._stats = RolloutStats()
-        self._running: dict[int, _Row] = {}
-        self._busy = False
-        self._slept = 0
-        self._said_nothing_sleeps = False
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights, asked of the engine's own process; -1 before the first whole push."""
-        return self.runner.version()
-
-    @property
-    def stats(self) -> RolloutStats:
-        """Of the newest `generate`, up to now."""
-        return self._stats
-
-    def set_version(self, version: int) -> None:
-        """RolloutError: these weights are shared with nobody, so nobody else knows their version."""
-        raise RolloutError(f"{self.runner.name} has weights of its own: update_weights brings a version, set_version cannot")
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Push all weights, by the names of the model's files, and empty the prefix cache.
-
-        RolloutError while generating, and where they did not arrive as sent: the engine then has no version and generates nothing.
-        """
-        if self._busy:
-            raise RolloutError("update_weights() was called while generate() is running: read its outputs to the end first")
-        if self._slept:
-            self._wake(["weights"])
-        self.runner.push(weights, version)
-        reported = self.runner.version()
-        if reported != version:
-            raise RolloutError(f"weights of version {version} were pushed to {self.runner.name}, which says it has version {reported}")
-
-    def sleep(self, level: int = 1) -> None:
-        """Give back memory: level 1 the cache, with the weights on the CPU meanwhile; level 2 the weights too, to be pushed again."""
-        if self._busy:
-            raise RolloutError("sleep() was called while generate() is running: read its outputs to the end first")
-        if not self.frees_cache or self._slept >= level:
-            return
-        if str(self._facts["device"]).startswith("cpu"):
-            if not self._said_nothing_sleeps:
-                logger.info("%s runs on the CPU, where vllm cannot sleep: its cache stays", self.runner.name)
-            self._said_nothing_sleeps = True
-            return
-        with contextlib.suppress(EngineDied):  # it holds nothing any more, and what it died of is said elsewhere
-            self.runner.sleep(level)
-            self._slept = level
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Be ready again; `tags`: only some of "weights" and "kv_cache"."""
-        if self._slept:
-            self._wake(tags)
-
-    def _wake(self, tags: Sequence[str] | None) -> None:
-        self.runner.wake_up(tags)
-        if tags is None or "kv_cache" in tags:
-            self._slept = 0
-
-    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests of the running `generate`; their partial responses come back here and not there."""
-        rows = [self._running.pop(request_id) for request_id in set(request_ids) & set(self._running)]
-        if rows:
-            self.runner.abort([row.request.request_id for row in rows])
-        return [row.abandoned() for row in rows]
-
-    def close(self) -> None:
-        """End the engine's processes."""
-        self.runner.close()
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One output per request, as they finish.
-
-        A request that cannot be served gives reason "error" and the others go on; when the engine dies, so do all that are not done, with
-        what they had. RolloutError without weights, when asleep, and for a second call while one is running.
-        """
-        if self._busy:
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
-        if self._slept:
-            raise RolloutError("generate() was called on a sleeping engine: call wake_up() first")
-        check_ids(requests)
-        self._stats = RolloutStats()
-        return self._generate(requests)
-
-    def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        if not requests:
-            return
-        if self._busy:  # both were asked for before either began
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
-        version = self.runner.version()
-        if version == NOTHING:
-            raise RolloutError(f"{self.runner.name} has no weights yet, or only a part of a push came: update_weights must come first")
-        began = time.perf_counter()
-        good = []
-        for request in requests:
-            problem = self._problem(request)
-            if problem is not None:
-                yield refused(request, problem)
-            else:
-                good.append(request)
-        self._running = {request.request_id: _Row(request, version) for request in good}
-        self._stats.prefill_tokens = sum(len(prompt) for prompt in {request.prompt_token_ids for request in good})
-        self._stats.max_rows = len(good)
-        self._busy = True
-        try:
-            yield from self._answers([Submission(r.request_id, r.prompt_token_ids, vllm_params(r, self.eos_token_ids)) for r in good])
-        finally:
-            self._stats.seconds = time.perf_counter() - began
-            if self._running:  # the caller read no further
-                self.runner.abort(list(self._running))
-            self._running, self._busy = {}, False
-
-    def _answers(self, submissions: Sequence[Submission]) -> Iterator[GenerationOutput]:
-        try:
-            self.runner.start(submissions)
-            while self._running:
-                pieces = self.runner.poll()
-                self._stats.decode_steps += 1
-                done = []
-                for piece in pieces:  # all of them before anything is yielded: the reader may abort a row, and gets what it has
-                    row = self._running.get(piece.request_id)
-                    if row is None:  # aborted meanwhile
-                        continue
-                    row.add(piece)
-                    self._stats.generated_tokens += len(piece.token_ids)
-                    if piece.finish is not None:
-                        done.append(self._running.pop(piece.request_id).done(piece))
-                yield from done
-        except EngineDied as error:
-            lost, self._running = list(self._running.values()), {}
-            yield from (row.abandoned(str(error)) for row in lost)
-
-    def _problem(self, request: GenerationRequest) -> str | None:
+    def cannot(self, request: GenerationRequest) -> str | None:
+        """Why vLLM cannot serve it."""
         facts = self._facts
-        return request_problem(request, vocabulary=facts["vocabulary"], positions=facts["positions"]) or vllm_problem(
+        return vllm_problem(
             request.sampling, max_log_probs=facts["max_log_probs"], temperature_only=facts["temperature_only"], texts=self.texts
         )
+
+    def params(self, request: GenerationRequest) -> dict[str, Any]:
+        """Keyword arguments of vllm's SamplingParams."""
+        return vllm_params(request, self.eos_token_ids)

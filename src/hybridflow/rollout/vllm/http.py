@@ -1,4 +1,4 @@
-"""What we say to vLLM's HTTP server: JSON calls, and completions whose tokens stream back."""
+"""What we say to vLLM's HTTP server: completions whose tokens stream back."""
 
 from __future__ import annotations
 
@@ -6,66 +6,28 @@ import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
-from hybridflow.errors import RolloutError
-from hybridflow.rollout.vllm.runner import Piece, Submission
+from hybridflow.rollout.remote.http import Address, ServerGone, said
+from hybridflow.rollout.remote.runner import Piece, Submission
 
 MODEL = "policy"
 """The name under which a server that we start has its model."""
 
 
-class ServerGone(Exception):
-    """No answer, or one that was cut off."""
-
-
-class Refused(RolloutError):
-    """The server answered that it will not."""
-
-
-class Address:
-    """Where a server is."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise RolloutError(f"actor_rollout_ref.rollout.server.address={url!r}: wanted http://HOST:PORT")
-        self.url, self.host, self.port = url, parts.hostname, parts.port or 80
-
-    def call(self, path: str, body: dict[str, Any] | None = None, *, timeout: float, method: str = "POST") -> Any:
-        """The JSON that the server answers; ServerGone, or Refused with what it says."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            data = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerGone(f"{type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise Refused(f"{self.url}{path} answered {response.status}: {_said(data)}")
-        return json.loads(data) if data else None
-
-    def open_stream(self, submission: Submission, model: str, *, timeout: float) -> Stream:
-        """Begin a completion; ServerGone."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
-        body = {
-            **submission.params,
-            "model": model,
-            "prompt": list(submission.prompt),
-            "stream": True,
-            "add_special_tokens": False,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "skip_special_tokens": False,
-        }
-        try:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise ServerGone(f"{type(error).__name__}: {error}") from error
-        return Stream(submission.request_id, connection, wants_top=bool(submission.params.get("logprobs")))
+def open_stream(address: Address, submission: Submission, model: str, *, timeout: float) -> Stream:
+    """Begin a completion; ServerGone."""
+    body = {
+        **submission.params,
+        "model": model,
+        "prompt": list(submission.prompt),
+        "stream": True,
+        "add_special_tokens": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "skip_special_tokens": False,
+    }
+    connection = address.begin("/v1/completions", body, timeout=timeout)
+    return Stream(submission.request_id, connection, wants_top=bool(submission.params.get("logprobs")))
 
 
 class Stream:
@@ -79,7 +41,7 @@ class Stream:
         try:
             response = self._connection.getresponse()
             if response.status != 200:
-                yield Piece(self.request_id, finish="error", error=f"vllm refused it: {_said(response.read())}")
+                yield Piece(self.request_id, finish="error", error=f"vllm refused it: {said(response.read())}")
                 return
             for line in response:
                 if not line.startswith(b"data: "):
@@ -122,7 +84,3 @@ def _ranked(place: dict[str, float]) -> list[tuple[int, float]]:
     """{"token_id:17": -0.1, …}, the most probable first."""
     found = [(int(name.removeprefix("token_id:")), value) for name, value in place.items()]
     return sorted(found, key=lambda each: -each[1])
-
-
-def _said(data: bytes) -> str:
-    return " ".join(data.decode(errors="replace").split())[:400]

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.installed import VLLM_MISSING
 from hybridflow.rollout.push.sender import checked
-from hybridflow.rollout.vllm.runner import EngineDied, Piece, Submission
+from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
 
 

@@ -1,96 +1,15 @@
-"""A vLLM server that we start: waited for until it answers, ended with this process, its log kept for its last words."""
+"""vLLM's own server, as a process that we start."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import RolloutError
-from hybridflow.rollout.vllm import guard
-from hybridflow.rollout.vllm.http import MODEL, Address, Refused, ServerGone
+from hybridflow.rollout.remote.http import Address
+from hybridflow.rollout.remote.process import ServerProcess, free_port
+from hybridflow.rollout.vllm.http import MODEL
 from hybridflow.rollout.vllm.settings import ENVIRONMENT, command_line
-
-_STOP_S = 10.0
-
-
-class ServerProcess:
-    """A running server; `command` is its whole command line."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        handle, path = tempfile.mkstemp(prefix="hybridflow_vllm_", suffix=".log")
-        self.log = Path(path)
-        with os.fdopen(handle, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", guard.__name__, *command],
-                env=dict(environment),
-                stdin=subprocess.PIPE,  # it closes with this process, however that ends, and then the guard ends the server
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-        atexit.register(self.stop)
-
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._process.poll()
-
-    def wait_until_ready(self, address: Address, timeout: float) -> None:
-        """Until it answers; RolloutError with its last words where it ends before that, or takes too long."""
-        end = time.monotonic() + timeout
-        while True:
-            if self.exit_code() is not None:
-                raise RolloutError(f"the vllm server did not start{self.last_words()}")
-            try:
-                address.call("/health", timeout=5.0, method="GET")
-                return
-            except (ServerGone, Refused):
-                pass
-            if time.monotonic() > end:
-                words = self.last_words()
-                self.stop()
-                raise RolloutError(
-                    f"the vllm server did not answer within {timeout:.0f} s (actor_rollout_ref.rollout.server.start_timeout){words}"
-                )
-            time.sleep(0.5)
-
-    def last_words(self) -> str:
-        """How it ended, if so, and the end of its log."""
-        try:
-            code: int | None = self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            code = None
-        how = "" if code is None else f" (exit code {code})"
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"{how}; its log {self.log} ends: {' | '.join(lines[-3:])[-500:]}" if lines else how
-
-    def stop(self) -> None:
-        """End it and its workers; again, nothing happens."""
-        if self._process.poll() is None:
-            self._signal(signal.SIGTERM)
-            try:
-                self._process.wait(timeout=_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
-                self._process.wait()
-            self.log.unlink(missing_ok=True)
-        else:
-            self._signal(signal.SIGKILL)  # workers that outlived it
-        atexit.unregister(self.stop)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)  # a session of its own: its workers are in its group
 
 
 def start_server(arguments: dict[str, Any], *, python: str | None, timeout: float) -> tuple[Address, ServerProcess]:
@@ -102,14 +21,7 @@ def start_server(arguments: dict[str, Any], *, python: str | None, timeout: floa
         *("--served-model-name", MODEL, "--disable-log-stats", *command_line(arguments)),
     ]
     dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}  # /collective_rpc, /reset_prefix_cache, /sleep
-    process = ServerProcess(command, {**ENVIRONMENT, **os.environ, **dev_mode})
+    process = ServerProcess(command, {**ENVIRONMENT, **os.environ, **dev_mode}, engine="vllm")
     address = Address(f"http://127.0.0.1:{port}")
     process.wait_until_ready(address, timeout)
     return address, process
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,33 +6,25 @@ VLLMEngine ──requests, one connection each──► /v1/completions
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.sender import LOOPBACK, Transport, address_towards, push
+from hybridflow.rollout.push.sender import Transport, push
+from hybridflow.rollout.remote.http import Address, Refused
+from hybridflow.rollout.remote.process import ServerProcess
+from hybridflow.rollout.remote.runner import Submission
+from hybridflow.rollout.remote.served import Served
 from hybridflow.rollout.vllm.extension import QUALIFIED_NAME
-from hybridflow.rollout.vllm.http import MODEL, Address, Refused, ServerGone, Stream
-from hybridflow.rollout.vllm.process import ServerProcess
-from hybridflow.rollout.vllm.runner import EngineDied, Piece, Submission
-
-logger = logging.getLogger(__name__)
-
-_LOCAL = (LOOPBACK, "localhost")
-_POLL_S = 1.0
+from hybridflow.rollout.vllm.http import MODEL, Stream, open_stream
 
 
-class Server:
-    """A `Runner` over a server. `process`: the one that was started for it, None: it was there already.
+class Server(Served):
+    """A `Runner` over a vLLM server."""
 
-    `max_streams`: connections at a time. `timeout`: seconds for one call. `transport`: None to choose by where the server is.
-    """
+    engine = "vllm"
 
     def __init__(
         self,
@@ -44,21 +36,9 @@ class Server:
         transport: Transport | None = None,
         bucket_bytes: int,
     ) -> None:
-        self.address, self.process, self.timeout, self.bucket_bytes = address, process, timeout, bucket_bytes
-        local = address.host in _LOCAL
-        self.transport: Transport = transport or ("shared_memory" if local else "process_group")
-        self._pool = ThreadPoolExecutor(max_streams, thread_name_prefix="vllm")
-        self._pieces: queue.SimpleQueue[Piece | ServerGone] = queue.SimpleQueue()
-        self._streams: dict[int, Stream | None] = {}
-        self._lock = threading.Lock()
-        self._death: str | None = None
+        super().__init__(address, process, max_streams=max_streams, timeout=timeout, transport=transport, bucket_bytes=bucket_bytes)
         self._model = MODEL if process is not None else self._served_model()
         self._workers = 1
-
-    @property
-    def name(self) -> str:
-        """Which engine this is, for messages."""
-        return f"vllm server {self.address.url}" + (f" (process {self.process.pid})" if self.process else "")
 
     def facts(self) -> dict[str, Any]:
         """What the workers say of themselves; RolloutError where they lack our extension."""
@@ -77,39 +57,9 @@ class Server:
         """That of the weights in the server's workers."""
         return min(int(answer["version"]) for answer in self._call("hybridflow_version", {}))
 
-    def start(self, submissions: Sequence[Submission]) -> None:
-        """Queue these; EngineDied."""
-        self._alive()
-        self._pieces = queue.SimpleQueue()
-        with self._lock:
-            self._streams = {submission.request_id: None for submission in submissions}
-        for submission in submissions:
-            self._pool.submit(self._stream, submission, self._pieces)
-
-    def poll(self) -> list[Piece]:
-        """What has come, at least one piece; EngineDied."""
-        while True:
-            try:
-                found = [self._pieces.get(timeout=_POLL_S)]
-                break
-            except queue.Empty:
-                self._alive()
-        found += [self._pieces.get() for _ in range(self._pieces.qsize())]  # and not until it is empty: more may come all the time
-        pieces = [each for each in found if isinstance(each, Piece)]
-        gone = [each for each in found if isinstance(each, ServerGone)]
-        if gone and not pieces:
-            raise self._died(str(gone[0]))
-        if gone:
-            self._pieces.put(gone[0])  # what came before it is not lost
-        return pieces
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        """Hang up on these."""
-        with self._lock:
-            streams = [self._streams.pop(request_id, None) for request_id in request_ids]
-        for stream in streams:
-            if stream is not None:
-                stream.close()
+    def open(self, submission: Submission) -> Stream:
+        """Begin a completion; ServerGone."""
+        return open_stream(self.address, submission, self._model, timeout=self.timeout)
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not arrive."""
@@ -120,7 +70,7 @@ class Server:
             version,
             workers=self._workers,
             transport=self.transport,
-            host=LOOPBACK if self.address.host in _LOCAL else address_towards(self.address.host, self.address.port),
+            host=self.own_host,
             bucket_bytes=self.bucket_bytes,
             timeout=self.timeout,
         )
@@ -139,37 +89,6 @@ class Server:
         query = "?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""
         self._guarded(lambda: self.address.call(f"/wake_up{query}", timeout=self.timeout))
 
-    def close(self) -> None:
-        """End the server where it was started here."""
-        self._death = self._death or "it was closed"
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        if self.process is not None:
-            self.process.stop()
-
-    def _stream(self, submission: Submission, pieces: queue.SimpleQueue[Piece | ServerGone]) -> None:
-        request_id = submission.request_id
-        with self._lock:
-            if request_id not in self._streams:
-                return
-        try:
-            stream = self.address.open_stream(submission, self._model, timeout=self.timeout)
-            with self._lock:
-                wanted = request_id in self._streams
-                if wanted:
-                    self._streams[request_id] = stream
-            if not wanted:
-                stream.close()
-                return
-            for piece in stream.pieces():
-                pieces.put(piece)
-        except ServerGone as error:
-            with self._lock:
-                aborted = request_id not in self._streams
-            if not aborted:
-                pieces.put(error)
-        except Exception as error:  # an answer that nobody foresaw must not leave the caller waiting
-            pieces.put(Piece(request_id, finish="error", error=f"{type(error).__name__}: {error}"))
-
     def _served_model(self) -> str:
         listed = self._guarded(lambda: self.address.call("/v1/models", timeout=self.timeout, method="GET"))
         return str(listed["data"][0]["id"])
@@ -178,21 +97,3 @@ class Server:
         body = {"method": method, "args": [argument] if argument else []}
         answers: list[Any] = self._guarded(lambda: self.address.call("/collective_rpc", body, timeout=self.timeout))["results"]
         return answers
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        self._alive()
-        try:
-            return call()
-        except ServerGone as error:
-            raise self._died(str(error)) from error
-
-    def _alive(self) -> None:
-        if self._death is not None:
-            raise EngineDied(f"{self.name} died earlier: {self._death}")
-        if self.process is not None and self.process.exit_code() is not None:
-            raise self._died("its process ended")
-
-    def _died(self, reason: str) -> EngineDied:
-        how = self.process.last_words() if self.process is not None else ""
-        self._death = f"{reason}{how}"
-        return EngineDied(f"{self.name} died: {self._death}")

@@ -1,0 +1,58 @@
+"""JSON calls to an engine's HTTP server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from hybridflow.errors import RolloutError
+
+
+class ServerGone(Exception):
+    """No answer, or one that was cut off."""
+
+
+class Refused(RolloutError):
+    """The server answered that it will not."""
+
+
+class Address:
+    """Where a server is."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise RolloutError(f"actor_rollout_ref.rollout.server.address={url!r}: wanted http://HOST:PORT")
+        self.url, self.host, self.port = url, parts.hostname, parts.port or 80
+
+    def call(self, path: str, body: dict[str, Any] | None = None, *, timeout: float, method: str = "POST") -> Any:
+        """The JSON that the server answers; ServerGone, or Refused with what it says."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerGone(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise Refused(f"{self.url}{path} answered {response.status}: {said(data)}")
+        return json.loads(data) if data else None
+
+    def begin(self, path: str, body: dict[str, Any], *, timeout: float) -> http.client.HTTPConnection:
+        """Ask for something whose answer is read piece by piece; ServerGone."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ServerGone(f"{type(error).__name__}: {error}") from error
+        return connection
+
+
+def said(data: bytes) -> str:
+    """The beginning of an answer, for messages."""
+    return " ".join(data.decode(errors="replace").split())[:400]

@@ -1,0 +1,158 @@
+"""An engine behind an HTTP server: requests that stream back, one connection each, and its death.
+
+PushedEngine ──start──► pool of threads ──open──► Stream ──pieces──► queue ──poll──► PushedEngine
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from hybridflow.rollout.push.sender import LOOPBACK, Transport, address_towards
+from hybridflow.rollout.remote.http import Address, ServerGone
+from hybridflow.rollout.remote.process import ServerProcess
+from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
+
+_LOCAL = (LOOPBACK, "localhost")
+_POLL_S = 1.0
+
+
+class Stream(Protocol):
+    """One response on its way."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """What comes, to the last; ServerGone where it ends before that."""
+        ...
+
+    def close(self) -> None:
+        """Hang up."""
+        ...
+
+
+class Served:
+    """What runners over a server share. `process`: the one that was started for it, None: it was there already.
+
+    `max_streams`: connections at a time. `timeout`: seconds for one call. `transport`: None to choose by where the server is.
+    """
+
+    engine = ""
+    """What it is called in messages."""
+
+    def __init__(
+        self,
+        address: Address,
+        process: ServerProcess | None,
+        *,
+        max_streams: int,
+        timeout: float,
+        transport: Transport | None = None,
+        bucket_bytes: int,
+    ) -> None:
+        self.address, self.process, self.timeout, self.bucket_bytes = address, process, timeout, bucket_bytes
+        local = address.host in _LOCAL
+        self.transport: Transport = transport or ("shared_memory" if local else "process_group")
+        self._pool = ThreadPoolExecutor(max_streams, thread_name_prefix=self.engine)
+        self._pieces: queue.SimpleQueue[Piece | ServerGone] = queue.SimpleQueue()
+        self._streams: dict[int, Stream | None] = {}
+        self._lock = threading.Lock()
+        self._death: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Which engine this is, for messages."""
+        return f"{self.engine} server {self.address.url}" + (f" (process {self.process.pid})" if self.process else "")
+
+    @property
+    def own_host(self) -> str:
+        """The address of this machine that the server reaches."""
+        return LOOPBACK if self.address.host in _LOCAL else address_towards(self.address.host, self.address.port)
+
+    def open(self, submission: Submission) -> Stream:
+        """Begin a response; ServerGone."""
+        raise NotImplementedError
+
+    def start(self, submissions: Sequence[Submission]) -> None:
+        """Queue these; EngineDied."""
+        self._alive()
+        self._pieces = queue.SimpleQueue()
+        with self._lock:
+            self._streams = {submission.request_id: None for submission in submissions}
+        for submission in submissions:
+            self._pool.submit(self._stream, submission, self._pieces)
+
+    def poll(self) -> list[Piece]:
+        """What has come, at least one piece; EngineDied."""
+        while True:
+            try:
+                found = [self._pieces.get(timeout=_POLL_S)]
+                break
+            except queue.Empty:
+                self._alive()
+        found += [self._pieces.get() for _ in range(self._pieces.qsize())]  # and not until it is empty: more may come all the time
+        pieces = [each for each in found if isinstance(each, Piece)]
+        gone = [each for each in found if isinstance(each, ServerGone)]
+        if gone and not pieces:
+            raise self._died(str(gone[0]))
+        if gone:
+            self._pieces.put(gone[0])  # what came before it is not lost
+        return pieces
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Hang up on these; what comes of them later is dropped."""
+        with self._lock:
+            streams = [self._streams.pop(request_id, None) for request_id in request_ids]
+        for stream in streams:
+            if stream is not None:
+                stream.close()
+
+    def close(self) -> None:
+        """End the server where it was started here."""
+        self._death = self._death or "it was closed"
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.process is not None:
+            self.process.stop()
+
+    def _stream(self, submission: Submission, pieces: queue.SimpleQueue[Piece | ServerGone]) -> None:
+        request_id = submission.request_id
+        with self._lock:
+            if request_id not in self._streams:
+                return
+        try:
+            stream = self.open(submission)
+            with self._lock:
+                wanted = request_id in self._streams
+                if wanted:
+                    self._streams[request_id] = stream
+            if not wanted:
+                stream.close()
+                return
+            for piece in stream.pieces():
+                pieces.put(piece)
+        except ServerGone as error:
+            with self._lock:
+                aborted = request_id not in self._streams
+            if not aborted:
+                pieces.put(error)
+        except Exception as error:  # an answer that nobody foresaw must not leave the caller waiting
+            pieces.put(Piece(request_id, finish="error", error=f"{type(error).__name__}: {error}"))
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        self._alive()
+        try:
+            return call()
+        except ServerGone as error:
+            raise self._died(str(error)) from error
+
+    def _alive(self) -> None:
+        if self._death is not None:
+            raise EngineDied(f"{self.name} died earlier: {self._death}")
+        if self.process is not None and self.process.exit_code() is not None:
+            raise self._died("its process ended")
+
+    def _died(self, reason: str) -> EngineDied:
+        how = self.process.last_words() if self.process is not None else ""
+        self._death = f"{reason}{how}"
+        return EngineDied(f"{self.name} died: {self._death}")

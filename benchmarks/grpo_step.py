@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import side_by_side as kit
+from letters_reward import reward
 
 PROMPTS, ROWS = 16, 128
 SIDES = ("ours", "ours-exact", "trl", "trl-16")
@@ -81,16 +82,6 @@ class Clock:
         torch.Tensor.backward, module.forward = timed_backward, timed_forward  # type: ignore[assignment, method-assign]
 
 
-def reward(text: str) -> float:
-    """What both sides learn: to write different letters."""
-    return len(set(text)) / max(1, len(text))
-
-
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """`reward`, as our trainer calls it."""
-    return reward(solution_str)
-
-
 def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
     """Our side: the real trainer; it waits where a step has ended."""
     from dataclasses import replace
@@ -120,7 +111,7 @@ def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
         "actor_rollout_ref.rollout.ignore_eos=true",
         "actor_rollout_ref.rollout.exact=true" if exact else "actor_rollout_ref.rollout.reuse_log_probs_within=1e-3",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        f"reward.custom_reward_function.path='{__file__}'",
+        f"reward.custom_reward_function.path='{Path(__file__).with_name('letters_reward.py')}'",
         "reward.num_workers=0",
         f"trainer.num_threads={options.threads[0]}",
         f"trainer.default_local_dir='{work / ('exact' if exact else 'ours')}'",

@@ -1,0 +1,175 @@
+"""From the command to the first optimizer step: `hybridflow train` with the local controller against a script with TRL's `GRPOTrainer`.
+
+    python benchmarks/start.py [--threads 1,2] [--rounds 5] [--quick]       (needs the extra `bench`)
+
+A model of 0.4 M parameters in a folder, 8 prompts × 4 responses of at most 16 tokens, the same reward function in the process itself.
+The clock starts before the process and stops when the metrics of its first step are told. Both in turn, each time a new process.
+Writes `benchmarks/results/start.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import side_by_side as kit
+from letters_reward import reward
+
+PROMPTS, GROUP, TOKENS = 8, 4, 16
+HEAD = ("threads", "side", "s to the first step", "CPU s", "against TRL")
+
+
+def run_trl(folder: Path) -> None:
+    """What a user of TRL writes; it ends after its first step."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Tells(TrainerCallback):  # type: ignore[misc]
+        """Tells that a step has ended."""
+
+        def on_log(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            kit.say({"step": state.global_step})
+
+    texts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(folder / "model"),
+        reward_funcs=lambda completions, **_: [reward(text) for text in completions],
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=PROMPTS * GROUP,
+            num_generations=GROUP,
+            max_completion_length=TOKENS,
+            max_steps=1,
+            save_strategy="no",
+            report_to="none",
+            logging_steps=1,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[Tells()],
+    ).train()
+
+
+def our_command(folder: Path) -> list[str]:
+    """The command line of our side."""
+    keys = {
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.actor.use_kl_loss": "false",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS,
+        "actor_rollout_ref.rollout.n": GROUP,
+        "data.train_files": folder / "prompts.jsonl",
+        "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": 2 * kit.PROMPT,
+        "data.max_response_length": TOKENS,
+        "reward.custom_reward_function.path": Path(__file__).with_name("letters_reward.py"),
+        "reward.num_workers": 0,
+        "trainer.default_local_dir": folder / "ours",
+        "trainer.controller": "local",
+        "trainer.device": "cpu",
+        "trainer.logger": "[console]",
+        "trainer.total_training_steps": 1,
+    }
+    program = Path(sys.executable).with_name("hybridflow")
+    return [str(program), "train", "--recipe", "grpo", *(f"{key}={value}" for key, value in keys.items())]
+
+
+def timed(command: list[str], threads: int, metrics: Path | None) -> tuple[float, float]:
+    """Seconds until the first step is told, on standard output or by a line in the file `metrics`; and CPU seconds in all."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    before, began, told = os.times(), time.perf_counter(), 0.0
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        if metrics is None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(kit.MARK) and not told:
+                    told = time.perf_counter() - began
+        while metrics is not None and process.poll() is None and not told:
+            if metrics.is_file() and metrics.stat().st_size:
+                told = time.perf_counter() - began
+            time.sleep(0.005)
+        process.communicate()
+        errors.seek(0)
+        assert told and process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}:\n{errors.read()}"
+    after = os.times()
+    return told, after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def measure(options: argparse.Namespace, threads: int) -> dict[str, Any]:
+    """Both sides in turn."""
+    from hybridflow.models.tiny import create_tiny_model
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        create_tiny_model(folder / "model")
+        rows = [
+            {"data_source": "letters", "prompt": f"{number} + {number} = ", "reward_model": {"ground_truth": ""}} for number in range(64)
+        ]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def ours() -> tuple[float, float]:
+            shutil.rmtree(folder / "ours", ignore_errors=True)
+            return timed(our_command(folder), threads, folder / "ours" / "metrics.jsonl")
+
+        def trl() -> tuple[float, float]:
+            return timed(kit.own_command(__file__, "--trl", folder), threads, None)
+
+        found = kit.in_turn({"ours": ours, "trl": trl}, options.quick or options.rounds, warm_up=0 if options.quick else 1)
+    sides = {side: {"seconds": [wall for wall, _ in times], "cpu": [cpu for _, cpu in times]} for side, times in found.items()}
+    case = {"threads": threads, "sides": sides}
+    for line in lines_of(case):
+        print(kit.line(line), flush=True)
+    return case
+
+
+def lines_of(case: dict[str, Any]) -> list[list[str]]:
+    """Rows of the table."""
+    rival = statistics.median(case["sides"]["trl"]["seconds"])
+    return [
+        [
+            str(case["threads"]),
+            side,
+            kit.spread(found["seconds"]),
+            kit.spread(found["cpu"]),
+            f"{statistics.median(found['seconds']) / rival:.2f} ×",
+        ]
+        for side, found in case["sides"].items()
+    ]
+
+
+def main() -> None:
+    """Measure, print, write; with `--trl` be TRL's side."""
+    parser = kit.arguments(__doc__, rounds=5)
+    parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.trl:
+        run_trl(options.trl)
+        return
+    cases = [measure(options, threads) for threads in options.threads]
+    result = kit.facts(["torch", "transformers", "trl"]) | {"cases": cases}
+    text = f"""A model of 0.4 M parameters, {PROMPTS} prompts × {GROUP} responses of at most {TOKENS} tokens; seconds from the
+start of the process until its first step is told, medians (fastest–slowest) of {options.quick or options.rounds} in turn.
+
+{kit.table(HEAD, [line for case in cases for line in lines_of(case)])}
+
+Goals: at most 1 × and under 10 s."""
+    kit.write("start", result, "From the command to the first step", text)
+
+
+if __name__ == "__main__":
+    main()

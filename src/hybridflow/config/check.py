@@ -12,6 +12,7 @@ from collections.abc import Iterator, Set
 from hybridflow.config.check_algorithm import PROCESS, algorithm_problems
 from hybridflow.config.check_cluster import cluster_notes, ppo_cluster_problems, sft_cluster_problems
 from hybridflow.config.check_engine import engine_problems
+from hybridflow.config.check_kernels import kernel_problems
 from hybridflow.config.check_notes import has_validation, ppo_notes
 from hybridflow.config.check_paths import data_problems, folder_problems, model_problem, plugin_problem, resume_problems
 from hybridflow.config.check_reward import reward_problems
@@ -39,6 +40,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             *_rollout(config),
             *rollout_problems(config),
             *engine_problems(config),
+            *kernel_problems(config),
             *_validation(config),
             *_plugins(config),
             *reward_problems(config.reward),
@@ -55,6 +57,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
     else:
         problems = [
             *_sft_sizes(config),
+            *kernel_problems(config),
             *data_problems(config.data.train_files, config.data.val_files, config.data.task),
             *model_problem(config.model, "model"),
             *_optim(config.optim, "optim"),

@@ -26,4 +26,6 @@ class FSDPConfig:
     param_offload: bool = key(False, "parameters rest in CPU memory between phases")
     optimizer_offload: bool = key(False, "the optimizer's state rests in CPU memory between steps")
     offload_policy: bool = key(False, "parameters, gradients and optimizer live in CPU memory; a block visits the device when it computes")
-    use_torch_compile: bool = key(False, "compile each block with torch.compile")
+    use_torch_compile: bool = key(
+        False, "compile each block with torch.compile, for training and for generation with the same module; decoding gains nothing by it"
+    )

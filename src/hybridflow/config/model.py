@@ -16,6 +16,9 @@ class ModelConfig:
     override_config: dict[str, Any] = key({}, "entries that replace some of the model's config.json, for example rope scaling")
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, a third more time")
     enable_activation_offload: bool = key(False, "keep activations for the backward pass in CPU memory: less device memory, more time")
+    use_liger: bool = key(
+        False, "on CUDA: norms, gated layers and rotary positions by Liger's Triton kernels (extra `liger`); the last bits differ"
+    )
     external_lib: str | None = key(None, "module to import before the model is built, for example one that registers it")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = key(
         "auto", "dtype of the parameters; auto: float32 on CPU, bfloat16 on CUDA"

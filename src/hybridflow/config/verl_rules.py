@@ -40,6 +40,13 @@ def off(pattern: str, refusal: str) -> Rule:
     return Rule(pattern, OFF, "it is off", refusal)
 
 
+FUSED_ALWAYS = "always on: head and log-probs are one function, a chunk of tokens at a time, and whole logits never exist"
+FUSED_BACKEND = Rule(
+    r".+\.fused_kernel_options\.impl_backend",
+    (None, "torch"),
+    FUSED_ALWAYS,
+    "set torch, which is always on and never holds whole logits: Liger's fused cross-entropy in Triton gives no entropy of the tokens",
+)
 NO_ENGINE = "not in this version: use actor_rollout_ref.actor.strategy=fsdp2"
 
 # Values of native keys that verl knows and this version does not.
@@ -70,8 +77,8 @@ PPO_RULES: tuple[Rule, ...] = (
     Rule(r".+\.peft_type", (*OFF, "lora", "LORA"), "adapters are LoRA", "adapters are LoRA: leave it out"),
     off(r".+\.target_parameters", "adapters go to linear layers: set target_modules"),
     ignored(r".+\.lora\..+", "read only with Megatron"),
-    ignored(r".+\.(use_liger|use_fused_kernels|fused_kernel_options\..+)",
-         "log-probs are always computed in chunks, never as full logits"),
+    FUSED_BACKEND,
+    ignored(r".+\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),
     ignored(r".+\.(use_shm|use_prefix_grouper|tiled_mlp\..+)", RESULTS_SAME),
     off(r".+\.custom_chat_template", "set the chat template in the tokenizer's own folder (data.tokenizer)"),
     off(r".+\.(hf_config_path|generation_config_path)", "put the config file into the model's folder"),
@@ -201,7 +208,9 @@ SFT_RULES: tuple[Rule, ...] = (
     Rule(r"engine\.(model_dtype|dtype)", (*OFF, "fp32", "float32", "bfloat16", "bf16", "auto"), "model.dtype decides", "set model.dtype"),
     ignored(r"engine\.(wrap_policy(\..+)?|mixed_precision\.buffer_dtype|use_orig_params|full_determinism)", RESULTS_SAME),
     Rule(r"engine\..+", OFF_OR_ONE, "off", "not in this version: leave it out"),
-    ignored(r"model\.(use_liger|use_shm|use_fused_kernels|fused_kernel_options\..+|strategy)", RESULTS_SAME),
+    FUSED_BACKEND,
+    ignored(r"model\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),
+    ignored(r"model\.(use_shm|strategy)", RESULTS_SAME),
     Rule(r"optim\.(optimizer|optimizer_impl)", ("AdamW", "adamw", "adam", "torch.optim"), "AdamW is the optimizer", "use AdamW"),
     off(r"optim\.override_optimizer_config(\..+)?", "set betas, eps and weight_decay of the optim block"),
     ignored(r"checkpoint\.mbridge_config\..+", "the training engine is FSDP2"),

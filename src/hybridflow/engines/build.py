@@ -66,7 +66,8 @@ def build_engine(
         probe = settings.pop("probe", True)
         meta = meta_model(kind, dtype=resolve_dtype(dtype, device), **settings)
         if probe:
-            _probe_together(meta, device, mesh, trust_remote_code=bool(settings.get("trust_remote_code", False)))
+            asked = {name: bool(settings.get(name, False)) for name in ("trust_remote_code", "use_liger")}
+            _probe_together(meta, device, mesh, **asked)
         module, blocks = meta.module, decoder_blocks(meta.module)
         narrow = _shard(meta, blocks, mesh, fsdp, device, trained=optim is not None, lora=lora)
     if fsdp.use_torch_compile:
@@ -118,12 +119,12 @@ def _shard(
     return narrow
 
 
-def _probe_together(meta: MetaModel, device: torch.device, mesh: EngineMesh, *, trust_remote_code: bool) -> None:
+def _probe_together(meta: MetaModel, device: torch.device, mesh: EngineMesh, *, trust_remote_code: bool, use_liger: bool) -> None:
     """Rank 0 probes the architecture; ModelError on all ranks where it cannot be trained."""
     failure: HybridFlowError | None = None
     if mesh.rank == 0:
         try:
-            probe_twin(meta.config, device, trust_remote_code=trust_remote_code)
+            probe_twin(meta.config, device, trust_remote_code=trust_remote_code, use_liger=use_liger)
         except HybridFlowError as error:
             failure = error
     if max_over([int(failure is not None)])[0]:

@@ -16,6 +16,7 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.data.plugin import load_module
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import ModelError
+from hybridflow.models.liger import patch_liger, use_liger_kernels
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
 from hybridflow.models.progress import without_progress_bars
@@ -34,17 +35,18 @@ def build_policy(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
+    use_liger: bool = False,
     probe: bool = True,
 ) -> PolicyModel:
     """Load a causal LM as a policy on `device`; `dtype` auto is float32 on CPU and bfloat16 on CUDA.
 
     `probe` compares its log-probs with plain attention once, so that an architecture we would run wrongly is refused.
+    `use_liger`: some layers compute with Liger's kernels, which run on CUDA only.
     Raises ModelError saying what is missing from the folder, or why the architecture cannot be used.
     """
     hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
     policy = PolicyModel(hf)
-    if probe:
-        probe_policy(policy)
+    _settle(policy, use_liger, probe)
     if gradient_checkpointing:
         enable_gradient_checkpointing(hf)
     return policy
@@ -58,15 +60,26 @@ def build_value(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
+    use_liger: bool = False,
     probe: bool = True,
 ) -> ValueModel:
     """Load the backbone of a causal LM with a fresh scalar head that says 0; arguments and errors are `build_policy`'s."""
     hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
-    if probe:
-        probe_policy(PolicyModel(hf))
+    if probe or use_liger:
+        _settle(PolicyModel(hf), use_liger, probe)
     if gradient_checkpointing:
         enable_gradient_checkpointing(hf)
     return ValueModel(hf)
+
+
+def _settle(policy: PolicyModel, use_liger: bool, probe: bool) -> None:
+    """Give a whole model the kernels it asks for, and see that it computes what it means."""
+    if use_liger and probe:
+        use_liger_kernels(policy)
+    elif use_liger:
+        patch_liger(policy.hf)
+    if probe:
+        probe_policy(policy)
 
 
 def load_config(path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None) -> PretrainedConfig:

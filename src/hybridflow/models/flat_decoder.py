@@ -93,8 +93,11 @@ class ScoresSeen:
 
 
 def _has(module: nn.Module | None, children: set[str]) -> bool:
-    """Exactly these children, and nothing else to compute with."""
-    return module is not None and {name for name, _ in module.named_children()} == children and not list(module.parameters(recurse=False))
+    """Exactly these children, and nothing else to compute with: neither parameters of its own nor a `forward` that was put in its place."""
+    if module is None or {name for name, _ in module.named_children()} != children or list(module.parameters(recurse=False)):
+        return False
+    linears = [child for child in module.children() if type(child) is nn.Linear]
+    return not any("forward" in vars(one) for one in (module, *linears))
 
 
 def _project(module: Any, states: Tensor) -> Tensor:

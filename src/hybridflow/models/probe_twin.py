@@ -12,6 +12,7 @@ import logging
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from hybridflow.models.liger import use_liger_kernels
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
 
@@ -21,7 +22,7 @@ MAX_PARAMETERS = 2_000_000_000
 _VOCABULARY = 512
 
 
-def probe_twin(config: PretrainedConfig, device: torch.device, *, trust_remote_code: bool = False) -> float | None:
+def probe_twin(config: PretrainedConfig, device: torch.device, *, trust_remote_code: bool = False, use_liger: bool = False) -> float | None:
     """`probe_policy` of a float32 twin of the model that `config` describes; None where even the twin would be too large.
 
     The global random stream is left as it was.
@@ -37,7 +38,10 @@ def probe_twin(config: PretrainedConfig, device: torch.device, *, trust_remote_c
         hf = AutoModelForCausalLM.from_config(
             twin, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
         ).to(device)
-    return probe_policy(PolicyModel(hf.eval()))
+    policy = PolicyModel(hf.eval())
+    if use_liger:
+        use_liger_kernels(policy)
+    return probe_policy(policy)
 
 
 def twin_config(config: PretrainedConfig) -> PretrainedConfig:

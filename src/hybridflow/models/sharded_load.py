@@ -26,6 +26,7 @@ from transformers.utils.hub import cached_file
 from hybridflow.distributed.shards import local, own_slices
 from hybridflow.errors import ModelError
 from hybridflow.models.build import causal_config, enable_gradient_checkpointing, load_whole, without_dropout
+from hybridflow.models.liger import patch_liger
 from hybridflow.models.lora import base_name
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
@@ -60,6 +61,7 @@ def meta_model(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
+    use_liger: bool = False,
 ) -> MetaModel:
     """The model of `path` with parameters of `dtype` on the meta device and buffers on the CPU; ModelError as `build_policy`."""
     config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
@@ -68,6 +70,8 @@ def meta_model(
     hf.eval()
     _read_generation_config(hf, where)
     without_dropout(hf)
+    if use_liger:
+        patch_liger(hf)
     direct = not get_model_conversion_mapping(hf, add_legacy=False) and not hasattr(config, "quantization_config")
     if gradient_checkpointing:
         enable_gradient_checkpointing(hf)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybridflow.distributed.replica import Replica
 from hybridflow.errors import ModelError
+from hybridflow.models.liger import has_liger, patch_liger
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.sliced import check_sliceable, slice_layers
@@ -42,6 +43,8 @@ class Twin:
             own = kind._from_config(deepcopy(policy.config), dtype=next(iter(dtypes.values())), attn_implementation="eager")
             self.policy = PolicyModel(own)
         self.policy.hf.generation_config = policy.hf.generation_config
+        if has_liger(policy):
+            patch_liger(self.policy.hf)
         styles = check_sliceable(self.policy, self.replica.size) if self.replica.size > 1 else {}
         if lora is not None:
             add_lora(self.policy, lora)

@@ -10,12 +10,18 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.build import count_parameters, generation_end_tokens, import_external, shape_of
 from hybridflow.models.flops import workload_of
+from hybridflow.models.liger import check_liger
 from hybridflow.protocol.balancing import Workload
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What `build_policy` and `build_value` take; `external_lib` is imported first, since it may register the architecture."""
+    """What `build_policy` and `build_value` take; `external_lib` is imported first, since it may register the architecture.
+
+    ConfigError where the model asks for kernels that cannot run on `device`.
+    """
     assert config.path is not None, "the checks ask for a model path"
+    if config.use_liger:
+        check_liger(device)
     import_external(config)
     return {
         "path": config.path,
@@ -24,6 +30,7 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
         "trust_remote_code": config.trust_remote_code,
         "override_config": config.override_config,
         "gradient_checkpointing": config.enable_gradient_checkpointing,
+        "use_liger": config.use_liger,
     }
 
 

@@ -5,8 +5,9 @@
 
 A matrix product gives each row the same bits whatever other rows are computed with it, as long as no other kernel is chosen for the
 shape. So both sides use one attention that is written out (the fused kernels are not the same for one query and for many), with the
-query heads of a key-value head folded into the rows, and never fewer rows than the kernels need. How much padding that takes differs
-from machine to machine: `ExactMode` says how much, and the self-check of the rollout engine whether it holds.
+query heads of a key-value head folded into the rows, never fewer rows than the kernels need, and sums over few enough keys that no
+library cuts them. How much padding that takes differs from machine to machine: `ExactMode` says how much, and the self-check of the
+rollout engine whether it holds.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from hybridflow.models.attention import Layout, Scores
 MIN_ROWS = 16
 """Rows of every dense layer; below that, matrix libraries choose other kernels."""
 MIN_QUERIES = 8
-"""Rows of the products inside attention."""
-THRIFTY_KEYS = 64
+"""Rows of the products inside attention that are enough everywhere; many machines need half of them."""
+KEY_BLOCK = 128
+"""Keys whose values are added up in one product. Matrix libraries cut longer sums into parts, at places that depend on their length."""
+THRIFTY_KEYS = 32
 VECTOR = 32
 """Numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""
 
@@ -34,16 +37,23 @@ class ExactMode:
     """How far shapes are padded so that a row's bits do not depend on its neighbours."""
 
     key_step: int
-    """Keys of attention are padded to a multiple of this; as long as the longest row, all rows have one common length."""
+    """Keys of attention are padded to a multiple of this, a multiple of 32; as long as the longest row, all rows have one length."""
     row_step: int = 1
     """Rows of every dense layer are padded to a multiple of this, and to MIN_ROWS in any case."""
+    min_queries: int = MIN_QUERIES
+    """Rows of the products inside attention."""
 
     @classmethod
     def choices(cls, module: nn.Module, longest: int) -> list[ExactMode]:
         """From the cheapest to the one that asks least of the machine, for rows of at most `longest` tokens of this model."""
         common, step = -(-longest // 32) * 32, even_rows(module)
-        found = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
-        return list(dict.fromkeys(mode for mode in found if mode.key_step <= common))
+        thrifty = cls(THRIFTY_KEYS, step, MIN_QUERIES // 2)
+        return list(dict.fromkeys([thrifty, cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]))
+
+    def joined(self, other: ExactMode) -> ExactMode:
+        """One that asks for what either asks for; both are of rows of one longest length."""
+        steps = max(self.key_step, other.key_step), math.lcm(self.row_step, other.row_step)
+        return ExactMode(*steps, max(self.min_queries, other.min_queries))
 
     def num_rows(self, real: int) -> int:
         """Rows that a dense layer sees where `real` are wanted."""
@@ -66,7 +76,7 @@ class ExactMode:
         missing = self.num_rows(batch * length) - batch * length
         if not missing:
             return input_ids, position_ids, layout
-        more = (0, missing) if batch == 1 else (0, 0, 0, -(-missing // length))
+        more = (0, missing) if batch == 1 and length > 1 else (0, 0, 0, -(-missing // length))  # one new token of each row stays so
         return pad(input_ids, more), pad(position_ids, more), _RealRows(layout, batch, length)
 
     def pad_rows(self, rows: Tensor) -> Tensor:
@@ -85,14 +95,14 @@ class ExactMode:
         keys = self.num_keys(allowed.shape[-1])
         key, value = (_to_length(x, keys) for x in (key, value))
         rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, dim) * (dim**-0.5 if how.scaling is None else how.scaling)
-        missing = max(0, MIN_QUERIES - rows.shape[2]) if self.row_step == 1 else -rows.shape[2] % MIN_QUERIES
+        missing = max(0, self.min_queries - rows.shape[2]) if self.row_step == 1 else -rows.shape[2] % MIN_QUERIES
         if missing:
             rows = pad(rows, (0, 0, 0, missing))
         raw = rows @ key.transpose(-2, -1)
         weights = self._weights(raw[:, :, : raw.shape[2] - missing].unflatten(2, (-1, queries)), allowed, keys, how).flatten(2, 3)
         if missing:
             weights = pad(weights, (0, 0, 0, missing))
-        out = weights @ value
+        out = _weighted_sum(weights, value)
         return out[:, :, : out.shape[2] - missing].reshape(batch, heads, queries, value.shape[-1])
 
     def _weights(self, raw: Tensor, allowed: Tensor, keys: int, how: Scores) -> Tensor:
@@ -103,7 +113,7 @@ class ExactMode:
         hidden = torch.full((*allowed.shape[:-1], keys), float("-inf"), dtype=raw.dtype, device=raw.device)
         hidden[..., : allowed.shape[-1]].masked_fill_(allowed, 0.0)
         if how.sinks is None:
-            return (raw + hidden).softmax(-1)
+            return (raw + hidden if raw.requires_grad else raw.add_(hidden)).softmax(-1)
         sinks = how.sinks.to(raw.dtype).view(1, raw.shape[1], -1, 1, 1).expand(*raw.shape[:-1], 1)
         # the sink stands first, at the same place for every number of keys
         return torch.cat([sinks, raw + hidden], dim=-1).softmax(-1)[..., 1:]
@@ -132,6 +142,14 @@ class _RealRows:
         real_query, real_key, real_value = (x[: self.batch, :, : self.length] for x in (query, key, value))
         out = self.layout.attend(real_query, real_key, real_value, scores)
         return pad(out, (0, 0, 0, 0, 0, query.shape[2] - out.shape[1], 0, query.shape[0] - out.shape[0]))
+
+
+def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """weights [B, KV, M, K] @ value [B, KV, K, Dv], KEY_BLOCK keys at a time; what padding adds is zeros, however much of it there is."""
+    out = weights[..., :KEY_BLOCK] @ value[:, :, :KEY_BLOCK]
+    for start in range(KEY_BLOCK, value.shape[2], KEY_BLOCK):
+        out = out + weights[..., start : start + KEY_BLOCK] @ value[:, :, start : start + KEY_BLOCK]
+    return out
 
 
 def _to_length(states: Tensor, length: int) -> Tensor:

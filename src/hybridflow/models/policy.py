@@ -112,19 +112,26 @@ class PolicyModel(nn.Module):
 
         The faster way is used once its first states have been the very ones of the modules, on this model and this machine.
         """
-        if (self._flat_tried and self._flat is None) or self.exact is not None or torch.is_grad_enabled():
+        if (self._flat_tried and self._flat is None) or torch.is_grad_enabled():
             return self.hidden(input_ids, position_ids, layout)
-        if self._flat is not None:
-            return self._flat(input_ids, position_ids, layout)
+        rows = input_ids.shape[0]
+        if self.exact is not None:
+            input_ids, position_ids, layout = self.exact.pad_tokens(input_ids, position_ids, layout)
+        decoder = self._first_decode if self._flat is None else self._flat
+        return decoder(input_ids, position_ids, layout)[:rows]
+
+    def _first_decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """By the modules, and once more the faster way: where the states are the same, that way is kept."""
         self._flat_tried, seen = True, ScoresSeen(layout)
-        states = self.hidden(input_ids, position_ids, seen)
+        states = run_backbone(self.hf.base_model, input_ids, position_ids, seen)
         flat = FlatDecoder.of(self.hf.base_model, seen.of_layer)
         if flat is None:
             return states
         if torch.equal(flat(input_ids, position_ids, layout), states):
             self._flat = flat
             return states
-        return self.hidden(input_ids, position_ids, layout)  # once more: the layout now holds what the other way has stored
+        # once more: the layout now holds what the other way has stored
+        return run_backbone(self.hf.base_model, input_ids, position_ids, layout)
 
     @property
     def decodes_flat(self) -> bool:

@@ -122,7 +122,7 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
     requests = []
     for row, answer in enumerate(answers):
         prompt = row % (16 if small else 8)
-        wanted = (1, 7, room // 3, 16, room // 2, 2, room // 4, room)[prompt % 8] + prompt // 8
+        wanted = (1, 7, room // 3, 16, room // 2, 3 * room // 4, room // 4, room)[prompt % 8] + prompt // 8
         length = max(1, min(wanted, room - max(answers)))
         ids = tuple((1 + 7919 * (prompt + 1) * (place + 1)) % vocabulary for place in range(length))
         sampling = SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True)

@@ -17,6 +17,9 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.bridge import own_rows
 
+APART = "training/rollout_log_probs_diff_max"
+"""Metric: the largest difference of a sampled token's log-probs, in nats."""
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -24,7 +27,9 @@ class Watch:
 
     step: int
     exact: bool
-    """Any difference ends the run."""
+    """They are equal to the bit, as far as is known."""
+    stops: bool = True
+    """In exact mode any difference ends the run; else it is measured."""
 
 
 def sampled_tokens(batch: DataProto) -> Tensor:
@@ -39,7 +44,7 @@ def difference(rollout: Tensor, trained: Tensor) -> Metrics:
     if rollout.numel() == 0:
         return metrics
     log_difference, apart = (rollout - trained).abs(), (rollout.exp() - trained.exp()).abs()
-    metrics.add_max("training/rollout_log_probs_diff_max", log_difference.max())
+    metrics.add_max(APART, log_difference.max())
     metrics.add_max("training/rollout_probs_diff_max", apart.max())
     metrics.add_mean("training/rollout_probs_diff_mean", apart.sum(), float(apart.numel()))
     return metrics
@@ -82,11 +87,15 @@ def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
 
     def look_first(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         sampled, trained, rollout = sampled_tokens(micro), outputs["log_probs"].detach(), micro.batch["old_log_probs"]
-        if watch.exact:
+        if watch.exact and watch.stops:
             check_same(micro, rollout, trained, watch.step)
         metrics = difference(rollout[sampled], trained[sampled])
         if watch.exact:
             metrics.add_sum("training/rollout_rows_checked", float(sampled.any(-1).sum()))
+            if bool(sampled.any()):
+                ratio = (trained - rollout)[sampled].exp()
+                metrics.add_min("training/first_ratio_min", ratio.min())
+                metrics.add_max("training/first_ratio_max", ratio.max())
         learned = sampled & micro.batch["loss_mask"]
         if bool(learned.any()):
             metrics.add_mean("actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum()))

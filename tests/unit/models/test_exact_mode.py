@@ -176,4 +176,4 @@ def test_where_kernels_need_more_padding_the_check_takes_more(monkeypatch: pytes
     monkeypatch.setattr("hybridflow.rollout.exact.self_check", check)
     engine = NativeEngine(policy, eos_token_ids=(2,))
     assert choose_exact_mode(engine, policy, longest=100, temperature=1.0) == ExactMode(128, 32) == tried[-1]
-    assert [mode.key_step for mode in tried] == [64, 128, 128]
+    assert [(mode.key_step, mode.min_queries) for mode in tried] == [(32, 4), (32, 8), (128, 8), (128, 8)]

@@ -6,13 +6,14 @@ keys, roles ──ruled_out──► each replica's self-check ──► one mod
 from __future__ import annotations
 
 import logging
-import math
+from functools import reduce
 
 from hybridflow.config import PPOConfig
 from hybridflow.errors import ConfigError
 from hybridflow.models.exact import ExactMode
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.actor import ActorWorker
+from hybridflow.workers.bridge import find_estimator
 from hybridflow.workers.exact import ExactRollout
 
 logger = logging.getLogger(__name__)
@@ -36,14 +37,19 @@ def settle_exact(config: PPOConfig, roles: Roles) -> bool:
             raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")
         logger.info("fast mode: %s", chosen)
         return False
-    roles.actor.call_list(ActorWorker.set_exact, chosen)
-    roles.rollout.call_list(ExactRollout.set_exact, chosen)
+    switch_to(roles, chosen)
     logger.info(
         "exact mode: log-probs of rollout and training are equal to the bit (keys of attention padded to %d, dense layers to %d rows)",
         chosen.key_step,
         chosen.num_rows(1),
     )
     return True
+
+
+def switch_to(roles: Roles, mode: ExactMode | None) -> None:
+    """The actor and all replicas compute in this mode from now on; None: fast."""
+    roles.actor.call_list(ActorWorker.set_exact, mode)
+    roles.rollout.call_list(ExactRollout.set_exact, mode)
 
 
 def _ruled_out(config: PPOConfig, roles: Roles) -> str | None:
@@ -59,6 +65,8 @@ def _ruled_out(config: PPOConfig, roles: Roles) -> str | None:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
     if not rollout.do_sample and rollout.temperature != 1.0:
         return f"greedy tokens have log-probs at temperature 1, and training computes them at {rollout.temperature}: set temperature=1"
+    if rollout.exact == "auto" and "sum_pi_squared" in find_estimator(config.algorithm).needs:
+        return f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the pass that exact mode saves"
     if rollout.exact == "auto" and longest > AUTO_LENGTH:
         return (
             f"data.max_prompt_length + max_response_length = {longest} tokens, and {KEY}=auto takes up to {AUTO_LENGTH}, beyond which it "
@@ -74,8 +82,7 @@ def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
     for rank, mode in enumerate(found):
         if isinstance(mode, str):
             return f"{mode} (rollout rank {rank})" if len(found) > 1 else mode
-    modes = [mode for mode in found if isinstance(mode, ExactMode)]
-    return ExactMode(max(mode.key_step for mode in modes), math.lcm(*(mode.row_step for mode in modes)))
+    return reduce(ExactMode.joined, (mode for mode in found if isinstance(mode, ExactMode)))
 
 
 def _longest(config: PPOConfig) -> int:

@@ -1,6 +1,7 @@
 """Where `old_log_probs` come from: the actor's pass over the batch, or the rollout, whose log-probs are as good.
 
 exact mode          the rollout's: equal to the bit, checked on `exact_check_rows` rows here and on the first mini-batch in its update
+exact=auto          the same, but a difference ends exact mode and not the run
 fast mode           the pass; with `reuse_log_probs_within` the rollout's where they are that close on `exact_check_rows` rows
 bypass mode         the rollout's, whatever they are
 """
@@ -17,9 +18,10 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.data_metrics import rollout_difference
+from hybridflow.trainer.ppo.exact import switch_to
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers import ActorWorker
-from hybridflow.workers.agreement import Watch, check_same, check_same_weights, difference, sampled_tokens
+from hybridflow.workers.agreement import APART, Watch, check_same, check_same_weights, difference, sampled_tokens
 from hybridflow.workers.bridge import own_rows
 from hybridflow.workers.exact import ExactRollout
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
@@ -32,6 +34,7 @@ class OldLogProbs:
 
     def __init__(self, roles: Roles, config: PPOConfig, *, exact: bool, with_sum_pi_squared: bool) -> None:
         self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
+        self.stops = config.actor_rollout_ref.rollout.exact is True
         self.with_sum_pi_squared = with_sum_pi_squared
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
         self.bypass = config.algorithm.rollout_correction.bypass_mode
@@ -59,7 +62,7 @@ class OldLogProbs:
             self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))
             if agreed:
                 self.metrics.update(metrics)
-                self.watch = Watch(step, self.exact)
+                self.watch = Watch(step, self.exact, self.stops)
                 return self._rollouts(batch)
         columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared)
         if self.exact:
@@ -74,12 +77,29 @@ class OldLogProbs:
         some = batch.select_idxs(rows)
         trained: Tensor = self.actor.log_probs(some, with_entropy=False).batch["old_log_probs"]
         rollout, sampled = some.batch["rollout_log_probs"], sampled_tokens(some)
-        if self.exact:
+        if self.exact and self.stops:
             check_same(some, rollout, trained, step)
         metrics = difference(rollout[sampled], trained[sampled])
         metrics.add_sum("training/rollout_rows_checked", float(len(rows)))
         worst = float((rollout - trained)[sampled].abs().max()) if bool(sampled.any()) else 0.0
+        if self.exact and worst:
+            self._give_up(worst, step)
         return self.exact or (self.within is not None and worst <= self.within), metrics
+
+    def after_update(self, metrics: Metrics, step: int) -> None:
+        """Look at what the step's first mini-batch has measured; with `exact=auto` a difference there ends exact mode."""
+        if self.exact and self.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
+            self._give_up(worst, step)
+
+    def _give_up(self, worst: float, step: int) -> None:
+        logger.warning(
+            "fast mode from now on: in step %d log-probs of rollout and training differ by up to %.2g nats under the same weights, so this "
+            "machine computes a row differently in another batch (actor_rollout_ref.rollout.exact=true would have stopped)",
+            step,
+            worst,
+        )
+        self.exact, self.reuses = False, self.within is not None
+        switch_to(self.roles, None)
 
     def _rows_to_check(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> list[int]:
         """`exact_check_rows` rows that the policy sampled, drawn anew each step; in exact mode of those that the first update lacks."""

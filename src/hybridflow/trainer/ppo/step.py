@@ -82,6 +82,7 @@ class PPOStep:
             updates.append(Job("actor", "update_actor", update))
         for found in self.side_by_side(updates):
             metrics.update(found)
+        self.old_log_probs.after_update(metrics, step)
         if roles.reference and algorithm.ref_update_freq and step % algorithm.ref_update_freq == 0:
             roles.reference.copy_from(roles.actor)
         return batch, metrics

@@ -79,17 +79,20 @@ def make_prompts(count: int) -> list[str]:
     return ["".join(draw.choices(characters(), k=PROMPT)) for _ in range(count)]
 
 
+def environment(threads: int) -> dict[str, str]:
+    """What a process that is measured runs in: spinning threads take many times as long where cores are shared."""
+    own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**os.environ, **own}
+
+
 class Side:
     """A process that is asked by a line of JSON and answers with one; between two questions it does nothing."""
 
     first: Mapping[str, Any]
     """What it said when it was ready."""
 
-    def __init__(self, command: Sequence[str], threads: int, **environment: str) -> None:
-        own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.process = subprocess.Popen(
-            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **own, **environment}
-        )
+    def __init__(self, command: Sequence[str], threads: int) -> None:
+        self.process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(threads))
 
     def answer(self) -> dict[str, Any]:
         """The next answer; RuntimeError if the process ends instead."""
@@ -205,7 +208,8 @@ def _processor() -> str:
 
 def write(name: str, result: Mapping[str, Any], title: str, text: str) -> None:
     """`results/{name}.json` and `.md`; `result` holds the facts, which head the page. Prints the page."""
-    page = f"# {title}\n\n{result['date']} · `{result['command']}` · {result['machine']}\n\nWritten by benchmarks/{name}.py; do not edit. {text}\n"
+    told = f"{result['date']} · `{result['command']}` · {result['machine']}"
+    page = f"# {title}\n\n{told}\n\nWritten by benchmarks/{name}.py; do not edit. {text}\n"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(page)

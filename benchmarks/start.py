@@ -90,10 +90,9 @@ def our_command(folder: Path) -> list[str]:
 
 def timed(command: list[str], threads: int, metrics: Path | None) -> tuple[float, float]:
     """Seconds until the first step is told, on standard output or by a line in the file `metrics`; and CPU seconds in all."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     before, began, told = os.times(), time.perf_counter(), 0.0
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=kit.environment(threads))
         if metrics is None:
             assert process.stdout is not None
             for line in process.stdout:

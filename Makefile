@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds learn bench cluster-parity test test-slow test-vllm coverage check format clean
+.PHONY: setup demo demo-seeds learn bench bench-gpu cluster-parity test test-slow test-vllm coverage check format clean
 
 setup: $(READY)
 
@@ -26,6 +26,11 @@ learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 c
 
 bench: setup  ## speed and memory on this machine's CPU, rivals in turn; writes benchmarks/results/generation.md
 	$(BIN)/python benchmarks/generation.py
+
+bench-gpu: setup  ## speed on one CUDA device: generation, updates, a PPO step; writes benchmarks/results/gpu_*.md
+	$(BIN)/python benchmarks/gpu_generation.py
+	$(BIN)/python benchmarks/gpu_update.py
+	$(BIN)/python benchmarks/gpu_step.py
 
 cluster-parity: setup  ## two processes against one, each way of spreading a model (about 45 minutes on 2 cores); writes benchmarks/results/cluster_parity.md
 	$(BIN)/python benchmarks/cluster_parity.py

@@ -1,0 +1,132 @@
+"""A PPO step on one CUDA device, of the shape of verl's quickstart: 0.5 B parameters, 256 prompts, 512 + 512 tokens, critic and reference.
+
+    python benchmarks/gpu_step.py [--sizes 0.5B] [--rounds 3] [--key key=value …]
+    python benchmarks/gpu_step.py --tiny --device cpu          (a dry run)
+
+This project's trainer as `hybridflow train --recipe ppo` runs it, local controller, random weights; prompts of 512 tokens, every response
+512 tokens, mini-batches of 64. A step is the time from the end of one to the end of the next: loader, generation, reward, reference,
+values, both updates, logging; the first one, which warms up, does not count. verl publishes 68 s for its step.
+Writes `benchmarks/results/gpu_step.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_kit as gpu
+import side_by_side as kit
+import torch
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.load import prepare_config
+from hybridflow.trainer.ppo.build import build
+
+PUBLISHED = 68.0
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """A reward that costs nothing."""
+    return float(len(solution_str) % 2)
+
+
+def make_work(folder: Path, size: str, device: torch.device, prompts: int, length: int) -> None:
+    """Model, tokenizer and prompts of exactly `length` tokens."""
+    gpu.make_hf(size, device).save_pretrained(folder / "model")
+    kit.make_tokenizer(folder / "tokenizer")
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(kit.characters(), k=length)) for _ in range(prompts)]
+    rows = [{"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}} for text in texts]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gpu.free(device)
+
+
+def keys_of(options: argparse.Namespace, work: Path, shape: dict[str, int]) -> list[str]:
+    """The run, as a user would write it."""
+    model, tokens = work / "model", shape["tokens"]
+    return [
+        f"actor_rollout_ref.model.path='{model}'",
+        f"critic.model.path='{model}'",
+        f"data.tokenizer='{work / 'tokenizer'}'",
+        f"data.train_files='{work / 'prompts.jsonl'}'",
+        f"data.train_batch_size={shape['prompts']}",
+        f"data.max_prompt_length={shape['length']}",
+        f"data.max_response_length={shape['length']}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={shape['mini']}",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
+        f"critic.ppo_max_token_len_per_gpu={tokens}",
+        f"actor_rollout_ref.rollout.max_num_seqs={shape['prompts']}",
+        f"actor_rollout_ref.rollout.max_num_batched_tokens={tokens}",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        "critic.model.enable_gradient_checkpointing=false",
+        f"reward.custom_reward_function.path='{__file__}'",
+        "reward.num_workers=0",
+        f"trainer.default_local_dir='{work / 'run'}'",
+        f"trainer.device={options.device}",
+        "trainer.controller=local",
+        "trainer.logger=[]",
+        "trainer.resume_mode=disable",
+        "trainer.total_epochs=1000",
+        *options.key,
+    ]
+
+
+def measure(options: argparse.Namespace, size: str, device: torch.device, shape: dict[str, int]) -> dict[str, Any]:
+    """The steps of one run."""
+    seconds: list[float] = []
+    logged: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as name:
+        make_work(Path(name), size, device, shape["prompts"], shape["length"])
+        config = prepare_config(PPOConfig, keys_of(options, Path(name), shape), recipe="ppo").config
+        with build(config) as trainer:
+            began = time.perf_counter()
+
+            def stepped(step: int, metrics: dict[str, float]) -> bool:
+                nonlocal began
+                gpu.wait(device)
+                now = time.perf_counter()
+                seconds.append(now - began)
+                logged.append({key: value for key, value in metrics.items() if key.startswith("timing_s/")})
+                began = now
+                tokens = int(metrics["rollout/generated_tokens"])
+                assert tokens == shape["prompts"] * shape["length"], f"{tokens} tokens were generated"
+                return step > options.rounds
+
+            trainer.fit(after_step=stepped)
+    memory = torch.cuda.max_memory_allocated(device) / gpu.GIB if device.type == "cuda" else 0.0
+    parts = {key: gpu.median([step.get(key, 0.0) for step in logged[1:]]) for key in sorted(logged[-1])}
+    return {"size": size, **shape, "first_s": seconds[0], "seconds": seconds[1:], "parts": parts, "memory_gib": memory}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = gpu.parser_of(__doc__, rounds=3, sizes=("0.5B",))
+    parser.add_argument("--key", action="append", default=[], help="a further key=value of the run")
+    options = parser.parse_args()
+    device = gpu.device_of(options)
+    shape = {"prompts": 256, "length": 512, "mini": 64, "tokens": 16_384}
+    if options.tiny:
+        options.sizes, options.rounds, shape = ["tiny"], 1, {"prompts": 4, "length": 6, "mini": 2, "tokens": 64}
+    cases = [measure(options, size, device, shape) for size in options.sizes]
+    parts = [[case["size"], name.removeprefix("timing_s/"), f"{value:.2f}"] for case in cases for name, value in case["parts"].items()]
+    steps = [[case["size"], kit.spread(case["seconds"]), f"{case['first_s']:.1f}", f"{case['memory_gib']:.1f}"] for case in cases]
+    text = f"""{shape["prompts"]} prompts and responses of {shape["length"]} tokens, mini-batches of {shape["mini"]},
+critic and reference; median (fastest–slowest) of {options.rounds} steps after the first.
+
+{kit.table(("model", "s a step", "first step, s", "memory, GiB"), steps)}
+
+{kit.table(("model", "part", "s"), parts)}
+
+Published for verl: {PUBLISHED:.0f} s. Goal: at most 10 s."""
+    gpu.write(options, "gpu_step", gpu.facts(device) | {"cases": cases}, "A PPO step on one CUDA device", text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

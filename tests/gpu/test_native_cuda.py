@@ -1,0 +1,120 @@
+"""The native engine on a CUDA device: recorded decode steps give what steps that are not recorded give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.native.engine import NativeEngine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def policy_of(dtype: torch.dtype = torch.float32) -> PolicyModel:
+    """A random model on the device, always the same."""
+    torch.manual_seed(0)
+    config = Qwen2Config(**SIZES, vocab_size=512, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.2)
+    return PolicyModel(AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda").eval())
+
+
+def requests(rows: int, new: int) -> list[GenerationRequest]:
+    """Greedy ones, with prompts and responses of several lengths."""
+    draw = torch.Generator().manual_seed(1)
+    prompts = [tuple(torch.randint(3, 512, (5 + row % 7,), generator=draw).tolist()) for row in range(rows)]
+    return [
+        GenerationRequest(row, prompt, SamplingParams(temperature=0.0, max_tokens=new - row), seed=row)
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def tokens(engine: NativeEngine, asked: list[GenerationRequest]) -> dict[int, list[int]]:
+    outputs = list(engine.generate(asked))
+    assert not [output.error for output in outputs if output.error]
+    return {output.request_id: output.token_ids for output in outputs}
+
+
+def train(policy: PolicyModel) -> None:
+    """One optimizer step, in place."""
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
+    policy.logits(policy.head.weight[:4]).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_greedy_tokens_are_those_without_graphs_after_an_optimizer_step_too() -> None:
+    recorded = NativeEngine(policy_of(), eos_token_ids=[], max_num_seqs=6)
+    eager = NativeEngine(policy_of(), eos_token_ids=[], max_num_seqs=6, enforce_eager=True)
+    asked = requests(9, 150)
+    before = tokens(recorded, asked)
+    assert before == tokens(eager, asked) and eager.graphs is None
+    assert recorded.graphs is not None and recorded.graphs.problem is None and recorded.graphs.num_recorded > 2
+    assert tokens(recorded, asked) == before  # slots have their size now, and each bucket its graph
+    known = recorded.graphs.num_recorded
+    for engine in (recorded, eager):
+        train(engine.policy)
+        engine.set_version(1)
+    after = tokens(recorded, asked)
+    assert after == tokens(eager, asked) and after != before
+    assert recorded.graphs.num_recorded == known  # the weights are where they were, and so are the slots
+
+
+def test_a_graph_for_each_bucket_of_rows_and_keys_and_no_more() -> None:
+    engine = NativeEngine(policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=4, cudagraph_capture_sizes=[4])
+    sampling = SamplingParams(max_tokens=180)
+    asked = [GenerationRequest(row, (3 + row, 4, 5, 6), sampling, seed=row) for row in range(4)]
+    for _ in range(2):  # slots grow in the first one, which drops the graphs that it began with
+        list(engine.generate(asked))
+    assert engine.graphs is not None and engine.graphs.problem is None
+    assert engine.graphs.num_graphs == 2  # up to 128 keys, and up to 184
+    known = engine.graphs.num_recorded
+    list(engine.generate(asked))
+    assert engine.graphs.num_recorded == known
+    list(engine.generate(asked[:3]))  # filled up with a row that is none
+    assert engine.graphs.num_recorded == known
+
+
+def test_sleep_gives_the_memory_of_slots_and_graphs_back() -> None:
+    engine = NativeEngine(policy_of(), eos_token_ids=[], max_num_seqs=32)
+    asked = requests(32, 200)
+    first = tokens(engine, asked)
+    engine.sleep()
+    asleep = torch.cuda.memory_reserved()
+    for _ in range(3):
+        engine.wake_up()
+        assert tokens(engine, asked) == first
+        assert torch.cuda.memory_reserved() > asleep
+        engine.sleep()
+        assert engine.graphs is not None and engine.graphs.num_graphs == 0 and engine.cache_bytes == 0
+        assert torch.cuda.memory_reserved() <= asleep + 2 * 2**20
+
+
+def test_weights_that_were_moved_are_recorded_anew() -> None:
+    engine = NativeEngine(policy_of(), eos_token_ids=[], max_num_seqs=4)
+    asked = requests(4, 60)
+    first = tokens(engine, asked)
+    assert engine.graphs is not None
+    known = engine.graphs.num_recorded
+    for parameter in engine.policy.parameters():
+        parameter.data = parameter.data.clone()
+    assert tokens(engine, asked) == first and engine.graphs.num_recorded == 2 * known
+
+
+def test_a_model_that_cannot_be_recorded_is_decoded_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = NativeEngine(policy_of(), eos_token_ids=[], max_num_seqs=4)
+    asked = requests(4, 30)
+    wanted = tokens(NativeEngine(policy_of(), eos_token_ids=[], max_num_seqs=4, enforce_eager=True), asked)
+    decode = engine.policy.decode
+
+    def asks_the_device(*args: torch.Tensor, **keywords: torch.Tensor) -> torch.Tensor:
+        states = decode(*args, **keywords)  # type: ignore[arg-type]
+        float(states.sum())  # waits for the device, which a recording forbids
+        return states
+
+    monkeypatch.setattr(engine.policy, "decode", asks_the_device)
+    assert tokens(engine, asked) == wanted
+    assert engine.graphs is not None and engine.graphs.problem is not None and engine.graphs.num_graphs == 0
+    torch.cuda.synchronize()  # and the device goes on

@@ -1,0 +1,81 @@
+"""What we say to SGLang's HTTP server: /generate, whose tokens stream back."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from hybridflow.rollout.remote.http import Address, ServerGone, said
+from hybridflow.rollout.remote.runner import Piece, Submission
+
+
+def open_stream(address: Address, submission: Submission, rid: str, version: str, *, timeout: float) -> Stream:
+    """Begin a response whose tokens must come from weights of that version; ServerGone."""
+    params = submission.params
+    body = {
+        "rid": rid,
+        "input_ids": list(submission.prompt),
+        "sampling_params": params["sampling_params"],
+        "return_logprob": True,
+        "top_logprobs_num": params["top_logprobs_num"],
+        "stream": True,
+    }
+    connection = address.begin("/generate", body, timeout=timeout)
+    return Stream(submission.request_id, connection, cuts=frozenset(params["cuts"]), version=version)
+
+
+class Stream:
+    """One response on its way. `cuts`: tokens that end it here, whatever SGLang thinks of them."""
+
+    def __init__(self, request_id: int, connection: http.client.HTTPConnection, *, cuts: frozenset[int], version: str) -> None:
+        self.request_id, self._connection, self._cuts, self._version = request_id, connection, cuts, version
+
+    def pieces(self) -> Iterator[Piece]:
+        """What comes, to the last; ServerGone where it ends before that."""
+        try:
+            response = self._connection.getresponse()
+            if response.status != 200:
+                yield Piece(self.request_id, finish="error", error=f"sglang refused it: {said(response.read())}")
+                return
+            for line in response:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.strip() == b"data: [DONE]":
+                    break
+                piece = self._piece(json.loads(line[len(b"data: ") :]))
+                yield piece
+                if piece.finish is not None:
+                    return
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:  # the last two: closed by `close` meanwhile
+            raise ServerGone(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._connection.close()
+        raise ServerGone("the stream ended before the response did")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    def _piece(self, event: dict[str, Any]) -> Piece:
+        if "error" in event:
+            return Piece(self.request_id, finish="error", error=f"sglang refused it: {event['error'].get('message', event['error'])}")
+        meta = event["meta_info"]
+        ids, scores = event["output_ids"], meta.get("output_token_logprobs") or []
+        if [token for _, token, _ in scores] != ids:
+            return Piece(self.request_id, finish="error", error=f"sglang sent {len(ids)} tokens and log-probs of {len(scores)} others")
+        if meta["weight_version"] != self._version:
+            told = f"its weights became {meta['weight_version']!r} meanwhile, and {self._version!r} was asked for"
+            return Piece(self.request_id, finish="error", error=f"sglang: {told}")
+        top = [[(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or []]
+        cut = next((number for number, token in enumerate(ids, 1) if token in self._cuts), None)
+        log_probs = [value for value, _, _ in scores]
+        if cut is not None:
+            return Piece(self.request_id, ids[:cut], log_probs[:cut], top[:cut], "stop", ids[cut - 1])
+        ended = meta["finish_reason"]
+        if ended is None:
+            return Piece(self.request_id, ids, log_probs, top)
+        if ended["type"] not in ("stop", "length"):
+            return Piece(self.request_id, ids, log_probs, top, "error", error=f"sglang ended it: {ended.get('message', ended['type'])}")
+        return Piece(self.request_id, ids, log_probs, top, ended["type"], ended.get("matched"))

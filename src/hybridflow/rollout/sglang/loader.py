@@ -1,0 +1,44 @@
+"""What SGLang's workers get from us (`--custom-weight-loader`): it takes weights in, and knows which version they are.
+
+/update_weights_from_tensor ──receipt, as a tensor of bytes──► load ──► Receiver ◄──weights── push
+                                                                └──answer──► the `Listener` that the receipt names
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.rollout.push.channel import Channel
+from hybridflow.rollout.push.receiver import Receiver
+from hybridflow.rollout.sglang import sampler
+
+QUALIFIED_NAME = f"{__name__}.load"
+_RECEIVED = Receiver()
+"""Of the model of this process."""
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Fetch the push that the receipt names into SGLang's model, and say how it went; raises nothing, which would end SGLang's worker."""
+    receipt = json.loads(bytes(named_tensors[0][1].tolist()))
+    try:
+        sampler.install()
+        answer = _RECEIVED.receive(model.load_weights, receipt)
+    except Exception as error:  # whatever it is, the sender shall read it
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    report = Channel.connect(receipt["host"], receipt["report_port"], receipt["report_token"], receipt["timeout"])
+    report.send({**answer, "pid": os.getpid()})
+    report.close()
+
+
+def packed(receipt: dict[str, Any]) -> str:
+    """A receipt in the form in which SGLang's HTTP takes tensors."""
+    data = torch.tensor(list(json.dumps(receipt).encode()), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([("receipt", data)])).decode()

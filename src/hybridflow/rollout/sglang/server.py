@@ -1,0 +1,155 @@
+"""SGLang's server: a process of its own, started here and ended with this one, or one that runs already.
+
+SGLangEngine ──requests, one connection each──► /generate
+             ──version────────────────────────► /model_info, /update_weight_version
+             ──receipt────────────────────────► /update_weights_from_tensor ──► `loader.load` in SGLang's workers ◄──weights── push
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.push.channel import Listener
+from hybridflow.rollout.push.receiver import NOTHING
+from hybridflow.rollout.push.sender import Transport, push
+from hybridflow.rollout.remote.http import Address, Refused
+from hybridflow.rollout.remote.process import ServerProcess
+from hybridflow.rollout.remote.runner import EngineDied, Submission
+from hybridflow.rollout.remote.served import Served
+from hybridflow.rollout.sglang.http import Stream, open_stream
+from hybridflow.rollout.sglang.loader import QUALIFIED_NAME, packed
+
+_LABEL = "hybridflow:"
+"""How the names of our versions begin; SGLang calls weights that nobody pushed "default"."""
+_REPORT_S = 5.0
+
+
+class Server(Served):
+    """A `Runner` over an SGLang server. `vocabulary`, `positions`: of the model, where the server does not say."""
+
+    engine = "sglang"
+
+    def __init__(
+        self,
+        address: Address,
+        process: ServerProcess | None,
+        *,
+        vocabulary: int,
+        positions: int,
+        max_streams: int,
+        timeout: float,
+        transport: Transport | None = None,
+        bucket_bytes: int,
+    ) -> None:
+        super().__init__(address, process, max_streams=max_streams, timeout=timeout, transport=transport, bucket_bytes=bucket_bytes)
+        self._model = {"vocabulary": vocabulary, "positions": positions}
+        self._run, self._runs = "", itertools.count(1)
+        self._prefix = secrets.token_hex(4)
+        self._version = ""
+        self._workers = 1
+        self._released: set[str] = set()
+
+    def facts(self) -> dict[str, Any]:
+        """What the server says of itself; RolloutError where it lacks what we need."""
+        told = self._get("/server_info")
+        if QUALIFIED_NAME not in (told.get("custom_weight_loader") or ()) or not told.get("incremental_streaming_output"):
+            raise RolloutError(
+                f"{self.name} does not take our weights: start it with --custom-weight-loader {QUALIFIED_NAME} and "
+                "--incremental-streaming-output, in a python that has hybridflow"
+            )
+        if told.get("speculative_algorithm"):
+            raise RolloutError(f"{self.name} speculates ({told['speculative_algorithm']}), which draws in another way: start it without")
+        self._workers = int(told["tp_size"])
+        return {**self._model, "device": told["device"], "positions": int(told.get("context_length") or self._model["positions"])}
+
+    def version(self) -> int:
+        """That of the weights in the server."""
+        label = str(self._get("/model_info")["weight_version"])
+        return int(label.removeprefix(_LABEL)) if label.startswith(_LABEL) else NOTHING
+
+    def start(self, submissions: Sequence[Submission]) -> None:
+        """Queue these; EngineDied."""
+        self._run = f"{self._prefix}-{next(self._runs)}"
+        self._version = f"{_LABEL}{self.version()}"
+        super().start(submissions)
+
+    def open(self, submission: Submission) -> Stream:
+        """Begin a response; ServerGone."""
+        return open_stream(self.address, submission, f"{self._run}-{submission.request_id}", self._version, timeout=self.timeout)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Hang up on these, and let SGLang know: it would notice seconds later."""
+        ended = list(request_ids)
+        super().abort(ended)
+        with contextlib.suppress(EngineDied):  # nothing runs any more
+            for request_id in ended:
+                self._post("/abort_request", {"rid": f"{self._run}-{request_id}"})
+
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not arrive."""
+        self._alive()
+        self._name_weights(NOTHING)
+        try:
+            self._post("/begin_weight_update", {"selector": "target"})
+        except Refused:  # one that was cut off is still open
+            self._post("/end_weight_update", {})
+            self._post("/begin_weight_update", {"selector": "target"})
+        try:
+            push(
+                self._call,
+                weights,
+                version,
+                workers=self._workers,
+                transport=self.transport,
+                host=self.own_host,
+                bucket_bytes=self.bucket_bytes,
+                timeout=self.timeout,
+            )
+        finally:
+            if self._death is None:
+                self._post("/end_weight_update", {})
+        self._name_weights(version)
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: the cache, and the weights, which stay on the CPU (--enable-weights-cpu-backup) unless the level is above 1."""
+        if level > 1:
+            self._name_weights(NOTHING)
+        tags = [tag for tag in ("kv_cache", "weights") if tag not in self._released]
+        self._post("/release_memory_occupation", {"tags": tags})
+        self._released |= set(tags)
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take memory again."""
+        wanted = sorted(self._released if tags is None else self._released & set(tags))
+        if wanted:
+            self._post("/resume_memory_occupation", {"tags": wanted})
+        self._released -= set(wanted)
+
+    def _name_weights(self, version: int) -> None:
+        self._post("/update_weight_version", {"new_version": f"{_LABEL}{version}", "abort_all_requests": False})
+
+    def _call(self, method: str, receipt: dict[str, Any]) -> list[dict[str, Any]]:
+        """Hand the receipt of a push to `loader.load` in each worker: what each answers."""
+        listener = Listener(receipt["host"])
+        try:
+            named = packed({**receipt, "report_port": listener.port, "report_token": listener.token})
+            body = {"serialized_named_tensors": [named] * self._workers, "load_format": QUALIFIED_NAME, "selector": "target"}
+            self._post("/update_weights_from_tensor", body)
+            channels = listener.accept(self._workers, timeout=_REPORT_S, failed=lambda: False)  # each has told before the call came back
+            return [channel.receive() for channel in channels]
+        finally:
+            listener.close()
+
+    def _get(self, path: str) -> dict[str, Any]:
+        told: dict[str, Any] = self._guarded(lambda: self.address.call(path, timeout=self.timeout, method="GET"))
+        return told
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        self._guarded(lambda: self.address.call(path, body, timeout=self.timeout))

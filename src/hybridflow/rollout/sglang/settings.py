@@ -1,0 +1,116 @@
+"""Keys of the run as options of SGLang's server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.models.build import load_config
+from hybridflow.rollout.native.memory import free_memory
+from hybridflow.rollout.remote.http import Address
+from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.remote.process import ServerProcess, free_port
+from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
+
+ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+"""What SGLang reads from the environment. A health check that generates would do so with weights that are not there yet."""
+_ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True, "grammar_backend": "none"}
+"""What its Python engine needs where there are no kernels of SGLang."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a request must fit into."""
+
+    vocabulary: int
+    positions: int
+    """Prompt and response together."""
+
+
+def shape_of(config: RolloutConfig, model: ModelFacts) -> Shape:
+    """Of the model as SGLang will run it."""
+    found = _config(model)
+    return Shape(int(found.vocab_size), config.max_model_len or int(getattr(found, "max_position_embeddings", 4096)))
+
+
+def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
+    """Options of `python -m sglang.launch_server` by name; `engine_kwargs.sglang` overrules them."""
+    on_cpu = model.device.type == "cpu"
+    arguments: dict[str, Any] = {
+        "model_path": model.path,
+        "tokenizer_path": model.tokenizer,
+        "trust_remote_code": model.trust_remote_code,
+        "json_model_override_args": model.override_config or None,
+        "dtype": model.dtype if config.dtype == "auto" else config.dtype,
+        "context_length": shape_of(config, model).positions,
+        "max_running_requests": config.max_num_seqs,
+        "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "tp_size": config.tensor_model_parallel_size,
+        "disable_cuda_graph": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "enable_memory_saver": config.free_cache_engine and not on_cpu,
+        "enable_weights_cpu_backup": config.free_cache_engine and not on_cpu,
+        "load_format": config.load_format,
+        "quantization": config.quantization,
+        "sampling_backend": "pytorch",  # the place where `sampler` draws
+        "sampling_defaults": "openai",  # not the model's: they would change sampling
+        "custom_weight_loader": [QUALIFIED_NAME],
+        "incremental_streaming_output": True,
+        "skip_server_warmup": True,
+        "log_level": "warning",
+        **(_ON_CPU if on_cpu else {}),
+    }
+    arguments = {name: value for name, value in arguments.items() if value is not None} | config.engine_kwargs.sglang
+    if on_cpu and "max_total_tokens" not in arguments:  # else a share of the whole machine's memory, at once
+        arguments["max_total_tokens"] = _cache_tokens(config, model, str(arguments["dtype"]))
+    return arguments
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """The arguments as options of SGLang's server, whose switches are only ever turned on."""
+    options = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            options += [flag] if value else []
+        elif isinstance(value, list):
+            options += [flag, *(str(each) for each in value)]
+        else:
+            options += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return options
+
+
+def start_server(arguments: dict[str, Any], *, python: str | None, timeout: float) -> tuple[Address, ServerProcess]:
+    """Start SGLang's server on a free port of this machine, closed to others; RolloutError where it does not come up."""
+    port = free_port()
+    command = [
+        python or sys.executable,
+        *("-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)),
+        *command_line(arguments),
+    ]
+    on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if arguments.get("device") == "cpu" else {}
+    process = ServerProcess(command, {**os.environ, **ENVIRONMENT, **on_cpu}, engine="sglang")
+    address = Address(f"http://127.0.0.1:{port}")
+    process.wait_until_ready(address, timeout)
+    return address, process
+
+
+def _config(model: ModelFacts) -> Any:
+    return load_config(model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config).get_text_config()
+
+
+def _cache_tokens(config: RolloutConfig, model: ModelFacts, dtype: str) -> int:
+    """Tokens of `max_num_seqs` rows of full length, at most `gpu_memory_utilization` of the memory that is free."""
+    shape = _config(model)
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    each = shape.num_hidden_layers * 2 * heads * width * getattr(torch, dtype).itemsize
+    wanted = config.max_num_seqs * (shape_of(config, model).positions + 1)
+    return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu")) // each))

@@ -24,8 +24,14 @@ demo-seeds: setup  ## the demo on three seeds, by PPO and with random rewards; w
 learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 cores (ALGO=grpo for one); writes benchmarks/results/learn.md
 	$(BIN)/python benchmarks/learn.py $(if $(ALGO),--algo $(ALGO))
 
-bench: setup  ## speed and memory on this machine's CPU, rivals in turn; writes benchmarks/results/generation.md
-	$(BIN)/python benchmarks/generation.py
+BENCHMARKS := generation grpo_step training weights start transport
+
+bench: $(VENV)/.bench  ## speed and memory on this machine's CPU, rivals in turn, about 20 minutes (QUICK=1: a dry run); writes benchmarks/results
+	for each in $(BENCHMARKS); do $(BIN)/python benchmarks/$$each.py $(if $(QUICK),--quick) || exit 1; done
+
+$(VENV)/.bench: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench,ray]"
+	touch $@
 
 bench-gpu: setup  ## speed on one CUDA device: generation, updates, a PPO step; writes benchmarks/results/gpu_*.md
 	$(BIN)/python benchmarks/gpu_generation.py

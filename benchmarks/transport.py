@@ -180,7 +180,10 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--quick", action="store_true", help="a dry run: one round, nothing is proved")
     options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps = 1, 10
     torch.set_num_threads(1)
     width = options.megabytes * 10**6 // (4 * FIELDS * ROWS)
     halves = [DataProto.from_dict({f"x{index}": torch.randn(ROWS // 2, width) for index in range(FIELDS)}) for _ in range(2)]

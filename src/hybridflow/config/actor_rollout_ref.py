@@ -142,7 +142,7 @@ class RolloutConfig:
     )
     log_prob_max_token_len_per_gpu: int | None = key(None, "at most this many tokens in that forward; null: the actor's limit", minimum=1)
     exact: bool | Literal["auto"] = key(
-        False, "log-probs of rollout and training equal to the bit (CPU, float32), so no old-log-prob pass; auto: where it holds and pays"
+        "auto", "log-probs of rollout and training equal to the bit (CPU, float32), so no old-log-prob pass; auto: where it holds and pays"
     )
     exact_check_rows: int = key(16, "rows that are checked each step beside those of the first mini-batch", minimum=1)
     reuse_log_probs_within: float | None = key(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from tiny_trainer import actor_module, build, ppo_config, tiny_model
+from torch import Tensor
 
 from hybridflow.errors import ConfigError, TrainingError
 from hybridflow.models.policy import PolicyModel
+from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.workers import ActorGroup
+from hybridflow.workers.agreement import difference
 
 GRPO = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=3", "trainer.test_freq=-1")
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -55,6 +59,7 @@ def test_three_steps_without_a_pass_and_without_a_difference(model: Path, tmp_pa
     for line in lines.values():
         assert line[APART] == 0.0 and line[TAKEN] == 1.0
         assert line[CHECKED] == 4 + 3  # the first mini-batch, and three of the other
+        assert line["training/first_ratio_min"] == line["training/first_ratio_max"] == 1.0
         assert line["actor/entropy"] > 0 and line["actor/num_updates"] == 2
     assert passes == [3, 3, 3]
 
@@ -97,6 +102,39 @@ def test_a_run_that_cannot_be_exact_says_why_once_or_is_refused(model: Path, tmp
         pass
 
 
+def off_by_a_rounding(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """As on a machine where a pass over so many rows differs."""
+    real = ActorGroup.log_probs
+
+    def rounded(self: ActorGroup, batch: DataProto, **asked: bool) -> DataProto:
+        columns = real(self, batch, **asked)
+        if len(batch) == num_rows:
+            columns.batch["old_log_probs"] = columns.batch["old_log_probs"] * (1 + 1e-6)
+        return columns
+
+    monkeypatch.setattr(ActorGroup, "log_probs", rounded)
+
+
+@pytest.mark.parametrize("where", ["in_the_rows_checked", "in_the_update"])
+def test_auto_ends_exact_mode_and_not_the_run_where_a_difference_shows(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, passes: list[int], where: str
+) -> None:
+    if where == "in_the_rows_checked":
+        off_by_a_rounding(monkeypatch, num_rows=3)
+    else:
+        monkeypatch.setattr("hybridflow.workers.agreement.difference", off_where_watched(difference))
+    lines = train(model, tmp_path / "run", f"{ROLLOUT}.exact=auto", f"{ROLLOUT}.exact_check_rows=3")
+    told = [record.message for record in caplog.records if "fast mode from now on" in record.message]
+    assert len(told) == 1 and "in step 1 log-probs of rollout and training differ by up to" in told[0]
+    assert passes == ([3, 8, 8, 8] if where == "in_the_rows_checked" else [3, 8, 8])
+    assert 0 < lines[3][APART] < 1e-3 and TAKEN not in lines[3]
+
+
+def off_where_watched(real: Callable[[Tensor, Tensor], Metrics]) -> Callable[[Tensor, Tensor], Metrics]:
+    """As on a machine where the forward of an update differs."""
+    return lambda rollout, trained: real(rollout, trained * (1 + 1e-6))
+
+
 def test_an_estimator_that_needs_the_pass_keeps_it(model: Path, tmp_path: Path, passes: list[int]) -> None:
     line = train(
         model,
@@ -108,10 +146,16 @@ def test_an_estimator_that_needs_the_pass_keeps_it(model: Path, tmp_path: Path, 
     assert passes == [8] and line[APART] == 0.0 and TAKEN not in line
 
 
+def test_auto_is_fast_where_no_pass_would_be_saved(model: Path, tmp_path: Path) -> None:
+    keys = ("algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.exact=auto")
+    with build(ppo_config(model, tmp_path / "run", *GRPO, *keys)) as trainer:
+        assert actor_module(trainer).exact is None
+
+
 def test_fast_mode_saves_the_pass_where_the_rows_it_checks_are_close(model: Path, tmp_path: Path, passes: list[int]) -> None:
-    rows = f"{ROLLOUT}.exact_check_rows=2"
-    close = train(model, tmp_path / "a" / "run", f"{ROLLOUT}.reuse_log_probs_within=1e-3", rows)
+    rows = (f"{ROLLOUT}.exact_check_rows=2", f"{ROLLOUT}.exact=false")
+    close = train(model, tmp_path / "a" / "run", f"{ROLLOUT}.reuse_log_probs_within=1e-3", *rows)
     assert passes == [2, 2, 2] and all(line[TAKEN] == 1.0 and 0 < line[APART] < 1e-3 for line in close.values())
     passes.clear()
-    strict = train(model, tmp_path / "b" / "run", f"{ROLLOUT}.reuse_log_probs_within=0", rows, "trainer.total_training_steps=1")
+    strict = train(model, tmp_path / "b" / "run", f"{ROLLOUT}.reuse_log_probs_within=0", *rows, "trainer.total_training_steps=1")
     assert passes == [2, 8] and strict[1][TAKEN] == 0.0 and strict[1][APART] > 0

@@ -16,6 +16,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.sync import SyncTrainer
 
+FAST = "actor_rollout_ref.rollout.exact=false"
 PPO = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50")
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.01")
 
@@ -98,7 +99,7 @@ def run_one_step(trainer: SyncTrainer, **columns: Any) -> tuple[DataProto, dict[
 
 
 def test_columns_of_a_step(model: Path, tmp_path: Path) -> None:
-    with build(ppo_config(model, tmp_path / "run", *PPO)) as trainer:
+    with build(ppo_config(model, tmp_path / "run", *PPO, FAST)) as trainer:
         batch, metrics = run_one_step(trainer)
     added = {"old_log_probs", "entropys", "ref_log_prob", "values", "token_level_scores", "token_level_rewards", "advantages", "returns"}
     assert added <= set(batch.batch.keys())
@@ -175,7 +176,7 @@ def test_answers_of_the_data_are_the_actors_in_bypass_mode_and_not_measured_as_i
     spin = ("algorithm.adv_estimator=spin", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo", "data.max_response_length=40")
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with build(ppo_config(model, tmp_path / "a" / "run", *spin)) as trainer:
+    with build(ppo_config(model, tmp_path / "a" / "run", *spin, FAST)) as trainer:
         plain, metrics = run_one_step(trainer)
     with build(ppo_config(model, tmp_path / "b" / "run", *spin, bypass)) as trainer:
         bypassed, _ = run_one_step(trainer)

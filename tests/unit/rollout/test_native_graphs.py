@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_models import prompts, requests_for, run, tiny_engine
+from rollout_models import prompts, requests_for, run, tiny_engine, tiny_hf
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.models.attention import Scores
+from hybridflow.models.flat_decoder import FlatDecoder
+from hybridflow.models.kv_cache import LayerShape, SlotCache
+from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import graphs
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.native.graphs import GraphDecoder, capture_sizes, graph_decoder, key_bucket
+from hybridflow.rollout.native.graphs import GraphDecoder, capture_sizes, decode_rows, graph_decoder, key_bucket
+from hybridflow.rollout.native.memory import SlotMemory
 
 SIZES = [1, 2, 4, 8]
 
@@ -61,8 +68,17 @@ def tokens(outputs: dict[int, GenerationOutput]) -> dict[int, list[int]]:
     return {number: output.token_ids for number, output in outputs.items()}
 
 
+class OnCuda(SlotMemory):
+    """Slots of the sizes that they have on CUDA."""
+
+    def __init__(self, shapes: dict[int, LayerShape], budget: int, device: torch.device) -> None:
+        super().__init__(shapes, budget, device)
+        self.device = torch.device("cuda")
+
+
 @pytest.fixture(autouse=True)
-def _short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridflow.rollout.native.engine.SlotMemory", OnCuda)
     monkeypatch.setattr(graphs, "LEAST_KEYS", 8)
 
 
@@ -177,6 +193,34 @@ def test_what_is_not_finite_does_not_stay_in_slots_that_were_filled_up() -> None
         outputs.update({output.request_id: output for output in session.step()})
     session.close()
     assert tokens(outputs) == wanted
+
+
+class HostSeen(TorchDispatchMode):
+    """Notes operations that touch a tensor outside of the device; on the meta device, asking for a value is an error anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) and leaf.device.type != "meta" for leaf in tree_leaves((args, kwargs, out))):
+            self.names.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma2"])
+def test_a_step_needs_nothing_of_the_host_so_it_can_be_recorded(kind: str) -> None:
+    policy = PolicyModel(tiny_hf(kind, torch.bfloat16).to("meta"))
+    cache = SlotCache(dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.bfloat16)), 4, 64, "meta")
+    tokens, lengths = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    policy._flat_tried = True  # what is found out in the first step asks for values, and is found out before
+    ways = [None] if kind == "gemma2" else [None, FlatDecoder.of(policy.hf.base_model, {layer: Scores(layer) for layer in range(2)})]
+    for policy._flat in ways:
+        with HostSeen() as seen, torch.no_grad():
+            states = decode_rows(policy, cache, tokens, lengths, 31)
+        assert tuple(states.shape) == (3, 32) and not seen.names
+        assert policy.decodes_flat == (policy._flat is not None)
 
 
 def test_buckets_are_few() -> None:

@@ -38,6 +38,7 @@ class ActorConfig:
     )
     ppo_max_token_len_per_gpu: int = key(16_384, "at most this many tokens in one forward/backward (hard)", minimum=1)
     ppo_epochs: int = key(1, "passes over each batch", minimum=1)
+    use_prefix_grouper: bool = key(False, "compute a prompt once for its responses in a forward/backward: fewer tokens, other last bits")
     shuffle: bool = key(True, "deal the groups into mini-batches in a seeded random order; false: in order")
     grad_clip: float | None = key(1.0, "largest gradient norm; null: no clipping", above=0)
     clip_ratio: float = key(0.2, "PPO's epsilon on both sides; left out, a loss whose paper has other bounds uses those", minimum=0)
@@ -92,13 +93,16 @@ class ValKwargsConfig:
 @dataclass(frozen=True)
 class EngineKwargsConfig:
     vllm: dict[str, Any] = key({}, "further arguments of vllm's engine, by its own names")
+    sglang: dict[str, Any] = key({}, "further arguments of sglang's server, by its own names")
 
 
 @dataclass(frozen=True)
 class RolloutServerConfig:
-    enable: bool | None = key(None, "vllm: a server of its own beside each process that generates; null: where there are several")
+    enable: bool | None = key(
+        None, "vllm: a server of its own beside each process that generates; null: where there are several; sglang is always one"
+    )
     address: str | list[str] | None = key(None, "server that runs already, http://HOST:PORT, one for each process; null: start them")
-    python: str | None = key(None, "python that has vllm and hybridflow, for the server that is started; null: this one")
+    python: str | None = key(None, "python that has the engine and hybridflow, for the server that is started; null: this one")
     start_timeout: float = key(900.0, "seconds that a server may take to answer", above=0)
     push_timeout: float = key(600.0, "seconds that one bucket of weights, or one call of a worker, may take", above=0)
     transport: Literal["auto", "shared_memory", "cuda_ipc", "process_group"] = key(
@@ -108,7 +112,7 @@ class RolloutServerConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: Literal["native", "vllm", "hf"] = key("native", "generation engine; hf: transformers' own, slow, to compare with")
+    name: Literal["native", "vllm", "sglang", "hf"] = key("native", "generation engine; hf: transformers' own, slow, to compare with")
     n: int = key(1, "responses per prompt (the size of a group)", minimum=1)
     temperature: float = key(1.0, "sampling temperature", above=0)
     top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)
@@ -123,18 +127,23 @@ class RolloutConfig:
     max_num_seqs: int = key(256, "rows decoded together", minimum=1)
     max_num_batched_tokens: int = key(8192, "prompt tokens prefilled together", minimum=1)
     gpu_memory_utilization: float = key(0.5, "share of the device's memory that the KV cache may fill up to", above=0, maximum=1)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "vllm: dtype in which it computes; auto: the actor's")
-    max_model_len: int | None = key(None, "vllm: longest prompt + response; null: max_prompt_length + max_response_length", minimum=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "vllm, sglang: dtype in which it computes; auto: the actor's")
+    max_model_len: int | None = key(
+        None, "vllm, sglang: longest prompt + response; null: max_prompt_length + max_response_length", minimum=1
+    )
     enforce_eager: bool | None = key(None, "true: no CUDA graphs (vllm: nor compilation); null: only on CPU")
     cudagraph_capture_sizes: list[int] | None = key(
         None, "native, on CUDA: numbers of rows that decode by CUDA graphs; null: few, up to max_num_seqs"
     )
-    enable_chunked_prefill: bool = key(True, "vllm: long prompts in parts, beside decoding rows")
+    enable_chunked_prefill: bool = key(True, "vllm, sglang: long prompts in parts, beside decoding rows")
     enable_prefix_caching: bool = key(True, "prompts that begin alike share their keys and values")
-    free_cache_engine: bool = key(True, "vllm: give its memory back while the actor trains")
-    load_format: str = key("dummy", "vllm: weights before the first push; dummy: none, auto: those of the model's folder")
-    quantization: str | None = key(None, "vllm: generate with quantised weights, for example fp8")
-    update_weights_bucket_megabytes: int = key(256, "vllm: weights that travel together", minimum=1)
+    free_cache_engine: bool = key(True, "vllm, sglang: give its memory back while the actor trains")
+    load_format: str = key("dummy", "vllm, sglang: weights before the first push; dummy: none, auto: those of the model's folder")
+    quantization: str | None = key(None, "vllm, sglang: generate with quantised weights, for example fp8")
+    lora_as_adapters: bool = key(
+        False, "vllm: LoRA adapters are sent by themselves, over weights that are sent once; false: folded into the weights"
+    )
+    update_weights_bucket_megabytes: int = key(256, "vllm, sglang: weights that travel together", minimum=1)
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
     server: RolloutServerConfig = group(RolloutServerConfig)
     log_prob_micro_batch_size_per_gpu: int | None = key(

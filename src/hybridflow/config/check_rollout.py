@@ -15,6 +15,7 @@ VLLM_KEYS = (
     "enable_chunked_prefill",
     "free_cache_engine",
     "load_format",
+    "lora_as_adapters",
     "update_weights_bucket_megabytes",
     "engine_kwargs",
     "server",
@@ -22,8 +23,18 @@ VLLM_KEYS = (
 """Keys that change nothing of what the native engine gives."""
 NATIVE_KEYS = ("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes")
 """Keys of the native engine that the hf engine does not read."""
-OURS = ("worker_extension_cls", "logprobs_mode", "generation_config", "seed", "model", "tensor_parallel_size", "enable_sleep_mode")
+OURS = (
+    *("worker_extension_cls", "logprobs_mode", "generation_config", "seed", "model", "tensor_parallel_size", "enable_sleep_mode"),
+    *("enable_lora", "max_loras", "max_lora_rank"),
+)
 """Arguments of vLLM that follow from our own keys or that we rely on."""
+SGLANGS = (
+    *("model_path", "random_seed", "tp_size", "dp_size", "pp_size", "host", "port", "enable_memory_saver", "enable_weights_cpu_backup"),
+    *("custom_weight_loader", "incremental_streaming_output", "sampling_backend", "sampling_defaults", "speculative_algorithm"),
+)
+"""The same of SGLang."""
+WITH_WEIGHTS = ("vllm", "sglang")
+"""Engines that have weights of their own."""
 
 
 def rollout_problems(config: PPOConfig) -> Iterator[str]:
@@ -35,8 +46,8 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
             f"{ROLLOUT}.cudagraph_capture_sizes={sizes}: wanted numbers of rows, at least 1 each; for no graphs set "
             f"{ROLLOUT}.enforce_eager=true"
         )
-    if rollout.name == "vllm":
-        yield from _vllm(config, rollout)
+    if rollout.name in WITH_WEIGHTS:
+        yield from _with_weights(config, rollout)
     elif rollout.dtype not in ("auto", "bfloat16"):
         yield (
             f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the dtype of the module that trains: "
@@ -47,26 +58,29 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
 def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """What is set and means less than it seems."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "vllm":
+    if rollout.name not in WITH_WEIGHTS:
         unread = VLLM_KEYS if rollout.name == "native" else (*VLLM_KEYS, *NATIVE_KEYS)
         odd = [f"{ROLLOUT}.{name}" for name in unread if is_given(f"{ROLLOUT}.{name}", given)]
         if odd:
             yield f"{', '.join(odd)}: settings of a separate engine; {ROLLOUT}.name={rollout.name} needs none"
-    if rollout.name == "vllm" and rollout.cudagraph_capture_sizes is not None:
+    if rollout.name in WITH_WEIGHTS and rollout.cudagraph_capture_sizes is not None:
+        instead = "vllm.compilation_config" if rollout.name == "vllm" else "sglang.cuda_graph_bs_decode"
         yield (
-            f"{ROLLOUT}.cudagraph_capture_sizes: read by the native engine; with {ROLLOUT}.name=vllm set "
-            f"{ROLLOUT}.engine_kwargs.vllm.compilation_config"
+            f"{ROLLOUT}.cudagraph_capture_sizes: read by the native engine; with {ROLLOUT}.name={rollout.name} set "
+            f"{ROLLOUT}.engine_kwargs.{instead}"
         )
-    if rollout.name == "vllm" and rollout.quantization:
+    if rollout.name in WITH_WEIGHTS and rollout.quantization:
         yield f"{ROLLOUT}.quantization={rollout.quantization}: tokens come from rounded weights; consider algorithm.rollout_correction"
 
 
-def _vllm(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
+def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
     server, sizes = rollout.server, pool_sizes(config.trainer, "rollout")
     processes = sum(sizes)
     if server.enable is False and server.address is not None:
         yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.address={server.address}: leave one of them out"
-    if server.enable is False and processes > 1:
+    if rollout.name == "sglang" and server.enable is False:
+        yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.name=sglang, which is always a server: leave {ROLLOUT}.server.enable out"
+    elif server.enable is False and processes > 1:
         yield (
             f"{ROLLOUT}.server.enable=false with {processes} processes that generate: vLLM in a process of ours serves it alone; leave "
             f"{ROLLOUT}.server.enable out"
@@ -82,9 +96,9 @@ def _vllm(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
             yield f"{ROLLOUT}.server.address={address}: wanted http://HOST:PORT"
     if rollout.tensor_model_parallel_size > 1 and processes > 1:
         yield (
-            f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with {ROLLOUT}.name=vllm and {processes} processes "
-            "that generate: each has one device, and starts a vLLM on it. Set it to 1, or start larger servers yourself and give their "
-            f"addresses ({ROLLOUT}.server.address)"
+            f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with {ROLLOUT}.name={rollout.name} and "
+            f"{processes} processes that generate: each has one device, and starts an engine on it. Set it to 1, or start larger servers "
+            f"yourself and give their addresses ({ROLLOUT}.server.address)"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
@@ -93,10 +107,16 @@ def _vllm(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
             f"data.max_response_length={config.data.max_response_length} = {longest} tokens: set it to {longest} or more, or leave it out"
         )
     longest = rollout.max_model_len or longest
-    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
+    if rollout.name == "vllm" and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
         yield (
             f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than {ROLLOUT}.max_model_len={longest}, and "
             f"{ROLLOUT}.enable_chunked_prefill=false: set it to {longest} or more, or enable_chunked_prefill=true"
         )
-    for name in sorted(set(rollout.engine_kwargs.vllm) & set(OURS)):
-        yield f"{ROLLOUT}.engine_kwargs.vllm.{name}: set by hybridflow itself; leave it out"
+    model = config.actor_rollout_ref.model
+    if rollout.lora_as_adapters and rollout.name != "vllm":
+        yield f"{ROLLOUT}.lora_as_adapters=true with {ROLLOUT}.name={rollout.name}, which takes them folded: leave it out"
+    elif rollout.lora_as_adapters and not (model.lora_rank or model.lora_adapter_path):
+        yield f"{ROLLOUT}.lora_as_adapters=true, and the actor has no adapters: set actor_rollout_ref.model.lora_rank, or leave it out"
+    given, ours = (rollout.engine_kwargs.vllm, OURS) if rollout.name == "vllm" else (rollout.engine_kwargs.sglang, SGLANGS)
+    for name in sorted(set(given) & set(ours)):
+        yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name}: set by hybridflow itself; leave it out"

@@ -16,13 +16,11 @@ KEY = "actor_rollout_ref.rollout.name"
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine is, and whether this version has it."""
+    """What an engine is."""
 
     what: str
     trains: bool
     """Whether a run can have it as `rollout.name`."""
-    exists: bool = True
-    """False: nothing of it is here; its column says what is known."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ ENGINES: Mapping[str, Engine] = {
     "native": Engine("ours, on the module that trains", trains=True),
     "hf": Engine("transformers' `generate`: slow, plain, what the others are compared with", trains=True),
     "vllm": Engine("vLLM, in process or as servers, with weights that are pushed", trains=True),
-    "sglang": Engine("SGLang's server", trains=False, exists=False),
+    "sglang": Engine("SGLang, as servers, with weights that are pushed", trains=True),
     "openai": Engine("any OpenAI-compatible endpoint, for evaluation, frozen teachers and judges", trains=False),
 }
 
@@ -135,7 +133,7 @@ def _column(**other: Cell) -> dict[str, Cell]:
 
 
 _NOT_WEIGHTS = no("the endpoint's weights are its own: set rollout.name=native to train")
-_UNRUN = no("there is no sglang engine in this version: no CPU build of its kernels is published, so nothing could be run")
+_STUBBED = "SGLang's own Python engine with its kernel package stubbed: no CPU build of the kernels is published"
 
 TABLE: Mapping[str, Mapping[str, Cell]] = {
     "native": _column(
@@ -174,7 +172,18 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         cpu=yes(SHOWN_BY["greedy_parity"], "its CPU build"),
         any_architecture=no("it has its own list of models"),
     ),
-    "sglang": dict.fromkeys(FEATURES, _UNRUN),
+    "sglang": _column(
+        shared_weights=no("it has weights of its own, which are pushed before each step"),
+        sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
+        tensor_parallel=unshown("SGLang's own; needs several GPUs"),
+        lora=unshown("adapters are pushed folded into their weights"),
+        quantization=unshown("SGLang's own; needs a GPU"),
+        exact=no("its kernels round differently from ours: set rollout.name=native"),
+        sleep=unshown("needs CUDA's torch_memory_saver: on a CPU SGLang cannot sleep, and nothing happens"),
+        prefix_reuse=unshown("SGLang's own (rollout.enable_prefix_caching)"),
+        cpu=yes(SHOWN_BY["greedy_parity"], _STUBBED),
+        any_architecture=no("it has its own list of models"),
+    ),
     "openai": _column(
         dies=yes(f"{_OPENAI}::test_what_may_pass_is_tried_again_and_what_not_is_told", "tried again until the deadline"),
         abort_partials=no("closing the connection loses what the server had so far"),

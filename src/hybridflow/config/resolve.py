@@ -83,7 +83,7 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
         "distillation.log_prob_max_token_len_per_gpu": config.distillation.log_prob_max_token_len_per_gpu or cap,
         "reward.reward_kwargs.max_resp_len": config.reward.reward_kwargs.max_resp_len or data.max_response_length,
     }
-    if rollout.name == "vllm":
+    if rollout.name in ("vllm", "sglang"):
         values["actor_rollout_ref.rollout.max_model_len"] = rollout.max_model_len or data.max_prompt_length + data.max_response_length
     values |= _clip_bounds(config, given, notes)
     values |= _followed_model(config, "distillation.teacher_model", config.distillation.teacher_model.path, given)

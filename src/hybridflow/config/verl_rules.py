@@ -52,7 +52,7 @@ NO_ENGINE = "not in this version: use actor_rollout_ref.actor.strategy=fsdp2"
 # Values of native keys that verl knows and this version does not.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "actor_rollout_ref.rollout.name": {
-        **dict.fromkeys(("sglang", "trtllm", "tgi", "naive"), SERVER_ENGINES),
+        **dict.fromkeys(("trtllm", "tgi", "naive"), SERVER_ENGINES),
         "openai": "an endpoint's weights cannot be trained: use actor_rollout_ref.rollout.name=native; for evaluation and judges there is "
         "hybridflow.rollout.openai.engine.OpenAIEngine (docs/rollout/engines.md)",
     },
@@ -79,7 +79,7 @@ PPO_RULES: tuple[Rule, ...] = (
     ignored(r".+\.lora\..+", "read only with Megatron"),
     FUSED_BACKEND,
     ignored(r".+\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),
-    ignored(r".+\.(use_shm|use_prefix_grouper|tiled_mlp\..+)", RESULTS_SAME),
+    ignored(r".+\.(use_shm|tiled_mlp\..+)", RESULTS_SAME),
     off(r".+\.custom_chat_template", "set the chat template in the tokenizer's own folder (data.tokenizer)"),
     off(r".+\.(hf_config_path|generation_config_path)", "put the config file into the model's folder"),
     Rule(r".+\.freeze_vision_tower", OFF, "text models only", "vision models come in a later version"),

@@ -12,9 +12,12 @@ VLLM_MISSING = (
     "rollout.server.address"
 )
 """What to do where vllm cannot be imported."""
+SGLANG_MISSING = VLLM_MISSING.replace("vllm", "sglang")
 
 
 def check_installed(config: RolloutConfig) -> None:
     """ConfigError where the engine of `rollout.name` would run in this environment and is not installed."""
-    if config.name == "vllm" and config.server.python is None and config.server.address is None and find_spec("vllm") is None:
-        raise ConfigError(f"actor_rollout_ref.rollout.name=vllm needs vllm, which is not installed here: {VLLM_MISSING}; or use native")
+    missing = {"vllm": VLLM_MISSING, "sglang": SGLANG_MISSING}.get(config.name)
+    if missing and config.server.python is None and config.server.address is None and find_spec(config.name) is None:
+        named = f"actor_rollout_ref.rollout.name={config.name} needs {config.name}, which is not installed here"
+        raise ConfigError(f"{named}: {missing}; or use native")

@@ -1,4 +1,4 @@
-"""Weights of engines that have their own, such as vLLM: whole tensors by the names of the model's files, out of a policy of this process.
+"""Weights of engines that have their own, such as vLLM and SGLang: whole tensors by the names of the model's files, out of a policy of this process.
 
 actor's module, sharded or not ──plain_weights──► engine.update_weights             the actor lives here
 WeightShares ──PushedWeights──► a policy on the CPU ──plain_weights──► the same     it lives elsewhere
@@ -6,30 +6,60 @@ WeightShares ──PushedWeights──► a policy on the CPU ──plain_weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
+from hybridflow.distributed.process_group import gather_objects
 from hybridflow.engines import TrainEngine
-from hybridflow.models.export import plain_weights
-from hybridflow.models.lora import base_name
+from hybridflow.models.export import plain_weights, whole
+from hybridflow.models.lora import adapter_config, adapter_tensors, base_name
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine
 from hybridflow.weight_sync.holding import trainer_parameters
 from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
 
+_ADAPTER_FACTS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules")
+"""Of peft's LoraConfig, what an engine must know of adapters."""
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine that takes adapters over a base."""
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the base has come and is still there."""
+        ...
+
+    def update_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the base."""
+        ...
+
+    def update_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]) -> None:
+        """Take adapters, by which the base becomes `version`."""
+        ...
+
 
 class OwnedWeights:
     """Of an engine beside the policy that trains; where that is sharded, all ranks have such an engine and update it together.
 
-    `trainer`: brings weights that rest in CPU memory to the device meanwhile. `narrow`: as `WeightExport`'s.
+    `trainer`: brings weights that rest in CPU memory to the device meanwhile. `narrow`: as `WeightExport`'s. `adapters`: the policy's
+    adapters are sent by themselves, over a base that is sent once.
     """
 
     def __init__(
-        self, policy: PolicyModel, trainer: TrainEngine | None = None, narrow: Mapping[str, torch.dtype] = MappingProxyType({})
+        self,
+        policy: PolicyModel,
+        trainer: TrainEngine | None = None,
+        narrow: Mapping[str, torch.dtype] = MappingProxyType({}),
+        *,
+        adapters: bool = False,
     ) -> None:
-        self.policy, self.trainer = policy, trainer
+        self.policy, self.trainer, self.adapters = policy, trainer, adapters
         self._dtypes = {base_name(name): dtype for name, dtype in narrow.items()}
 
     def update(self, engine: RolloutEngine, version: int) -> None:
@@ -38,10 +68,22 @@ class OwnedWeights:
             self.trainer.onload()
         try:
             trainer_parameters(self.policy)  # for its effect: blocks that are still gathered are sharded again
-            engine.update_weights(plain_weights(self.policy, self._dtypes), version)
+            if self.adapters:
+                assert isinstance(engine, AdapterEngine), "only vllm takes adapters"
+                self._update_adapters(engine, version)
+            else:
+                engine.update_weights(plain_weights(self.policy, self._dtypes), version)
         finally:
             if self.trainer is not None:
                 self.trainer.offload()
+
+    def _update_adapters(self, engine: AdapterEngine, version: int) -> None:
+        if not all(gather_objects(engine.has_base)):  # all ranks read sharded weights together
+            engine.update_base(plain_weights(self.policy, self._dtypes, folded=False))
+        config = adapter_config(self.policy)
+        facts = {name: getattr(config, name) for name in _ADAPTER_FACTS}
+        tensors = ((name, whole(tensor)) for name, tensor in adapter_tensors(self.policy))
+        engine.update_adapters(tensors, version, facts)
 
 
 class StagedWeights:
@@ -50,8 +92,8 @@ class StagedWeights:
     `stage`: an engine over that policy, which keeps its version.
     """
 
-    def __init__(self, pushed: PushedWeights, stage: RolloutEngine) -> None:
-        self.pushed, self.stage, self.owned = pushed, stage, OwnedWeights(pushed.policy)
+    def __init__(self, pushed: PushedWeights, stage: RolloutEngine, *, adapters: bool = False) -> None:
+        self.pushed, self.stage, self.owned = pushed, stage, OwnedWeights(pushed.policy, adapters=adapters)
 
     def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:
         """As `PushedWeights.update`, and on to the engine."""

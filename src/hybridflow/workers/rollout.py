@@ -3,7 +3,7 @@
 same process, one rank      the actor's own module: nothing to do
 same processes, shards      gathered when the engine wakes up, freed when it sleeps
 processes of its own        pushed by `RolloutGroup.update_from` before a step
-engine with its own         pushed into the engine by the same call, wherever it is (vLLM)
+engine with its own         pushed into the engine by the same call, wherever it is (vLLM, SGLang)
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import RolloutEngine, WeightSource
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.sglang.build import build_sglang_engine
 from hybridflow.rollout.vllm.build import build_vllm_engine
-from hybridflow.rollout.vllm.settings import ModelFacts
 from hybridflow.weight_sync.gathered import GatheredWeights
 from hybridflow.weight_sync.holding import Holding
 from hybridflow.weight_sync.owned import OwnedWeights, StagedWeights
@@ -47,8 +48,8 @@ def build_rollout_worker(
     its dtype must then be the one in which the actor computes. `tokenizer`: its folder, for engines that read one.
     Raises ConfigError where `tensor_model_parallel_size` does not divide the ranks, ModelError where it does not suit the model.
     """
-    if config.name == "vllm":
-        return _vllm(config, actor_engine, model, eos_token_ids, lora, tokenizer)
+    if config.name in ("vllm", "sglang"):
+        return _with_own_weights(config, actor_engine, model, eos_token_ids, lora, tokenizer)
     replica = Replica.of_this_rank(config.tensor_model_parallel_size)
     build = partial(build_rollout_engine, config, eos_token_ids=eos_token_ids, decode=_decode(config, tokenizer, model))
     if actor_engine is None:
@@ -93,7 +94,7 @@ def _standalone(build: Callable[..., RolloutEngine], model: dict[str, Any], lora
     return RolloutWorker(engine, PushedWeights(policy, holding))
 
 
-def _vllm(
+def _with_own_weights(
     config: RolloutConfig,
     actor_engine: TrainEngine | None,
     model: dict[str, Any],
@@ -101,7 +102,7 @@ def _vllm(
     lora: LoraSettings | None,
     tokenizer: str | None,
 ) -> RolloutWorker:
-    """With weights that are pushed into vLLM: from the actor's module, or from a copy of it on the CPU that the actor's ranks keep new."""
+    """With weights that are pushed: from the actor's module, or from a copy of it on the CPU that the actor's ranks keep new."""
     device = torch.device(model["device"])
     facts = ModelFacts(
         path=hub_folder(str(model["path"])),
@@ -110,15 +111,22 @@ def _vllm(
         trust_remote_code=bool(model.get("trust_remote_code")),
         override_config=model.get("override_config"),
         tokenizer=tokenizer,
+        lora_rank=0 if lora is None else lora.largest_rank,
     )
     rank, ranks = rank_and_size()
-    engine = build_vllm_engine(config, facts, eos_token_ids, rank=rank, ranks=ranks)
+    engine: RolloutEngine
+    if config.name == "sglang":
+        engine = build_sglang_engine(config, facts, eos_token_ids, rank=rank)
+    else:
+        engine = build_vllm_engine(config, facts, eos_token_ids, rank=rank, ranks=ranks)
     if actor_engine is not None:
         policy = actor_engine.module
         assert isinstance(policy, PolicyModel), "the actor's module is a policy"
-        return RolloutWorker(engine, owned=OwnedWeights(policy, actor_engine if actor_engine.rests else None, actor_engine.narrow))
+        resting = actor_engine if actor_engine.rests else None
+        return RolloutWorker(engine, owned=OwnedWeights(policy, resting, actor_engine.narrow, adapters=config.lora_as_adapters))
     policy = build_policy(**{**model, "device": "cpu", "dtype": facts.dtype}, probe=False).requires_grad_(False)
     if lora is not None:
         add_lora(policy, lora)
     stage = NativeEngine(policy, eos_token_ids=())  # never generates
-    return RolloutWorker(engine, pushed=StagedWeights(PushedWeights(policy, Holding.whole(policy)), stage))
+    pushed = PushedWeights(policy, Holding.whole(policy))
+    return RolloutWorker(engine, pushed=StagedWeights(pushed, stage, adapters=config.lora_as_adapters))

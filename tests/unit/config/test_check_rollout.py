@@ -10,6 +10,7 @@ from hybridflow.config.load import prepare_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.name=vllm"
+SGLANG = f"{ROLLOUT}.name=sglang"
 TWO = "trainer.n_gpus_per_node=2"
 
 
@@ -22,10 +23,13 @@ TWO = "trainer.n_gpus_per_node=2"
         ([VLLM, TWO, f"{ROLLOUT}.server.enable=false"], "leave actor_rollout_ref.rollout.server.enable out"),
         ([VLLM, TWO, f"{ROLLOUT}.server.address=http://a:1"], "names 1 servers, and 2 processes generate"),
         ([VLLM, f"{ROLLOUT}.server.address=a:1"], "wanted http://HOST:PORT"),
-        ([VLLM, TWO, f"{ROLLOUT}.tensor_model_parallel_size=2"], "each has one device, and starts a vLLM on it"),
+        ([VLLM, TWO, f"{ROLLOUT}.tensor_model_parallel_size=2"], "each has one device, and starts an engine on it"),
         ([VLLM, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
         ([VLLM, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_model_len=9999"], "or enable_chunked_prefill=true"),
         ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"], "set by hybridflow itself"),
+        ([SGLANG, f"{ROLLOUT}.engine_kwargs.sglang.sampling_backend=flashinfer"], "set by hybridflow itself"),
+        ([SGLANG, f"{ROLLOUT}.server.enable=false"], "which is always a server"),
+        ([SGLANG, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
     ],
 )
 def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: str) -> None:
@@ -36,6 +40,7 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
     sizes = ["data.max_prompt_length=20", "data.max_response_length=30"]
     config = prepare_config(PPOConfig, [*base, *sizes, VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4"]).config
     assert config.actor_rollout_ref.rollout.max_model_len == 50
+    assert prepare_config(PPOConfig, [*base, *sizes, SGLANG]).config.actor_rollout_ref.rollout.max_model_len == 50
     native = prepare_config(PPOConfig, [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.load_format=auto"])
     assert native.config.actor_rollout_ref.rollout.max_model_len is None
     (note,) = [note for note in native.notes if "needs none" in note]

@@ -130,7 +130,7 @@ def test_mistakes_name_the_key_and_the_way_out(override: str, says: str) -> None
 
 
 def test_all_mistakes_of_a_command_line_at_once() -> None:
-    message = problem("data.seed=x", "data.sed=1", "actor_rollout_ref.rollout.name=sglang", "a")
+    message = problem("data.seed=x", "data.sed=1", "actor_rollout_ref.rollout.name=trtllm", "a")
     assert message.startswith("4 problems") and message.count("\n") == 4
 
 

@@ -233,7 +233,7 @@ trainer: {default_local_dir: d, default_hdfs_dir: null, project_name: p, experim
 
 # What would change results, or asks for a feature of a later version, must stop the run.
 MUST_BE_REFUSED = [
-    *("actor_rollout_ref.rollout.name=" + name for name in ("sglang", "openai", "trtllm")),
+    *("actor_rollout_ref.rollout.name=" + name for name in ("openai", "trtllm")),
     "actor_rollout_ref.actor.strategy=megatron",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
     "actor_rollout_ref.rollout.data_parallel_size=2",

@@ -37,7 +37,7 @@ def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
 def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], ...]:
     """How `world_size` ranks generate: groups of `tensor_model_parallel_size` serve requests together."""
     rollout = config.actor_rollout_ref.rollout
-    tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1  # vLLM spreads a model by itself
+    tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1  # engines with weights of their own spread a model by themselves
     return ("dp", world_size // tensor), ("tp", tensor)
 
 

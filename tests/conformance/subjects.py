@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +48,8 @@ class Subject:
     abort_midway: Callable[[list[GenerationRequest], list[int]], tuple[Outputs, Outputs]] | None = None
     """Where the engine gives nothing out before it could be told: (aborted, the others)."""
     close: Callable[[], None] = lambda: None
+    lacks: dict[str, str] = field(default_factory=dict)
+    """Features that the table gives the engine and this way of running it does not have, each with the reason."""
     version: int = 0
     weights: dict[str, Tensor] = field(default_factory=dict)
 
@@ -59,6 +62,8 @@ class Subject:
 
     def needs(self, feature: str) -> None:
         """Skip the test where the table says that the engine does not have the feature, or that another test shows it."""
+        if feature in self.lacks:
+            pytest.skip(f"{self.name}: {self.lacks[feature]}")
         cell = TABLE[self.name][feature]
         if cell.test != SHOWN_BY[feature]:
             pytest.skip(f"{self.name}: {cell.note}" + (f"; shown by {cell.test}" if cell.test else ""))
@@ -190,20 +195,66 @@ def _openai(folder: Path) -> Subject:
     return Subject("openai", engine, load(folder), decoder(folder), close=close)
 
 
-def _vllm(folder: Path) -> Subject:
-    """In this process; its weights are pushed before anything is generated."""
-    without("vllm")
-    from hybridflow.config.actor_rollout_ref import RolloutConfig
-    from hybridflow.rollout.vllm.build import build_vllm_engine
-    from hybridflow.rollout.vllm.settings import ModelFacts
+def _openai_vllm(folder: Path) -> Subject:
+    """Against vLLM's own server, which knows nothing of us."""
+    for package in ("httpx", "vllm"):
+        without(package)
+    from hybridflow.rollout.openai.engine import OpenAIEngine
+    from hybridflow.rollout.vllm.http import MODEL
+    from hybridflow.rollout.vllm.process import start_server
 
-    config = RolloutConfig(name="vllm", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2)
+    arguments = {
+        "model": str(folder),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": MAX_ROWS,
+        "max_model_len": POSITIONS,
+        "max_num_batched_tokens": 2 * POSITIONS,
+        "enable_chunked_prefill": False,
+        "kv_cache_memory_bytes": 2**28,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+    }
+    address, process = start_server(arguments, python=None, timeout=900)
+    engine = OpenAIEngine(f"{address.url}/v1", model=MODEL, api_key="unread", deadline=120)
+    left = "vLLM's log-probs are of what top-k, top-p and biases leave of the distribution"
+    lacks = {"log_probs_limited": left, "logit_bias": left}
+    return Subject("openai", engine, load(folder), decoder(folder), close=process.stop, lacks=lacks)
+
+
+def _vllm(folder: Path, *, server: bool = False) -> Subject:
+    """In this process, or as a server; its weights are pushed before anything is generated."""
+    without("vllm")
+    from hybridflow.config.actor_rollout_ref import RolloutConfig, RolloutServerConfig
+    from hybridflow.rollout.remote.model import ModelFacts
+    from hybridflow.rollout.vllm.build import build_vllm_engine
+
+    own = RolloutServerConfig(enable=server)
+    config = RolloutConfig(name="vllm", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2, server=own)
     engine = build_vllm_engine(config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0, ranks=1)
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
         engine.update_weights([(name, tensor) for name, tensor in weights.items() if name != lost], version)
 
     subject = Subject("vllm", engine, load(folder), decoder(folder), push, close=engine.close)
+    subject.give(subject.weights)
+    return subject
+
+
+def _sglang(folder: Path) -> Subject:
+    """Its server, started here; its weights are pushed before anything is generated."""
+    without("sglang")
+    from hybridflow.config.actor_rollout_ref import RolloutConfig
+    from hybridflow.rollout.remote.model import ModelFacts
+    from hybridflow.rollout.sglang.build import build_sglang_engine
+
+    config = RolloutConfig(name="sglang", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2)
+    engine = build_sglang_engine(config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0)
+
+    def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
+        engine.update_weights([(name, tensor) for name, tensor in weights.items() if name != lost], version)
+
+    subject = Subject("sglang", engine, load(folder), decoder(folder), push, close=engine.close)
     subject.give(subject.weights)
     return subject
 
@@ -251,4 +302,12 @@ def without(package: str) -> None:
         pytest.skip(f"{package} is not installed in this environment")
 
 
-BUILDERS: dict[str, Callable[[Path], Subject]] = {"native": _native, "hf": _hf, "vllm": _vllm, "openai": _openai}
+BUILDERS: dict[str, Callable[[Path], Subject]] = {
+    "native": _native,
+    "hf": _hf,
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "openai": _openai,
+    "vllm-server": partial(_vllm, server=True),
+    "openai-vllm": _openai_vllm,
+}

@@ -190,7 +190,7 @@ class OpenAIEngine:
                     return dict(answer.json())
                 last = f"status {answer.status_code}: {reason_of(answer)}"
                 if answer.status_code not in AGAIN:
-                    raise EndpointError(f"it refused the request with {last}")
+                    raise EndpointError(f"it refused the request{_size(body)} with {last}")
                 pause = max(pause, seconds_to_wait(answer))
             if monotonic() + pause >= ends:
                 break
@@ -217,3 +217,9 @@ def seconds_to_wait(answer: httpx.Response) -> float:
         return float(answer.headers.get("Retry-After", 0))
     except ValueError:
         return 0.0
+
+
+def _size(body: dict[str, Any]) -> str:
+    """How long it is, which servers that refuse it for that do not always say."""
+    prompt = body.get("prompt")
+    return f" ({len(prompt)} prompt tokens, max_tokens={body.get('max_tokens')})" if isinstance(prompt, list) else ""

@@ -1,4 +1,4 @@
-"""Weights of engines that have their own, such as vLLM and SGLang: whole tensors by the names of the model's files, out of a policy of this process.
+"""Weights of engines that have their own (vLLM, SGLang): whole tensors by the names of the model's files, out of a policy of this process.
 
 actor's module, sharded or not ──plain_weights──► engine.update_weights             the actor lives here
 WeightShares ──PushedWeights──► a policy on the CPU ──plain_weights──► the same     it lives elsewhere

@@ -25,12 +25,14 @@ class ReplicaLost(RolloutError):
 
 @dataclass(frozen=True)
 class PartialOutput:
-    """What a running request has so far; both lists are equally long."""
+    """What a running request has so far; the lists are equally long."""
 
     request_id: int
     token_ids: list[int]
     log_probs: list[float]
     """Nats, as in `GenerationOutput`."""
+    top_log_probs: list[list[tuple[int, float]]] | None = None
+    """As in `GenerationOutput`."""
 
 
 class Tap(Protocol):
@@ -60,7 +62,7 @@ class EngineSession(Protocol):
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]: ...
 
-    def tokens_of(self, request_id: int) -> tuple[list[int], list[float]]: ...
+    def so_far(self, request_ids: Iterable[int]) -> list[GenerationOutput]: ...
 
     def close(self) -> None: ...
 
@@ -204,13 +206,12 @@ class EngineReplica:
             ticket.answer.set_result(output)
 
     def _grow(self, session: EngineSession) -> None:
-        for request_id, ticket in list(self._tickets.items()):
-            if ticket.tap is None or not ticket.tap.wants or not ticket.added:
-                continue
-            token_ids, log_probs = session.tokens_of(request_id)
-            if len(token_ids) > ticket.seen:
-                ticket.seen = len(token_ids)
-                ticket.tap.put(PartialOutput(request_id, token_ids, log_probs))
+        asking = {number: one for number, one in list(self._tickets.items()) if one.tap is not None and one.tap.wants and one.added}
+        for output in session.so_far(asking) if asking else ():
+            ticket = asking[output.request_id]
+            if ticket.tap is not None and len(output.token_ids) > ticket.seen:
+                ticket.seen = len(output.token_ids)
+                ticket.tap.put(PartialOutput(output.request_id, output.token_ids, output.log_probs, output.top_log_probs))
 
     def _end(self, failure: str) -> None:
         with self._changed:

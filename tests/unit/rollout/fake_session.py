@@ -68,18 +68,18 @@ class FakeSession:
         running = [self._leave(row[0], "abort") for key, row in list(self._rows.items()) if key in wanted]
         return [GenerationOutput(request.request_id, [], [], "abort", []) for request in waiting] + running
 
-    def tokens_of(self, request_id: int) -> tuple[list[int], list[float]]:
-        if request_id in self._rows:
-            tokens = self._rows[request_id][1]
-            return list(tokens), [LOG_PROB] * len(tokens)
-        assert any(request.request_id == request_id for request in self._waiting), request_id
-        return [], []
+    def so_far(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        assert set(request_ids) <= self._rows.keys() | {request.request_id for request in self._waiting}
+        return [self._output(self._rows[number], "abort") for number in request_ids if number in self._rows]
 
     def close(self) -> None:
         self.closed = True
 
     def _leave(self, request: GenerationRequest, reason: FinishReason) -> GenerationOutput:
-        _, tokens, versions = self._rows.pop(request.request_id)
+        return self._output(self._rows.pop(request.request_id), reason)
+
+    def _output(self, row: tuple[GenerationRequest, list[int], list[int]], reason: FinishReason) -> GenerationOutput:
+        request, tokens, versions = row[0], list(row[1]), list(row[2])
         tops = [[(token, LOG_PROB), (token + 1, -2.0)] for token in tokens] if request.sampling.top_log_probs else None
         stop = tokens[-1] if reason == "stop" else None
         return GenerationOutput(request.request_id, tokens, [LOG_PROB] * len(tokens), reason, versions, None, stop, tops)

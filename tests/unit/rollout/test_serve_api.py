@@ -85,6 +85,15 @@ def test_log_probs_name_tokens_and_their_rivals(served: Served) -> None:
     assert all([rival.token for rival in entry.top_logprobs] == [entry.token] for entry in listed)
 
 
+def test_rivals_come_with_their_tokens(served: Served) -> None:
+    ask = served.openai.chat.completions.create
+    chunks = list(ask(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2, stream=True))
+    parts = [choice.logprobs.content for chunk in chunks for choice in chunk.choices if choice.logprobs and choice.logprobs.content]
+    assert len(parts) > 3 and all(len(entry.top_logprobs) == 2 for part in parts for entry in part)
+    (whole,) = ask(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2).choices
+    assert [entry for part in parts for entry in part] == whole.logprobs.content
+
+
 def test_tokens_can_be_named_by_their_ids(served: Served) -> None:
     extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
     choice = served.openai.completions.create(model="tiny", prompt="ab", logprobs=2, max_tokens=4, extra_body=extra).choices[0]

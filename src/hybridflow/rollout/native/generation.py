@@ -103,12 +103,13 @@ class Generation:
         """Nothing runs and nothing waits."""
         return self.rows.count == 0 and self.scheduler.num_waiting == 0
 
-    def so_far(self, request_id: int) -> GenerationOutput | None:
-        """What a request has so far; None when it is not here."""
-        for row, request in enumerate(self.rows.requests):
-            if request.request_id == request_id:
-                return self.rows.outputs([row], "abort")[0]
-        return next((_so_far(one) for one in self.scheduler.waiting if one.request.request_id == request_id), None)
+    def so_far(self, request_ids: set[int]) -> list[GenerationOutput]:
+        """What those of these requests that are here have so far."""
+        rows = [row for row, request in enumerate(self.rows.requests) if request.request_id in request_ids]
+        outputs = self.rows.outputs(rows, "abort") if rows else []
+        if len(rows) < len(request_ids):
+            outputs += [_so_far(one) for one in self.scheduler.waiting if one.request.request_id in request_ids]
+        return outputs
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Requests join the line."""

@@ -92,12 +92,9 @@ class Session:
         self._live -= {output.request_id for output in outputs}
         return outputs
 
-    def tokens_of(self, request_id: int) -> tuple[list[int], list[float]]:
-        """Tokens of a request so far and their log-probs in nats; KeyError when it neither runs nor waits."""
-        so_far = self._generation.so_far(request_id)
-        if so_far is None:
-            raise KeyError(f"no request {request_id} runs or waits")
-        return list(so_far.token_ids), list(so_far.log_probs)
+    def so_far(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """What requests that run or wait have so far, as if they ended now; unknown ids are no error."""
+        return self._generation.so_far(set(request_ids))
 
     def close(self) -> None:
         """End, and let the engine be used otherwise; what runs is dropped. A repeated call does nothing."""

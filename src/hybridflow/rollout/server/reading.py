@@ -65,7 +65,7 @@ class ChoiceReader:
             raise ApiError(status, ended.error or "the request was aborted by the server", code=ended.finish_reason)
         seen, self.num_tokens = self.num_tokens, len(output.token_ids)
         new, log_probs = output.token_ids[seen:], output.log_probs[seen:]
-        top = None if ended is None or ended.top_log_probs is None else ended.top_log_probs[seen:]
+        top = None if output.top_log_probs is None else output.top_log_probs[seen:]
         by_token = ended is not None and ended.finish_reason == "stop" and isinstance(ended.stop_reason, int)
         text = self._detokenizer.add(new[:-1] if by_token else new)  # a stop token ends the response and is no part of its text
         text = self._cutter.add(text + (self._detokenizer.end() if ended else ""))

@@ -16,7 +16,7 @@ from time import perf_counter
 from hybridflow.errors import RolloutError
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationRequest
-from hybridflow.rollout.client import DeadlinePassed, LLMClient, PartialOutput, ReplicaLost
+from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
 from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.job import Job, ServedModel
 from hybridflow.rollout.server.metrics import Metrics
@@ -115,14 +115,11 @@ class Service:
 
     async def _follow(self, job: Job, choice: int, request: GenerationRequest, arrived: asyncio.Queue[Piece | Exception]) -> None:
         started, reader = perf_counter(), ChoiceReader(job, self.model, choice)
-        whole_only = request.sampling.top_log_probs > 0  # those of the most probable tokens come with the whole output
         try:
             with _told():
                 outputs = self.client.stream(request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s)
                 async with aclosing(outputs):
                     async for output in outputs:
-                        if whole_only and isinstance(output, PartialOutput):
-                            continue
                         first, piece = reader.num_tokens == 0, reader.read(output)
                         if first and piece.token_ids:
                             self.metrics.first_token.observe(perf_counter() - started)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import graphs
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.native.graphs import GraphDecoder, capture_sizes, decode_rows, graph_decoder, key_bucket
+from hybridflow.rollout.native.graphs import CudaRecorder, GraphDecoder, capture_sizes, decode_rows, graph_decoder, key_bucket
 from hybridflow.rollout.native.memory import SlotMemory
 
 SIZES = [1, 2, 4, 8]
@@ -237,3 +238,79 @@ def test_the_keys_reach_the_engine_which_records_on_cuda_only() -> None:
     run(engine, requests_for(prompts(2)))
     assert engine.graphs is None
     assert graph_decoder(engine.policy, max_rows=4, enforce_eager=False, sizes=None, ranks=1) is None
+
+
+class FakeCuda:
+    """Stands in for `torch.cuda`: notes what is called, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.mode = 0
+        calls, fake = self.calls, self
+
+        class Stream:
+            def __init__(self, *_: Any) -> None: ...
+
+            def wait_stream(self, other: Any) -> None:
+                calls.append("wait")
+
+        class Graph:
+            def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
+                assert (pool, capture_error_mode, fake.mode) == ("pool", "thread_local", 0)
+                calls.append("begin")
+
+            def capture_end(self) -> None:
+                calls.append("end")
+                if "run fails" in calls:
+                    raise RuntimeError("the recording was invalidated")
+
+            def replay(self) -> None:
+                calls.append("replay")
+
+        def set_mode(mode: int | str) -> None:
+            fake.mode = 2 if mode == "error" else int(mode)
+
+        stand_ins = {
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "stream": lambda stream: nullcontext(),
+            "current_stream": Stream,
+            "graph_pool_handle": lambda: "pool",
+            "synchronize": lambda *_: None,
+            "get_sync_debug_mode": lambda: fake.mode,
+            "set_sync_debug_mode": set_mode,
+        }
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
+def test_a_graph_is_recorded_after_two_runs_the_second_of_which_may_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, output = FakeCuda(monkeypatch), torch.zeros(1)
+
+    def work() -> Tensor:
+        cuda.calls.append(f"run {cuda.mode}")
+        return output
+
+    replay = CudaRecorder(torch.device("cuda")).record(work)
+    assert cuda.calls == ["wait", "run 0", "run 2", "begin", "run 0", "end", "wait"]
+    assert replay() is output and cuda.calls[-1] == "replay"
+
+
+@pytest.mark.parametrize(("fails_in", "calls"), [(2, ["wait", "run"]), (3, ["wait", "run", "run", "begin", "run fails", "end"])])
+def test_a_recording_that_fails_is_ended_and_tells_its_first_error(
+    fails_in: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, runs = FakeCuda(monkeypatch), [0]
+
+    def work() -> Tensor:
+        runs[0] += 1
+        if runs[0] == fails_in:
+            if fails_in == 3:
+                cuda.calls.append("run fails")
+            raise RuntimeError("the cause")
+        cuda.calls.append("run")
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="the cause"):
+        CudaRecorder(torch.device("cuda")).record(work)
+    assert cuda.calls == calls and cuda.mode == 0

@@ -57,6 +57,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             run()  # libraries set themselves up in the first run, which a recording forbids
+            _refuse_waiting(run)
             torch.cuda.synchronize(self._device)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -77,6 +78,16 @@ class CudaRecorder:
     def forget(self) -> None:
         """The next graphs get memory of their own."""
         self._pool = torch.cuda.graph_pool_handle()
+
+
+def _refuse_waiting(run: Callable[[], Tensor]) -> None:
+    """Run it; RuntimeError where it waits for the device. A recording would fail there too, and leave the allocator in disorder."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def decode_rows(

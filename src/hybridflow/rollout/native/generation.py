@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -344,8 +343,11 @@ class Generation:
         """One token for every running row."""
         count = self.rows.count
         lengths = self.rows.length[:count]
-        decode = partial(decode_rows, self.policy) if self._graphs is None else self._graphs
-        hidden = decode(self.cache, self.rows.last_token[:count], lengths, self._longest)
+        step = (self.cache, self.rows.last_token[:count], lengths, self._longest)
+        if self._graphs is None:
+            hidden = decode_rows(self.policy, *step)
+        else:
+            hidden = self._graphs(*step, slots=self.cache.num_slots - int(self.scheduler.in_pieces))
         lengths += 1
         self._longest += 1
         self.stats.decode_steps += 1
@@ -363,8 +365,6 @@ class Generation:
         broken = [row for row, output in zip(leaving, outputs) if output.error is not None]
         if broken:  # what is not finite must not stay behind the masks of later rows
             self.cache.clear(broken)
-            if self._graphs is not None:
-                self._graphs.clear_unused(self.cache, self.rows.count)
             self.prefixes.clear()
         elif self.settings.keep_finished:
             for row, output in zip(leaving, outputs):

@@ -4,8 +4,8 @@
                                                      ▲ reads and writes the slots, reads the weights: by their addresses
 
 The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or slots have moved, all graphs are dropped.
-Rows of a bucket beyond the real ones are slots that no row is in: they write to the slot's last position, which a row that comes to be
-there writes itself before it looks at it.
+Rows of a bucket beyond the real ones are slots that no row is in: they write to the first position, as a row of one token would, and what
+comes to be there writes that position itself.
 """
 
 from __future__ import annotations
@@ -90,15 +90,9 @@ def _refuse_waiting(run: Callable[[], Tensor]) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def decode_rows(
-    policy: PolicyModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int, positions: Tensor | None = None
-) -> Tensor:
-    """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, which hold lengths [B] tokens, at most `longest`.
-
-    `positions` [B] that the model is told; left out: the lengths.
-    """
-    places = lengths if positions is None else positions
-    return policy.decode(tokens[:, None], places[:, None], SlotLayout(cache, lengths, longest))[:, 0]
+def decode_rows(policy: PolicyModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, which hold lengths [B] tokens, at most `longest`."""
+    return policy.decode(tokens[:, None], lengths[:, None], SlotLayout(cache, lengths, longest))[:, 0]
 
 
 class GraphDecoder:
@@ -115,27 +109,27 @@ class GraphDecoder:
         self._graphs: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
         self._weights: list[Tensor] | None = None
         self._addresses: list[int] = []
-        self._tokens, self._lengths, self._positions = torch.zeros(3, self.sizes[-1], dtype=torch.int64, device=policy.device).unbind()
+        self._tokens, self._lengths = torch.zeros(2, self.sizes[-1], dtype=torch.int64, device=policy.device).unbind()
 
     @property
     def num_graphs(self) -> int:
         """Graphs that are kept now."""
         return len(self._graphs)
 
-    def __call__(self, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
-        """Arguments and result of `decode_rows`; the result is overwritten by the next call."""
+    def __call__(self, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int, slots: int) -> Tensor:
+        """Arguments and result of `decode_rows`; the result is overwritten by the next call.
+
+        Of the first `slots` slots, those behind the rows are free: nothing is in them that counts.
+        """
         count = len(tokens)
         if count > self.sizes[-1] or self.problem is not None or self.policy.exact is not None:
             return decode_rows(self.policy, cache, tokens, lengths, longest)
         self._drop_stale(cache)
-        rows = min(next(size for size in self.sizes if size >= count), cache.num_slots)
+        rows = min(next(size for size in self.sizes if size >= count), slots)
         keys = min(key_bucket(longest + 1), cache.capacity)
         self._tokens[:count].copy_(tokens)
         self._lengths[:count].copy_(lengths)
-        self._positions[:count].copy_(lengths)
-        if rows > count:
-            self._lengths[count:rows] = cache.capacity - 1
-            self._positions[count:rows] = 0  # a table of positions may end before the slot does
+        self._lengths[count:rows] = 0
         replay = self._graphs.get((rows, keys))
         if replay is not None:
             self._graphs.move_to_end((rows, keys))
@@ -145,7 +139,7 @@ class GraphDecoder:
             return decode_rows(self.policy, cache, tokens, lengths, longest)
 
         def run() -> Tensor:
-            return decode_rows(self.policy, cache, self._tokens[:rows], self._lengths[:rows], keys - 1, self._positions[:rows])
+            return decode_rows(self.policy, cache, self._tokens[:rows], self._lengths[:rows], keys - 1)
 
         return self._record((rows, keys), run, eager)
 
@@ -159,11 +153,6 @@ class GraphDecoder:
         self._addresses = []
         self._weights = None
         self._recorder.forget()
-
-    def clear_unused(self, cache: SlotCache, count: int) -> None:
-        """Zeros where rows beyond the first `count` have written, in case it is not finite."""
-        for stored in (*cache.keys.values(), *cache.values.values()):
-            stored[count:, :, -1:] = 0
 
     def _record(self, bucket: tuple[int, int], run: Callable[[], Tensor], eager: Callable[[], Tensor]) -> Tensor:
         """Make the graph of a bucket and compare it with the step that it stands for; the states of that step, computed without it."""

@@ -167,6 +167,36 @@ def test_a_call_that_is_asked_for_is_begun_for_the_model(served: Served, choice:
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": number}) and answer.message.content is None
 
 
+def test_one_call_where_one_is_wanted(served: Served) -> None:
+    ask = served.openai.chat.completions.create
+    messages: list[Any] = [{"role": "user", "content": "call it"}]
+    answer = ask(model="tiny", messages=messages, tools=TOOLS, parallel_tool_calls=False).choices[0]
+    assert answer.finish_reason == "tool_calls" and len(answer.message.tool_calls) == 1
+    chunks = ask(model="tiny", messages=messages, tools=TOOLS, parallel_tool_calls=False, stream=True)
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert sum(len(choice.delta.tool_calls or []) for choice in choices) == 1 and choices[-1].finish_reason == "tool_calls"
+    served.wait_idle()  # the rest of the response is not generated
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ('{"name": "add"', "made none of it .ask again"),
+        ('{"name": "sub"}</tool_call>', "the model called 'sub'"),
+        ("x" * 99, "raise max_tokens"),
+    ],
+)
+def test_what_has_to_be_a_call_is_one_or_an_error(reply: str, told: str, stream: bool) -> None:
+    with serve_script(lambda request: ids(reply), model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}) as server:
+        with pytest.raises(openai.APIError, match=told):
+            answer = server.openai.chat.completions.create(
+                model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=50, stream=stream
+            )
+            list(answer)
+        server.wait_idle()
+
+
 def test_models_health_version_metrics(served: Served) -> None:
     assert [model.id for model in served.openai.models.list()] == ["tiny"]
     assert served.openai.models.retrieve("tiny").model_extra["max_model_len"] == 512

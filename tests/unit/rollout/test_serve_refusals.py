@@ -22,6 +22,11 @@ HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
+def tool(**more: Any) -> dict[str, Any]:
+    """A tool whose function says more of itself."""
+    return {"type": "function", "function": {"name": "f", **more}}
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serve_script(model={"chat_template": TOOL_TEMPLATE}, limits=Limits(max_queue=64, max_body_bytes=20_000)) as server:
@@ -90,6 +95,17 @@ def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, s
         (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs: is only allowed with logprobs"),
         (CHAT, {"messages": HELLO, "tools": [TOOL]}, "start the server with --tool-call-parser"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice: asks for a call, and there are no tools"),
+        (CHAT, {"messages": HELLO, "tools": [TOOL, TOOL]}, "tools[0].function.name: 'f' names two tools"),
+        (CHAT, {"messages": HELLO, "tools": [{"type": "web"}]}, "tools.0.type: "),
+        (CHAT, {"messages": HELLO, "tools": [tool(strict=True)]}, "tools[0].function.strict: true is not supported"),
+        (CHAT, {"messages": HELLO, "tools": [tool(parameters={"type": "array"})]}, "parameters.type: 'array': arguments are an object"),
+        (CHAT, {"messages": HELLO, "tools": [tool(parameters={"properties": {"a": 1}})]}, "wanted an object that gives each argument"),
+        (CHAT, {"messages": HELLO, "tools": [tool(parameters={"required": "a"})]}, "parameters.required: wanted a list of names"),
+        (CHAT, {"messages": HELLO, "functions": []}, "functions: is no field of this endpoint"),
+        (CHAT, {"messages": HELLO, "logit_bias": {"1": "x"}}, "logit_bias.1: "),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens: "),
+        (CHAT, {"messages": HELLO, "seed": "x"}, "seed: "),
+        (CHAT, {"messages": HELLO, "stop": [1]}, "stop"),
         (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities: "),
         (
             CHAT,

@@ -14,7 +14,7 @@ from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered,
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.server.errors import ApiError, refuse
-from hybridflow.rollout.server.schema import ChatBody, ChatMessage, CompletionBody, NamedTool, SamplingBody
+from hybridflow.rollout.server.schema import ChatBody, ChatMessage, CompletionBody, Function, NamedTool, SamplingBody
 from hybridflow.tools.parsers import TOOL_PARSERS
 
 MAX_CHOICES = 1024
@@ -64,6 +64,10 @@ class Job:
     """How calls of tools are read, where there may be any."""
     opening: str = ""
     """Text of the response that stands in the prompt: the beginning of a call that is to be made."""
+    callable: frozenset[str] | None = None
+    """A call of one of these has to come; None: none has to."""
+    one_call: bool = False
+    """The response ends with its first call."""
 
 
 def completion_job(body: CompletionBody, model: ServedModel) -> Job:
@@ -86,7 +90,7 @@ def completion_job(body: CompletionBody, model: ServedModel) -> Job:
 def chat_job(body: ChatBody, model: ServedModel) -> Job:
     """Of /v1/chat/completions; ApiError where it cannot be served."""
     _check_chat(body)
-    calls, opening = _tool_use(body, model)
+    use = _tool_use(body, model)
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if taken := sorted(options.keys() & OWN_OPTIONS):
         raise refuse(
@@ -108,11 +112,11 @@ def chat_job(body: ChatBody, model: ServedModel) -> Job:
         text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise refuse("messages", f"the model's chat template does not take them: {error}") from error
-    prompt = encode_rendered(model.tokenizer, text + opening)
+    prompt = encode_rendered(model.tokenizer, text + use.opening)
     limit = body.max_completion_tokens or body.max_tokens
     top = body.top_logprobs or 0
     sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
-    return _job(body, [prompt], [sampling], log_probs=body.logprobs, tool_parser=calls, opening=opening)
+    return _job(body, [prompt], [sampling], log_probs=body.logprobs, **vars(use))
 
 
 def sampling_of(
@@ -217,25 +221,54 @@ def _check_chat(body: ChatBody) -> None:
         )
 
 
-def _tool_use(body: ChatBody, model: ServedModel) -> tuple[str | None, str]:
-    """The parser of calls, and the beginning of a call that is to be made."""
-    choice = body.tool_choice
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says of calls, by the names of `Job`."""
+
+    tool_parser: str | None = None
+    opening: str = ""
+    callable: frozenset[str] | None = None
+    one_call: bool = False
+
+
+def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:
+    choice, names = body.tool_choice, [tool.function.name for tool in body.tools or ()]
     if not body.tools:
         if choice not in (None, "none", "auto"):
             raise refuse("tool_choice", "asks for a call, and there are no tools")
-        return None, ""
+        return ToolUse()
+    for place, tool in enumerate(body.tools):
+        _check_function(f"tools[{place}].function", tool.function, names)
     if choice == "none":
-        return None, ""
+        return ToolUse()
     if model.tool_parser is None:
         raise refuse(
             "tools", f"how this model writes calls is not known: start the server with --tool-call-parser ({', '.join(TOOL_PARSERS)})"
         )
+    one_call = body.parallel_tool_calls is False
     if choice in (None, "auto"):
-        return model.tool_parser, ""
+        return ToolUse(model.tool_parser, one_call=one_call)
     name = choice.function.name if isinstance(choice, NamedTool) else None
-    if name is not None and name not in {tool.function.name for tool in body.tools}:
+    if name is not None and name not in names:
         raise refuse("tool_choice", f"there is no tool {name!r} among tools")
-    return model.tool_parser, TOOL_PARSERS[model.tool_parser]().opening(name)
+    opening = TOOL_PARSERS[model.tool_parser]().opening(name)
+    return ToolUse(model.tool_parser, opening, frozenset(names if name is None else [name]), one_call or name is not None)
+
+
+def _check_function(place: str, function: Function, names: list[str]) -> None:
+    """ApiError for a function that no model could call, or not as it says."""
+    if names.count(function.name) > 1:
+        raise refuse(f"{place}.name", f"{function.name!r} names two tools")
+    if function.strict:
+        raise refuse(f"{place}.strict", "true is not supported: nothing here forces the arguments into their schema")
+    schema = function.parameters or {}
+    if schema.get("type", "object") != "object":
+        raise refuse(f"{place}.parameters.type", f"{schema['type']!r}: arguments are an object")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(each, (dict, bool)) for each in properties.values()):
+        raise refuse(f"{place}.parameters.properties", "wanted an object that gives each argument its JSON schema")
+    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+        raise refuse(f"{place}.parameters.required", "wanted a list of names of arguments")
 
 
 def _message(message: ChatMessage, place: int) -> dict[str, Any]:

@@ -58,7 +58,10 @@ class ChoiceReader:
             self._first = self._parser.feed(self.job.opening)
 
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
-        """What is new in `output`; a piece with a finish reason is the last. ApiError for a request that failed or was aborted."""
+        """What is new in `output`; a piece with a finish reason is the last.
+
+        ApiError for a request that failed or was aborted, and for a response without the call that it had to be.
+        """
         ended = output if isinstance(output, GenerationOutput) else None
         if ended is not None and ended.finish_reason in ("error", "abort"):
             status = 503 if ended.finish_reason == "abort" else 500
@@ -77,8 +80,26 @@ class ChoiceReader:
         return self._piece(Piece(self.choice, parts, new, log_probs, top, ended.finish_reason, ended.stop_reason))
 
     def _piece(self, piece: Piece) -> Piece:
+        """With its calls counted: what has to be a call is one, and where one is wanted, nothing comes after it."""
+        wanted = self.job.callable
+        if wanted is not None and (piece.finish_reason or piece.calls):
+            self._check_calls(piece, wanted)
+        if self.job.one_call and piece.calls:
+            place = piece.parts.index(piece.calls[0])
+            piece = replace(piece, parts=piece.parts[: place + 1], finish_reason="stop", stop_reason=None)
         self.num_calls += len(piece.calls)
         return replace(piece, finish_reason="tool_calls") if piece.finish_reason == "stop" and self.num_calls else piece
+
+    def _check_calls(self, piece: Piece, wanted: frozenset[str]) -> None:
+        other = next((call.name for call in piece.calls if call.name not in wanted), None)
+        if other is not None:
+            raise ApiError(
+                500, f"tool_choice: the model called {other!r}, which is none of {sorted(wanted)}: ask again", code="no_tool_call"
+            )
+        if self.num_calls or piece.calls:
+            return
+        why = "max_tokens ended the call before it was whole: raise max_tokens" if piece.finish_reason == "length" else "ask again"
+        raise ApiError(500, f"tool_choice: the model began a call as it was told to, and made none of it ({why})", code="no_tool_call")
 
     def _parts(self, text: str, done: bool) -> list[str | ToolCall]:
         parts, self._first = self._first, []

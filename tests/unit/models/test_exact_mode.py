@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 
+from hybridflow.models.attention import Scores
 from hybridflow.models.exact import ExactMode, even_rows
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
@@ -120,6 +121,38 @@ def test_a_prompt_that_begins_like_a_finished_row_reuses_its_keys_and_stays_exac
     fresh = generate(policy, [again])[50]
     assert (reused.token_ids, reused.log_probs) == (fresh.token_ids, fresh.log_probs)
     assert trained(policy, [again], {50: reused}, 1.0)[50] == reused.log_probs
+
+
+def test_rows_that_join_late_or_were_put_aside_stay_exact() -> None:
+    policy = exact_policy("llama")
+    asked = requests(16)
+    outputs = generate(policy, asked)
+    engine = NativeEngine(policy, eos_token_ids=(2,), max_num_seqs=6)
+    session, waiting, found, steps = engine.open(), list(asked), dict[int, GenerationOutput](), 0
+    while waiting or not session.idle:
+        session.add(waiting[:2])
+        waiting, steps = waiting[2:], steps + 1
+        found |= {output.request_id: output for output in session.step()}
+        if steps in (3, 6, 9):  # as where memory is short
+            session._generation._put_aside()
+    session.close()
+    assert steps > 9 and sorted(found) == list(range(16))
+    for row, output in found.items():
+        assert (output.token_ids, output.log_probs) == (outputs[row].token_ids, outputs[row].log_probs)
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim, length, longest", [(12, 4, 80, 207, 173), (8, 4, 16, 252, 132), (2, 2, 32, 237, 135)])
+def test_how_many_keys_there_are_does_not_matter(heads: int, kv_heads: int, dim: int, length: int, longest: int) -> None:
+    draw, scores, mode = torch.Generator().manual_seed(1), Scores(), ExactMode(32, 1, 8)
+    query, key, value = (torch.randn(1, count, length, dim, generator=draw) for count in (heads, kv_heads, kv_heads))
+    whole = mode.attend(query, key, value, torch.ones(length, length, dtype=torch.bool).tril(), scores)
+    places = torch.tensor([longest - 1, 3, longest // 2])  # of three rows whose new tokens are these
+    slots = [torch.zeros(3, kv_heads, 320, dim) for _ in range(2)]
+    for slot, states in zip(slots, (key, value), strict=True):
+        slot[:, :, :length] = states
+    allowed = torch.arange(longest) <= places[:, None]
+    found = mode.attend(query[0, :, places].transpose(0, 1)[:, :, None], *slots, allowed[:, None], scores)
+    assert torch.equal(found[:, :, 0], whole[0, :, places].transpose(0, 1))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -159,3 +160,27 @@ def test_fast_mode_saves_the_pass_where_the_rows_it_checks_are_close(model: Path
     passes.clear()
     strict = train(model, tmp_path / "b" / "run", f"{ROLLOUT}.reuse_log_probs_within=0", *rows, "trainer.total_training_steps=1")
     assert passes == [2, 8] and strict[1][TAKEN] == 0.0 and strict[1][APART] > 0
+
+
+def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_path: Path) -> None:
+    def rows_of_steps() -> dict[int, DataProto]:
+        seen = {}
+        with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true", "trainer.save_freq=1")) as trainer:
+            real = trainer.trajectories.for_training
+
+            def kept(prompts: Any, step: int) -> Any:
+                seen[step], metrics = real(prompts, step)
+                return seen[step], metrics
+
+            trainer.trajectories.for_training = kept  # type: ignore[method-assign]
+            trainer.fit()
+        return seen
+
+    first = rows_of_steps()
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "run" / f"global_step_{step}")
+    again = rows_of_steps()
+    assert sorted(first) == [1, 2, 3] and sorted(again) == [2, 3]
+    for step, batch in again.items():
+        for name in ("responses", "rollout_log_probs"):
+            assert torch.equal(batch.batch[name], first[step].batch[name])

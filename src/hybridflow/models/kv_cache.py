@@ -4,12 +4,13 @@
                                                                     │
                                                  move (rows into holes), fork (one slot to many), read and load (a kept prefix)
 
-Slots hold zeros from the start: what a mask hides still has to be finite.
+A new row's slot is cleared first: what a mask hides still has to be finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +32,33 @@ class LayerShape:
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
+def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
+    """What one more token takes in a `SlotCache` of these layers: in each of them, and in the spare memory of each size."""
+    spare = {(shape.kv_heads * dim, shape.dtype) for shape in shapes.values() for dim in (shape.key_dim, shape.value_dim)}
+    return sum(shape.bytes_per_token for shape in shapes.values()) + sum(width * dtype.itemsize for width, dtype in spare)
+
+
 class Places:
     """Where N tokens go: slot and position [N] int64 of each; `source` [N] picks them among those computed (None: in order)."""
 
     def __init__(self, slots: Tensor, positions: Tensor, source: Tensor | None = None) -> None:
         self.slots, self.positions, self.source = slots, positions, source
         self._flat: dict[tuple[int, int], Tensor] = {}
+
+    @classmethod
+    def of_pieces(
+        cls, lengths: Sequence[int], starts: Sequence[int], slots: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> Places:
+        """Of pieces that are computed one after the other: all lengths[i] tokens of piece i to each of slots[i], from starts[i] on."""
+        owner = torch.tensor([piece for piece, own in enumerate(slots) for _ in own])
+        length, start = torch.tensor(lengths), torch.tensor(starts)
+        counts = length[owner]
+        ends = counts.cumsum(0)
+        within = torch.arange(int(ends[-1])) - (ends - counts).repeat_interleave(counts)
+        source = (length.cumsum(0) - length)[owner].repeat_interleave(counts) + within
+        positions = start[owner].repeat_interleave(counts) + within
+        slot = torch.tensor([slot for own in slots for slot in own]).repeat_interleave(counts)
+        return cls(slot.to(device), positions.to(device), source.to(device))
 
     def flat(self, kv_heads: int, capacity: int) -> Tensor:
         """Row of each (token, head) in a layer seen as [slots * KV * capacity, D]: [N * KV] int64; made once, serves all layers."""
@@ -57,35 +79,62 @@ class SlotCopy:
 
 
 class SlotCache:
-    """Keys and values of `num_slots` rows of at most `capacity` tokens each."""
+    """Keys and values of `num_slots` rows of at most `capacity` tokens each; a slot in use holds zeros behind its row's tokens.
+
+    Each layer has room in one flat piece of memory, which is seen as [slots, KV, capacity, D]. Another capacity is another way to see it:
+    what stays is copied to a spare piece in the new way, and the old piece is the spare one of the next layer. So the capacity can follow
+    the longest row, attention reads whole slots, and nothing is allocated while there is room.
+    """
 
     def __init__(self, shapes: dict[int, LayerShape], num_slots: int, capacity: int, device: torch.device | str = "cpu") -> None:
-        self.num_slots, self.capacity = num_slots, capacity
+        self.num_slots = self.capacity = self.room = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         for layer, shape in shapes.items():
-            self.keys[layer] = torch.zeros(num_slots, shape.kv_heads, capacity, shape.key_dim, dtype=shape.dtype, device=device)
-            self.values[layer] = torch.zeros(num_slots, shape.kv_heads, capacity, shape.value_dim, dtype=shape.dtype, device=device)
+            self.keys[layer] = torch.zeros(0, shape.kv_heads, 0, shape.key_dim, dtype=shape.dtype, device=device)
+            self.values[layer] = torch.zeros(0, shape.kv_heads, 0, shape.value_dim, dtype=shape.dtype, device=device)
+        self._memory = {(layer, which): x[layer].view(-1) for which, x in enumerate((self.keys, self.values)) for layer in shapes}
+        self._spare: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.resize(num_slots, capacity)
 
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        return sum(x.nbytes for x in (*self.keys.values(), *self.values.values()))
+        return sum(x.nbytes for x in (*self._memory.values(), *self._spare.values()))
 
-    def resize(self, num_slots: int, capacity: int, moves: Sequence[tuple[int, int]], length: int) -> None:
-        """Another size; for each (old slot, new slot) of `moves` the first `length` tokens stay.
+    def resize(self, num_slots: int, capacity: int, *, rows: int = 0, length: int = 0, last: bool = False, room: int = 0) -> None:
+        """Another size; the first `length` tokens of the first `rows` slots stay, and those of the `last` slot, as the last again.
 
-        A layer at a time, so that memory holds the old and the new of one layer only.
+        Where memory is too small for it, there will be room for `room` tokens in each layer.
         """
         assert length <= min(capacity, self.capacity), f"{length} tokens are to stay, of {self.capacity} to {capacity}"
-        self.num_slots, self.capacity = num_slots, capacity
-        for tensors in (self.keys, self.values):
+        assert rows + int(last) <= min(num_slots, self.num_slots), f"{rows} rows are to stay, of {self.num_slots} to {num_slots} slots"
+        if num_slots * capacity > self.room:
+            self.room = max(room, num_slots * capacity)
+            self._spare.clear()
+        for which, tensors in enumerate((self.keys, self.values)):
             for layer, old in tensors.items():
-                new = old.new_zeros(num_slots, old.shape[1], capacity, old.shape[3])
-                if moves and length:
-                    source, destination = torch.tensor(list(zip(*moves)), device=old.device)
-                    new[:, :, :length].index_copy_(0, destination, old[:, :, :length].index_select(0, source))
-                tensors[layer] = new
+                shape = (num_slots, old.shape[1], capacity, old.shape[3])
+                size = math.prod(shape)
+                memory = self._piece((layer, which), old.shape[1] * old.shape[3], copied=rows > 0 or last)
+                tensors[layer] = new = memory[:size].view(shape)
+                if rows:
+                    new[:rows, :, :length] = old[:rows, :, :length]
+                    new[:rows, :, length:] = 0
+                if last:
+                    new[-1, :, :length] = old[-1, :, :length]
+                    new[-1, :, length:] = 0
+        self.num_slots, self.capacity = num_slots, capacity
+
+    def _piece(self, name: tuple[int, int], width: int, *, copied: bool) -> Tensor:
+        """Memory for keys or values of a layer, `width` numbers a token; another piece than they are in now where these are `copied`."""
+        now, size = self._memory[name], self.room * width
+        if now.numel() < size:
+            self._memory[name] = now.new_zeros(size)
+        elif copied:
+            spare = self._spare.pop((width, now.dtype), None)
+            self._memory[name], self._spare[(width, now.dtype)] = now.new_zeros(size) if spare is None else spare, now
+        return self._memory[name]
 
     def read(self, slot: int, length: int) -> SlotCopy:
         """A copy of the first `length` tokens of a slot."""
@@ -98,11 +147,10 @@ class SlotCache:
             for layer, new in kept.items():
                 stored[layer][:, :, :length].index_copy_(0, destination, new[None, :, :length].expand(len(destination), -1, -1, -1))
 
-    def clear(self, slots: Sequence[int]) -> None:
-        """Back to zeros, where what is there is not finite."""
-        index = torch.tensor(slots, device=next(iter(self.keys.values())).device)
+    def clear(self, start: int, stop: int) -> None:
+        """Zeros in slots start..stop-1, for new rows."""
         for stored in (*self.keys.values(), *self.values.values()):
-            stored.index_fill_(0, index, 0)
+            stored[start:stop] = 0
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
         """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
@@ -112,11 +160,10 @@ class SlotCache:
             flat = places.flat(stored.shape[1], stored.shape[2])
             stored.view(-1, stored.shape[-1]).index_copy_(0, flat, new.reshape(-1, stored.shape[-1]))
 
-    def move(self, source: Tensor, destination: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of slots source [n] to slots destination [n]; the two share no slot."""
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy slots source [n] to slots destination [n]; the two share no slot."""
         for stored in (*self.keys.values(), *self.values.values()):
-            used = stored[:, :, :length]
-            used.index_copy_(0, destination, used.index_select(0, source))
+            stored.index_copy_(0, destination, stored.index_select(0, source))
 
     def fork(self, source: int, destination: Tensor, length: int) -> None:
         """Copy the first `length` tokens of one slot to slots destination [n]."""

@@ -1,8 +1,8 @@
 """Attention of decoding: one new token per row, over the keys and values of its slot.
 
 On CPU the query heads that share a key-value head are folded into the query axis and the attention is written out
-(two matrix products around a masked softmax): with one query per row that is 1.5 times as fast as the fused kernel
-with grouped heads, on one thread and on two.
+(two matrix products around a masked softmax) over whole slots: with one query per row that is 1.5 times as fast as
+the fused kernel with grouped heads, and products over whole slots are 2 to 4 times as fast as over parts of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ class SlotLayout:
     exact: Kernel | None = None
     """Attends instead of the device's own kernels; set in exact mode."""
 
-    def __init__(self, cache: SlotCache, lengths: Tensor, longest: int) -> None:
-        """lengths [B] int64: tokens in each slot so far; `longest` is their maximum (told, so that nothing waits for the device)."""
+    def __init__(self, cache: SlotCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
+        """lengths [B] int64: tokens in each slot so far; `longest` is their maximum (told, so that nothing waits for the device).
+
+        `num_keys`: attend over so many places of each slot, more than `longest`; left out: all of them on CPU, else up to the newest token.
+        """
         assert longest < cache.capacity, f"position {longest} is outside of slots of {cache.capacity} tokens"
         self.cache, self.lengths = cache, lengths
-        self.num_rows, self.num_keys = lengths.shape[0], longest + 1
+        if num_keys is None:
+            num_keys = cache.capacity if lengths.device.type == "cpu" else longest + 1
+        self.num_rows, self.num_keys = lengths.shape[0], num_keys
         self.places = Places(torch.arange(self.num_rows, device=lengths.device), lengths)
         self._allowed: dict[int | None, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}
@@ -39,12 +44,14 @@ class SlotLayout:
         window = scores.window(self.num_keys)
         if self.exact is not None:
             return self.exact.attend(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
-        keys, values = keys[:, :, : self.num_keys], values[:, :, : self.num_keys]
+        if self.num_keys < self.cache.capacity:
+            keys, values = keys[:, :, : self.num_keys], values[:, :, : self.num_keys]
         if scores.softcap is not None or scores.sinks is not None:
             return masked_attention(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
         folded = query.reshape(batch, keys.shape[1], heads // keys.shape[1], dim)
         if query.device.type != "cpu":
-            attended = scaled_dot_product_attention(folded, keys, values, attn_mask=self._mask(window)[:, None, None], scale=scores.scaling)
+            mask = self._additive(window, query.dtype)  # of a bool one, every layer would make this
+            attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scores.scaling)
         else:
             raw = torch.matmul(folded * (dim**-0.5 if scores.scaling is None else scores.scaling), keys.transpose(-1, -2))
             weights = raw.add_(self._additive(window, raw.dtype)).softmax(-1, dtype=torch.promote_types(raw.dtype, torch.float32))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.models.attention import Scores, masked_attention
-from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
+from hybridflow.models.kv_cache import LayerShape, Places, SlotCache, bytes_per_token
 from hybridflow.models.slot_layout import SlotLayout
 
 SHAPES = {0: LayerShape(2, 4, 4, torch.float32), 3: LayerShape(1, 6, 5, torch.float32)}
@@ -31,11 +31,17 @@ def test_tokens_land_in_their_slot_and_position() -> None:
         assert cache.values[layer].count_nonzero() == 3 * shape.kv_heads * shape.value_dim
 
 
+def test_pieces_go_to_each_of_their_slots() -> None:
+    places = Places.of_pieces([2, 3], [0, 4], [[5, 1], [0]])
+    assert places.slots.tolist() == [5, 5, 1, 1, 0, 0, 0] and places.positions.tolist() == [0, 1, 0, 1, 4, 5, 6]
+    assert places.source is not None and places.source.tolist() == [0, 1, 0, 1, 2, 3, 4]
+
+
 def test_moving_and_forking_copy_whole_slots_up_to_a_length() -> None:
     cache, before = filled(), filled()
-    cache.move(torch.tensor([4, 3]), torch.tensor([0, 2]), length=5)
-    assert torch.equal(cache.keys[0][0, :, :5], before.keys[0][4, :, :5]) and torch.equal(cache.keys[0][0, :, 5:], before.keys[0][0, :, 5:])
-    assert torch.equal(cache.values[3][2, :, :5], before.values[3][3, :, :5]) and torch.equal(cache.values[3][1], before.values[3][1])
+    cache.move(torch.tensor([4, 3]), torch.tensor([0, 2]))
+    assert torch.equal(cache.keys[0][0], before.keys[0][4]) and torch.equal(cache.values[3][2], before.values[3][3])
+    assert torch.equal(cache.values[3][1], before.values[3][1])
     cache.fork(4, torch.tensor([1, 2, 3]), length=6)
     assert all(torch.equal(cache.keys[3][slot, :, :6], before.keys[3][4, :, :6]) for slot in (1, 2, 3))
 
@@ -73,19 +79,39 @@ def test_a_row_past_its_capacity_is_our_mistake() -> None:
 
 def test_another_size_keeps_what_is_told() -> None:
     cache, before = filled(), filled()
-    cache.resize(3, 11, [(0, 0), (4, 2)], length=6)
+    cache.resize(3, 11, rows=2, length=6, last=True)
     assert (cache.num_slots, cache.capacity, tuple(cache.values[3].shape)) == (3, 11, (3, 1, 11, 5))
-    assert torch.equal(cache.keys[0][0, :, :6], before.keys[0][0, :, :6]) and torch.equal(cache.keys[3][2, :, :6], before.keys[3][4, :, :6])
-    assert not cache.keys[0][1].any() and not cache.keys[0][:, :, 6:].any()
-    cache.resize(1, 2, [], length=0)
-    assert not cache.keys[0].any() and cache.nbytes == 2 * (2 * 8 + 11) * 4
+    for stored, old in ((cache.keys, before.keys), (cache.values, before.values)):
+        for layer in SHAPES:
+            assert torch.equal(stored[layer][:, :, :6], old[layer][[0, 1, 4], :, :6]) and not stored[layer][:, :, 6:].any()
+    with pytest.raises(AssertionError, match="are to stay"):
+        cache.resize(2, 11, rows=2, length=6, last=True)
+
+
+def test_sizes_change_within_the_memory_that_is_there() -> None:
+    cache, before = filled(), filled()
+    cache.resize(5, 8, rows=5, length=7, room=100)
+    assert cache.room == 100 and cache.nbytes == 100 * sum(shape.bytes_per_token for shape in SHAPES.values())
+    for capacity in (20, 9, 17):
+        cache.resize(5, capacity, rows=4, length=min(7, capacity))
+        assert all(x.is_contiguous() for x in (*cache.keys.values(), *cache.values.values()))
+        assert torch.equal(cache.keys[0][:4, :, :7], before.keys[0][:4, :, :7]) and not cache.keys[0][:4, :, 7:].any()
+        assert torch.equal(cache.values[3][:4, :, :7], before.values[3][:4, :, :7]) and not cache.values[3][:4, :, 7:].any()
+    assert cache.nbytes == 100 * bytes_per_token(SHAPES)  # and one spare piece of each size
+    pieces = [x.data_ptr() for x in (*cache.keys.values(), *cache.values.values())]
+    cache.resize(10, 10)
+    assert cache.nbytes == 100 * bytes_per_token(SHAPES) and pieces == [
+        x.data_ptr() for x in (*cache.keys.values(), *cache.values.values())
+    ]
+    cache.resize(10, 11)
+    assert cache.room == 110 and cache.nbytes == 110 * sum(shape.bytes_per_token for shape in SHAPES.values())
 
 
 def test_a_copy_outlives_its_slot() -> None:
     cache, before = filled(), filled()
     copy = cache.read(1, 5)
-    cache.clear([1, 3])
-    assert not cache.keys[0][[1, 3]].any() and torch.equal(cache.keys[0][2], before.keys[0][2])
+    cache.clear(1, 3)
+    assert not cache.keys[0][1:3].any() and torch.equal(cache.keys[0][3], before.keys[0][3])
     cache.load(copy, torch.tensor([0, 4]), 4)
     for slot in (0, 4):
         assert torch.equal(cache.values[3][slot, :, :4], before.values[3][1, :, :4])

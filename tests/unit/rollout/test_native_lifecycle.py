@@ -9,6 +9,7 @@ from torch import nn
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
+from hybridflow.models.exact import ExactMode
 from hybridflow.models.kv_cache import LayerShape
 from hybridflow.rollout.base import GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
@@ -40,16 +41,37 @@ def test_a_cache_that_was_used_before_gives_the_same_tokens() -> None:
 
 def test_slots_grow_with_rows_and_lengths_up_to_what_the_memory_holds() -> None:
     shapes = dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.float32))
-    memory = SlotMemory(shapes, 2 * 2 * 16 * 4 * 1000 + 5, torch.device("cpu"))
+    per_token = (2 * 2 + 1) * 16 * 4  # keys and values of two layers, and a spare piece
+    memory = SlotMemory(shapes, per_token * 1000 + 5, torch.device("cpu"))
     assert memory.max_tokens == 1000 and memory.num_tokens == 0 and memory.rows_of(300) == 3
-    assert memory.size_for(2, 10, wanted=4, longest=30) == (4, 30)  # all that these requests can need
-    assert memory.size_for(2, 10, wanted=4, longest=500) == (4, 128)
-    assert memory.size_for(2, 10, wanted=40, longest=500) == (7, 128)
-    memory.cache.resize(4, 128, [], 0)
-    assert memory.num_tokens == 512 and memory.size_for(4, 128, wanted=9, longest=500) == (4, 128)
-    assert memory.size_for(4, 129, wanted=4, longest=500) == (4, 250)  # as long as four rows may become
-    assert memory.size_for(4, 251, wanted=4, longest=500) is None
-    assert memory.problem(1000) is None and "gpu_memory_utilization" in (memory.problem(1001) or "")
+    assert memory.size_for(2, 10, wanted=4, longest=30) == (4, 16, 4 * 32)  # all that these requests can need
+    assert memory.size_for(2, 10, wanted=4, longest=500) == (4, 16, 4 * 80)
+    assert memory.size_for(2, 10, wanted=40, longest=500) == (40, 16, 1000)
+    memory.cache.resize(4, 128, room=600)
+    assert memory.num_tokens == 600 and memory.size_for(4, 128, wanted=9, longest=500) == (4, 128, 600)
+    assert memory.size_for(4, 112, wanted=5, longest=500) == (5, 112, 600)  # rows that have become shorter
+    assert memory.size_for(4, 129, wanted=4, longest=500) == (4, 144, 600)
+    assert memory.size_for(4, 161, wanted=4, longest=500) == (4, 176, 4 * 240)
+    assert memory.size_for(4, 241, wanted=4, longest=500) is None and memory.size_for(3, 300, wanted=9, longest=500) == (3, 320, 1000)
+    assert memory.problem(960) is None and "gpu_memory_utilization" in (memory.problem(961) or "")
+    memory.exact = ExactMode(96)
+    assert memory.rows_of(97) == 5 and memory.size_for(1, 97, wanted=1, longest=200) == (4, 192, 1000)
+
+
+def test_slots_take_all_the_room_where_parts_of_them_are_read_as_fast() -> None:
+    memory = SlotMemory({0: LayerShape(1, 8, 8, torch.float32)}, 96 * 1000, torch.device("meta"))
+    assert memory.max_tokens == 1000 and memory.size_for(2, 10, wanted=4, longest=500) == (4, 80, 4 * 80)
+    memory.cache.resize(4, 80)
+    assert memory.size_for(3, 70, wanted=4, longest=500) == (4, 80, 320)
+    assert memory.size_for(3, 81, wanted=4, longest=500) == (4, 160, 640)
+    assert memory.size_for(4, 200, wanted=4, longest=500) == (4, 250, 1000)
+
+
+def test_keys_that_are_attended_over_follow_the_longest_row_alone() -> None:
+    memory = SlotMemory({0: LayerShape(1, 2, 2, torch.float32)}, 2**20, torch.device("cpu"))
+    capacities = [memory.capacity_for(length) for length in range(1, 5000)]
+    assert capacities == sorted(capacities) and all(length <= wide < length + 16 + length / 8 for length, wide in enumerate(capacities, 1))
+    assert len(set(capacities)) < 70
     assert free_memory(torch.device("cpu")) > 2**20
 
 

@@ -9,6 +9,7 @@ import torch
 from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, tiny_hf
 
 from hybridflow.errors import RolloutError
+from hybridflow.models.kv_cache import bytes_per_token
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native import engine as engine_module
@@ -33,7 +34,7 @@ def random_prompt(draw: random.Random, length: int) -> tuple[int, ...]:
 def limit_memory(engine: NativeEngine, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let slots and kept prefixes hold so many tokens."""
     engine.gpu_memory_utilization = 0.5
-    per_token = sum(shape.bytes_per_token for shape in engine_module.layer_shapes(engine.policy).values())
+    per_token = bytes_per_token(engine_module.layer_shapes(engine.policy))
     monkeypatch.setattr(engine_module, "free_memory", lambda device: 2 * tokens * per_token)
 
 
@@ -242,7 +243,7 @@ def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPa
     requests = [GenerationRequest(i, random_prompt(draw, 4), SamplingParams(100, ignore_eos=True), seed=i) for i in range(4)]
     wanted = run(tiny_engine(dtype=torch.float64), requests)
     engine = tiny_engine(dtype=torch.float64)
-    limit_memory(engine, 300, monkeypatch)
+    limit_memory(engine, 320, monkeypatch)
     session = engine.open()
     session.add(requests)
     most = left = 0
@@ -252,7 +253,7 @@ def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPa
         outputs |= {output.request_id: output for output in session.step()}
         left += session.num_running < before and not outputs
         most = max(most, session.num_running)
-        assert session._generation.memory.num_tokens + session._generation.prefixes.num_tokens <= 300
+        assert session._generation.memory.num_tokens + session._generation.prefixes.num_tokens <= 320
         if left == 1 and not outputs:
             number = next(i for i in range(4) if i not in [r.request_id for r in session._generation.rows.requests])
             assert len(tokens_of(session, number)) > 50  # what it had is not lost
@@ -275,7 +276,7 @@ def test_slots_are_as_long_as_the_longest_row_in_use() -> None:
     could_be_long = GenerationRequest(99, (5, 6), SamplingParams(4000, stop_token_ids=tuple(range(VOCABULARY))), seed=0)
     run(engine, [*short, could_be_long])
     memory = engine._memory
-    assert memory is not None and memory.cache.capacity == 128 and memory.cache.num_slots == 5
+    assert memory is not None and memory.cache.capacity == 16 and memory.cache.num_slots == 5 and memory.num_tokens == 5 * 80
     run(engine, requests_for(prompts(1), max_tokens=200))
     assert memory is engine._memory and memory.cache.capacity >= 200
 
@@ -302,7 +303,8 @@ def test_random_sequences_give_what_each_request_gets_alone(kind: str, tokens: i
     engine = tiny_engine(kind, torch.float64, max_num_seqs=5, max_num_batched_tokens=24)
     limit_memory(engine, tokens, monkeypatch)
     for module in (generation_module, memory_module):
-        monkeypatch.setattr(module, "STEP", 4)
+        monkeypatch.setattr(module, "AHEAD", 4)
+    monkeypatch.setattr(memory_module, "KEYS", 2)
     session = engine.open()
     known: dict[int, GenerationRequest] = {}
     outputs: dict[int, GenerationOutput] = {}

@@ -215,6 +215,7 @@ class NativeEngine:
                 )
             budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.policy.device)))
             self._memory = SlotMemory(self._shapes, budget, self.policy.device)
+        self._memory.exact = self.policy.exact
         return self._memory
 
     def _open(self, max_rows: int, *, lasting: bool) -> Session:

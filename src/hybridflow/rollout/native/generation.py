@@ -23,7 +23,7 @@ from hybridflow.models.kv_cache import Places, SlotCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
 from hybridflow.rollout.native.graphs import GraphDecoder, decode_rows
-from hybridflow.rollout.native.memory import STEP, SlotMemory
+from hybridflow.rollout.native.memory import AHEAD, Size, SlotMemory
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixStore
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Aside, Scheduler, Waiting
@@ -197,7 +197,7 @@ class Generation:
         longest = max(self._longest, *(len(admission.prompt) for admission in batch))
         used = start + len(entering)
         apart = self.scheduler.in_pieces or (batch[0].continues and used < min(self.settings.max_rows, self._rows_of(longest + 1)))
-        self._resize(used + int(apart), longest, in_pieces=batch[0].continues)
+        self._resize(used + int(apart), longest + 1, in_pieces=batch[0].continues)
         weights = [self._pieces_weights if admission.continues else self._seen.state for admission in batch]
         if self.scheduler.in_pieces:
             self._pieces_weights = weights[-1]
@@ -227,6 +227,10 @@ class Generation:
     def _prefill(self, batch: list[Admission], start: int) -> list[Tensor]:
         """Fill the slots of the rows from `start` on; the last hidden state [1, H] of each admission."""
         last = self.cache.num_slots - 1
+        stop = start + sum(len(admission.entering) for admission in batch)
+        self.cache.clear(start, min(stop, last) if batch[0].continues else stop)
+        if self.scheduler.in_pieces and not batch[-1].continues:
+            self.cache.clear(last, last + 1)
         pieces: list[_Piece] = []
         for admission, own in zip(batch, _slots(batch, start)):
             slots = own if own and not admission.continues else [last]
@@ -255,12 +259,8 @@ class Generation:
     def _compute(self, pieces: Sequence[_Piece]) -> Tensor:
         """One packed pass over pieces, whose keys and values go to their slots; last hidden state [n, H] of each."""
         device = self.policy.device
-        lengths = [len(piece.tokens) for piece in pieces]
-        first_token = [0]
-        for length in lengths:
-            first_token.append(first_token[-1] + length)
-        places = self._places(pieces, first_token)
-        starts = [piece.start for piece in pieces]
+        lengths, starts = [len(piece.tokens) for piece in pieces], [piece.start for piece in pieces]
+        places = Places.of_pieces(lengths, starts, [piece.slots for piece in pieces], device)
         layout: PackedLayout | ChunkLayout
         if any(starts):
             layout = ChunkLayout(self.cache, [piece.slots[0] for piece in pieces], starts, lengths, places)
@@ -273,20 +273,8 @@ class Generation:
         input_ids = torch.tensor([[token for piece in pieces for token in piece.tokens]], device=device)
         position_ids = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths)])[None].to(device)
         hidden = self.policy.hidden(input_ids, position_ids, layout)[0]
-        self.stats.prefill_tokens += first_token[-1]
-        return hidden.index_select(0, self._index([end - 1 for end in first_token[1:]]))
-
-    def _places(self, pieces: Sequence[_Piece], first_token: Sequence[int]) -> Places:
-        """Every token of a piece goes to each of its slots, behind what is there."""
-        owner = [index for index, piece in enumerate(pieces) for _ in piece.slots]
-        counts = torch.tensor([len(pieces[index].tokens) for index in owner])
-        ends = counts.cumsum(0)
-        within = torch.arange(int(ends[-1])) - (ends - counts).repeat_interleave(counts)
-        source = torch.tensor([first_token[index] for index in owner]).repeat_interleave(counts) + within
-        positions = torch.tensor([pieces[index].start for index in owner]).repeat_interleave(counts) + within
-        slots = torch.tensor([slot for piece in pieces for slot in piece.slots]).repeat_interleave(counts)
-        device = self.policy.device
-        return Places(slots.to(device), positions.to(device), source.to(device))
+        self.stats.prefill_tokens += len(hidden)
+        return hidden.index_select(0, self._index(lengths).cumsum(0) - 1)
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, device=self.policy.device)
@@ -309,28 +297,33 @@ class Generation:
 
     def _rows_of(self, length: int) -> int:
         """How many rows of `length` tokens may run; with some room, so that they do not have to leave at once."""
-        return self.memory.rows_of(max(length, min(length + STEP, self._longest_ever)))
+        return self.memory.rows_of(max(length, min(length + AHEAD, self._longest_ever)))
 
     def _resize(self, rows: int, length: int, *, in_pieces: bool) -> None:
         """See that there are slots for `rows` of `length` tokens; the rows and the prompt `in_pieces` stay."""
         live = rows + self.scheduler.num_waiting
         size = self.memory.size_for(rows, length, wanted=min(self.settings.max_rows, live), longest=self._longest_ever)
         assert size is not None, f"{rows} rows of {length} tokens were let in, but memory holds {self.memory.max_tokens} tokens"
-        now = (self.cache.num_slots, self.cache.capacity)
+        now = Size(self.cache.num_slots, self.cache.capacity, self.cache.room)
         if size != now:
-            self.prefixes.shrink(max(0, self.memory.max_tokens - size[0] * size[1]))
-            moves = [(row, row) for row in range(self.rows.count)] + [(now[0] - 1, size[0] - 1)] * in_pieces
-            self.cache.resize(*size, moves, min(now[1], size[1]))
+            self.prefixes.shrink(max(0, self.memory.max_tokens - size.room))
+            kept = min(now.capacity, size.capacity)
+            self.cache.resize(size.slots, size.capacity, rows=self.rows.count, length=kept, last=in_pieces, room=size.room)
 
     def _make_room(self) -> None:
         """See that each row has room for one more token: if there is none, the prompt in pieces begins anew, then the newest rows leave."""
-        while self.rows.count + int(self.scheduler.in_pieces) > self.memory.rows_of(self._longest + 1):
+        while self.rows.count + int(self.scheduler.in_pieces) > self.memory.rows_of(self._needed):
             if self.scheduler.in_pieces:
                 self.scheduler.begin_anew()
             else:
                 self._put_aside()
         in_pieces = self.scheduler.in_pieces
-        self._resize(self.rows.count + int(in_pieces), self._longest + 1, in_pieces=in_pieces)
+        self._resize(self.rows.count + int(in_pieces), self._needed, in_pieces=in_pieces)
+
+    @property
+    def _needed(self) -> int:
+        """Tokens that every slot needs room for: the longest row, or the prompt in pieces, and one more."""
+        return max(self._longest, self.scheduler.tokens_in_pieces) + 1
 
     def _put_aside(self) -> None:
         """The row that entered last waits, with what it has, until there is room again."""
@@ -363,8 +356,7 @@ class Generation:
         """Rows go with what they came to."""
         outputs = self.rows.outputs(leaving, "abort" if aborted else None)
         broken = [row for row, output in zip(leaving, outputs) if output.error is not None]
-        if broken:  # what is not finite must not stay behind the masks of later rows
-            self.cache.clear(broken)
+        if broken:  # what is kept may be not finite either
             self.prefixes.clear()
         elif self.settings.keep_finished:
             for row, output in zip(leaving, outputs):
@@ -381,7 +373,7 @@ class Generation:
             del self._entered[self.rows.requests[row].request_id]
         moves = self.rows.remove(rows)
         if moves is not None:
-            self.cache.move(*moves, self._longest)
+            self.cache.move(*moves)
         self._longest = int(self.rows.length[: self.rows.count].max()) if self.rows.count else 0
 
 

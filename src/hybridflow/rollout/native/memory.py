@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from hybridflow.models.kv_cache import LayerShape, SlotCache
+from hybridflow.models.exact import ExactMode
+from hybridflow.models.kv_cache import LayerShape, SlotCache, bytes_per_token
 
 
 def free_memory(device: torch.device) -> int:
@@ -37,50 +39,77 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-STEP = 64
-"""Tokens by which slots grow, at least."""
+AHEAD = 64
+"""Tokens by which memory grows, at least."""
+KEYS = 16
+"""Slots have a multiple of so many tokens, where the rows are short."""
+
+
+class Size(NamedTuple):
+    """Of a `SlotCache`."""
+
+    slots: int
+    capacity: int
+    room: int
+    """Tokens in each layer."""
 
 
 class SlotMemory:
     """The KV cache between a start and `sleep`: it grows with the rows and their longest, within a bound in tokens."""
 
+    exact: ExactMode | None = None
+    """Set: slots have the very number of keys that this mode attends over."""
+
     def __init__(self, shapes: dict[int, LayerShape], budget: int, device: torch.device) -> None:
         """`budget`: bytes that slots and kept prefixes may take together."""
         self.shapes, self.device = shapes, device
-        self.bytes_per_token = sum(shape.bytes_per_token for shape in shapes.values())
+        self.bytes_per_token = bytes_per_token(shapes)
         self.max_tokens = budget // self.bytes_per_token
         self.cache = SlotCache(shapes, 0, 0, device)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the slots hold room for now."""
-        return self.cache.num_slots * self.cache.capacity
+        """Tokens that there is memory for now."""
+        return self.cache.room
 
     def problem(self, length: int) -> str | None:
         """Why a row of `length` tokens can never be held, if so."""
-        if length <= self.max_tokens:
+        taken = self.capacity_for(length)
+        if taken <= self.max_tokens:
             return None
         return (
-            f"the KV cache of 1 row of {length} tokens takes {length * self.bytes_per_token / 2**20:.1f} MiB, but it may use "
+            f"the KV cache of 1 row of {length} tokens takes {taken * self.bytes_per_token / 2**20:.1f} MiB, but it may use "
             f"{self.max_tokens * self.bytes_per_token / 2**20:.1f} MiB: shorten data.max_prompt_length or data.max_response_length, or "
             "raise actor_rollout_ref.rollout.gpu_memory_utilization"
         )
 
     def rows_of(self, length: int) -> int:
         """How many rows of `length` tokens fit."""
-        return self.max_tokens // max(1, length)
+        return self.max_tokens // self.capacity_for(max(1, length))
 
-    def size_for(self, rows: int, length: int, *, wanted: int, longest: int) -> tuple[int, int] | None:
-        """Slots and capacity to hold `rows` of `length` tokens now, and as it goes on `wanted` rows of up to `longest`; None: no room."""
-        if rows * length > self.max_tokens:
+    def capacity_for(self, length: int) -> int:
+        """Tokens that slots have where the longest row has `length`: up to an eighth more, so that they change seldom.
+
+        It depends on nothing else, because a row's numbers depend on it in their last bits.
+        """
+        if self.exact is not None:
+            return self.exact.num_keys(length)
+        step = max(KEYS, 1 << max(0, length.bit_length() - 4))
+        return -(-length // step) * step
+
+    def size_for(self, rows: int, length: int, *, wanted: int, longest: int) -> Size | None:
+        """To hold `rows` of `length` tokens now, and as it goes on `wanted` rows of up to `longest`; None: no room.
+
+        On CPU the capacity is what `length` asks for. Elsewhere, where attention reads parts of slots as fast as whole ones, slots take
+        all the room there is, and stay as they are while the rows fit.
+        """
+        cache, capacity, follows = self.cache, self.capacity_for(length), self.device.type == "cpu"
+        if rows * capacity > self.max_tokens:
             return None
-        slots, capacity = self.cache.num_slots, self.cache.capacity
-        if rows <= slots and length <= capacity:
-            return slots, capacity
-        if length > capacity:
-            ahead = max(length + STEP, capacity + capacity // 2)
-            capacity = max(length, min(longest, -(-ahead // STEP) * STEP))
-        slots = min(max(slots, rows, wanted), self.max_tokens // capacity)
-        if slots < rows:
-            slots, capacity = rows, self.max_tokens // rows
-        return slots, capacity
+        if rows <= cache.num_slots and (capacity == cache.capacity if follows else capacity <= cache.capacity):
+            return Size(cache.num_slots, cache.capacity, cache.room)
+        slots, room = min(max(cache.num_slots, rows, wanted), self.max_tokens // capacity), cache.room
+        if slots * capacity > room:
+            ahead = min(longest, max(length + AHEAD, 3 * room // (2 * slots)))
+            room = min(self.max_tokens, slots * max(capacity, self.capacity_for(ahead)))
+        return Size(slots, capacity if follows else room // slots, room)

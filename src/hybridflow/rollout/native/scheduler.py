@@ -106,6 +106,11 @@ class Scheduler:
         """A prompt is prefilled in part."""
         return bool(self._groups) and self._groups[0].computed > 0
 
+    @property
+    def tokens_in_pieces(self) -> int:
+        """Of the whole prompt that is prefilled in part; 0: there is none."""
+        return len(self._groups[0].context) if self.in_pieces else 0
+
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Requests join the line: their prompt's group, or its end."""
         for request in requests:

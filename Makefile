@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds learn bench bench-gpu cluster-parity test test-slow test-vllm coverage check format clean
+.PHONY: setup demo demo-seeds learn bench bench-gpu exact cluster-parity test test-slow test-vllm test-sglang coverage check format clean
 
 setup: $(READY)
 
@@ -38,6 +38,9 @@ bench-gpu: setup  ## speed on one CUDA device: generation, updates, a PPO step; 
 	$(BIN)/python benchmarks/gpu_update.py
 	$(BIN)/python benchmarks/gpu_step.py
 
+exact: setup  ## exact mode: does it hold over a run, does a flipped bit stop it, what does it cost; writes benchmarks/results/exact_mode.md
+	$(BIN)/python benchmarks/exact_mode.py
+
 cluster-parity: setup  ## two processes against one, each way of spreading a model (about 45 minutes on 2 cores); writes benchmarks/results/cluster_parity.md
 	$(BIN)/python benchmarks/cluster_parity.py
 
@@ -50,6 +53,12 @@ test-slow: setup  ## the end-to-end runs that are too long for a working day; CI
 test-vllm: .venv-vllm/.ready  ## vLLM itself, in an environment of its own (3 GB, made once): its tests and the conformance suite
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/with_vllm --timeout 600
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HYBRIDFLOW_CONFORMANCE=vllm .venv-vllm/bin/python -m pytest tests/conformance --timeout 600
+
+test-sglang: .venv-sglang/.ready  ## SGLang itself, its kernel package stubbed, on a CPU: its tests and the suite; writes benchmarks/results/sglang_conformance.md
+	.venv-sglang/bin/python benchmarks/sglang_conformance.py
+
+.venv-sglang/.ready: scripts/setup_sglang.sh scripts/stub_package.py .venv-vllm/.ready
+	scripts/setup_sglang.sh
 
 .venv-vllm/.ready: scripts/setup_vllm.sh pyproject.toml
 	scripts/setup_vllm.sh
@@ -67,4 +76,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf $(VENV) .venv-vllm .venv-sglang build dist .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -173,6 +173,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         any_architecture=no("it has its own list of models"),
     ),
     "sglang": _column(
+        dies=yes("with_sglang/test_sglang_engines.py::test_a_killed_server_is_named_and_finished_rows_are_kept"),
         shared_weights=no("it has weights of its own, which are pushed before each step"),
         sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
         tensor_parallel=unshown("SGLang's own; needs several GPUs"),

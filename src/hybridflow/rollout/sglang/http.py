@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridflow.rollout.remote.http import Address, ServerGone, said
 from hybridflow.rollout.remote.runner import Piece, Submission
 
 
-def open_stream(address: Address, submission: Submission, rid: str, version: str, *, timeout: float) -> Stream:
-    """Begin a response whose tokens must come from weights of that version; ServerGone."""
+def open_stream(address: Address, submission: Submission, rid: str, version: str, *, end: Callable[[], None], timeout: float) -> Stream:
+    """Begin a response whose tokens must come from weights of that version; ServerGone. `end`: makes SGLang stop it."""
     params = submission.params
     body = {
         "rid": rid,
@@ -23,14 +23,16 @@ def open_stream(address: Address, submission: Submission, rid: str, version: str
         "stream": True,
     }
     connection = address.begin("/generate", body, timeout=timeout)
-    return Stream(submission.request_id, connection, cuts=frozenset(params["cuts"]), version=version)
+    return Stream(submission.request_id, connection, cuts=frozenset(params["cuts"]), version=version, end=end)
 
 
 class Stream:
     """One response on its way. `cuts`: tokens that end it here, whatever SGLang thinks of them."""
 
-    def __init__(self, request_id: int, connection: http.client.HTTPConnection, *, cuts: frozenset[int], version: str) -> None:
-        self.request_id, self._connection, self._cuts, self._version = request_id, connection, cuts, version
+    def __init__(
+        self, request_id: int, connection: http.client.HTTPConnection, *, cuts: frozenset[int], version: str, end: Callable[[], None]
+    ) -> None:
+        self.request_id, self._connection, self._cuts, self._version, self._end = request_id, connection, cuts, version, end
 
     def pieces(self) -> Iterator[Piece]:
         """What comes, to the last; ServerGone where it ends before that."""
@@ -72,6 +74,8 @@ class Stream:
         cut = next((number for number, token in enumerate(ids, 1) if token in self._cuts), None)
         log_probs = [value for value, _, _ in scores]
         if cut is not None:
+            if meta["finish_reason"] is None:
+                self._end()
             return Piece(self.request_id, ids[:cut], log_probs[:cut], top[:cut], "stop", ids[cut - 1])
         ended = meta["finish_reason"]
         if ended is None:

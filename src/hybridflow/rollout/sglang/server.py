@@ -82,15 +82,15 @@ class Server(Served):
 
     def open(self, submission: Submission) -> Stream:
         """Begin a response; ServerGone."""
-        return open_stream(self.address, submission, f"{self._run}-{submission.request_id}", self._version, timeout=self.timeout)
+        rid = f"{self._run}-{submission.request_id}"
+        return open_stream(self.address, submission, rid, self._version, end=lambda: self._end(rid), timeout=self.timeout)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Hang up on these, and let SGLang know: it would notice seconds later."""
         ended = list(request_ids)
         super().abort(ended)
-        with contextlib.suppress(EngineDied):  # nothing runs any more
-            for request_id in ended:
-                self._post("/abort_request", {"rid": f"{self._run}-{request_id}"})
+        for request_id in ended:
+            self._end(f"{self._run}-{request_id}")
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not arrive."""
@@ -131,6 +131,10 @@ class Server(Served):
         if wanted:
             self._post("/resume_memory_occupation", {"tags": wanted})
         self._released -= set(wanted)
+
+    def _end(self, rid: str) -> None:
+        with contextlib.suppress(EngineDied):  # nothing runs any more
+            self._post("/abort_request", {"rid": rid})
 
     def _name_weights(self, version: int) -> None:
         self._post("/update_weight_version", {"new_version": f"{_LABEL}{version}", "abort_all_requests": False})

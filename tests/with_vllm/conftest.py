@@ -13,9 +13,9 @@ import torch
 from vllm_models import EOS, save, tiny
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.rollout.vllm.engine import VLLMEngine
-from hybridflow.rollout.vllm.settings import ModelFacts
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

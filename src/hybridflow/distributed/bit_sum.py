@@ -14,8 +14,10 @@ from torch import Tensor
 from hybridflow.distributed.boxes import Box
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 22
-"""Elements that are widened to 64 bits at a time."""
+_CHUNK = 1 << 18
+"""Elements that are widened to 64 bits at a time: few enough to stay in the CPU's cache."""
+_CUDA_CHUNKS = 16
+"""As many such at a time on CUDA, where each costs a few launches."""
 
 
 @torch.no_grad()
@@ -29,7 +31,7 @@ def bit_sum(part: Tensor, box: Box) -> Tensor:
         return total
     if part.dim() < 2:
         bits, factors = bits.reshape(1, -1), [torch.ones(1, dtype=torch.int64, device=part.device), *factors]
-    rows = max(1, _CHUNK // max(1, bits[0].numel()))
+    rows = max(1, _CHUNK * (_CUDA_CHUNKS if part.is_cuda else 1) // max(1, bits[0].numel()))
     for first in range(0, bits.shape[0], rows):
         value = bits[first : first + rows].to(torch.int64, copy=True)
         for factor in reversed(factors[1:]):

@@ -70,7 +70,7 @@ def save_config(model: PolicyModel | ValueModel, folder: str | Path, tokenizer: 
 def save_adapter(model: PolicyModel | ValueModel, folder: str | Path, group: ProcessGroup | None = None) -> Path:
     """Write the adapters in peft's format; all ranks of `group` (None: of the world, if there is one) call this, and the first writes."""
     folder = Path(folder)
-    tensors = {name: _whole(tensor) for name, tensor in adapter_tensors(model)}
+    tensors = {name: whole(tensor) for name, tensor in adapter_tensors(model)}
     if rank_and_size(group)[0] == 0:
         write_adapter_config(folder, adapter_config(model))
         write_adapter_weights(folder, tensors)
@@ -105,7 +105,7 @@ def save_hf_sharded(
         tensors: dict[str, Tensor] = {}
         for bucket in buckets:
             # collective: every rank comes by here
-            gathered = {each: _whole(entries[each].value(), dtypes.get(f"hf.{each}")) for each in bucket}
+            gathered = {each: whole(entries[each].value(), dtypes.get(f"hf.{each}")) for each in bucket}
             if mine:
                 tensors |= {key: value.cpu() for key, value in revert_weight_conversion(model.hf, gathered).items()}
         if mine and error is None:
@@ -124,20 +124,25 @@ def save_hf_sharded(
     return folder
 
 
-def plain_weights(model: PolicyModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
-    """The weights as files have them, a layer at a time, whole and on the model's device; adapters folded in, tied ones under each name.
+def plain_weights(
+    model: PolicyModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), *, folded: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights as files have them, a layer at a time, whole and on the model's device; tied ones under each name. Adapters are folded
+    in, or with `folded` false left out.
 
     All ranks of a sharded model read it to the end together. `dtypes`, by names of the model without adapters: of weights that are kept in
     a wider one.
     """
     entries = _entries(model)
     for names in (names for file in _plan(entries, MAX_FILE_BYTES) for names in file):
-        gathered = {name: _whole(entries[name].value(), dtypes.get(f"hf.{name}")) for name in names}
+        values = {name: entries[name].value() if folded else entries[name].tensor for name in names}
+        gathered = {name: whole(value, dtypes.get(f"hf.{name}")) for name, value in values.items()}
         yield from revert_weight_conversion(model.hf, gathered).items()
     plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
     for name in sorted(_tied(model)):
         if base_name(name) in plain:
-            yield base_name(name), _whole(plain[base_name(name)].value(), dtypes.get(f"hf.{base_name(name)}"))
+            entry = plain[base_name(name)]
+            yield base_name(name), whole(entry.value() if folded else entry.tensor, dtypes.get(f"hf.{base_name(name)}"))
 
 
 def _tied(model: PolicyModel) -> set[str]:
@@ -173,7 +178,8 @@ def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor of all ranks, which call this together, where it is sharded."""
     if dtype is not None:
         tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.shards import local, own_slices
 from hybridflow.errors import ModelError, install_extra
-from hybridflow.models.adapter_folder import AdapterFile, read_adapter
+from hybridflow.models.adapter_folder import AdapterFile, read_adapter, read_adapter_config
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.randomness import generator
@@ -52,6 +52,15 @@ class LoraSettings:
     """Folder in peft's format whose rank, layers and weights hold instead."""
     seed: int = 0
     """Key of the first A, which is the same on every rank and in every process."""
+
+    @property
+    def largest_rank(self) -> int:
+        """Of all layers; ModelError where `adapter_path` cannot be read."""
+        if self.adapter_path is None:
+            return self.rank
+        config = read_adapter_config(self.adapter_path)
+        ranks: list[int] = [config["r"], *(config.get("rank_pattern") or {}).values()]
+        return max(ranks)
 
     @classmethod
     def from_config(cls, config: ModelConfig, *, seed: int = 0) -> LoraSettings | None:

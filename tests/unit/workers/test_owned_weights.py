@@ -21,7 +21,8 @@ from hybridflow.models.export import plain_weights
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.vllm.settings import ModelFacts, command_line, engine_arguments
+from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.vllm.settings import command_line, engine_arguments
 from hybridflow.workers import rollout_build
 from hybridflow.workers.actor import ActorGroup
 from hybridflow.workers.rollout import RolloutGroup, RolloutWorker

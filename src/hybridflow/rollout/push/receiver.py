@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from hybridflow.rollout.push.transports import Entry, Reader, open_reader, unpac
 NOTHING = -1
 """The version of weights that nobody has pushed, or of which only a part came."""
 
+Part = Literal["whole", "base", "adapters"]
+"""What a push brings: all that the model computes with, or what is below its adapters, or the adapters alone."""
+
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """Takes weights into the engine's model; reads to the end."""
 
@@ -27,40 +30,52 @@ class Receiver:
         self.version = NOTHING
         self.checksums: dict[str, int] = {}
         """Of the newest push, each tensor as it arrived."""
+        self.has_base = False
+        """Whether adapters may come: what is below them came by a push of its own."""
         self._complete = False
-        self._names: frozenset[str] | None = None
+        self._names: dict[Part, frozenset[str]] = {}
+
+    def forget(self) -> None:
+        """The weights are gone: none of them may generate until they are pushed again."""
+        self.version, self.has_base = NOTHING, False
 
     def receive(self, load: Load, receipt: dict[str, Any]) -> dict[str, Any]:
         """Fetch a push from the sender that `receipt` names: {"version": …} or {"error": …}, after which the version is `NOTHING`."""
         try:
             channel = Channel.connect(receipt["host"], receipt["port"], receipt["token"], receipt["timeout"])
             try:
-                self.take(load, self._arriving(channel), receipt["version"])
+                self.take(load, self._arriving(channel), receipt["version"], receipt.get("part", "whole"))
             finally:
                 channel.close()
         except Exception as error:  # whatever it is, the sender shall read it
             return {"error": f"{type(error).__name__}: {error}"}
         return {"version": self.version}
 
-    def take(self, load: Load, weights: Iterable[tuple[str, Tensor, int]], version: int) -> None:
-        """Load weights that come with the checksums they were sent with; RolloutError for one that is not what was sent."""
+    def take(self, load: Load, weights: Iterable[tuple[str, Tensor, int]], version: int, part: Part = "whole") -> None:
+        """Load weights that come with the checksums they were sent with; RolloutError for one that is not what was sent.
+
+        A base alone has no version: nothing is generated before its adapters have come.
+        """
+        if part == "adapters" and not self.has_base:
+            raise RolloutError("adapters came before the weights that they change")
         self.version, self.checksums, self._complete = NOTHING, {}, False
-        load(self._compared(weights))
+        self.has_base = part == "adapters"
+        load(self._compared(weights, part))
         if not self._complete:
             raise RolloutError(f"the engine stopped taking weights after {len(self.checksums)} tensors")
-        names = frozenset(self.checksums)
-        lacking = sorted((self._names or names) - names)
-        if lacking:
-            raise RolloutError(f"{len(lacking)} tensors that an earlier push had are not in this one, such as {lacking[0]}")
-        self.version, self._names = version, names
+        self._names[part], self.has_base = frozenset(self.checksums), part != "whole"
+        self.version = NOTHING if part == "base" else version
 
-    def _compared(self, weights: Iterable[tuple[str, Tensor, int]]) -> Iterator[tuple[str, Tensor]]:
+    def _compared(self, weights: Iterable[tuple[str, Tensor, int]], part: Part) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, sent in weights:
             here = int(bit_sum(tensor, Box.whole(tensor.shape)))
             if here != sent:
                 raise RolloutError(f"{name} did not arrive as it was sent: its checksum was {sent % 2**64:016x} and is {here % 2**64:016x}")
             self.checksums[name] = here
             yield name, tensor
+        lacking = sorted(self._names.get(part, frozenset()) - frozenset(self.checksums))
+        if lacking:
+            raise RolloutError(f"{len(lacking)} tensors that an earlier push had are not in this one, such as {lacking[0]}")
         self._complete = True
 
     def _arriving(self, channel: Channel) -> Iterator[tuple[str, Tensor, int]]:

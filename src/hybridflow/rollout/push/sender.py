@@ -9,8 +9,9 @@ The engine's workers are called by `call`, which comes back when they have taken
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,8 @@ from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.transports import ALIGNMENT, CudaIpcWriter, Entry, GroupWriter, SharedMemoryWriter, Writer
 
 BUCKET_BYTES = 256 * 2**20
+_CACHED_BYTES = 16 * 2**20
+"""Of a buffer in shared memory, which is written and read again and again: a larger one costs more in page faults than it saves."""
 LOOPBACK = "127.0.0.1"
 
 Transport = Literal["shared_memory", "cuda_ipc", "process_group"]
@@ -48,13 +51,15 @@ def push(
     host: str = LOOPBACK,
     bucket_bytes: int = BUCKET_BYTES,
     timeout: float = 300.0,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Bring weights, called `version`, to the `workers` processes of an engine, whose `hybridflow_receive` is called.
 
-    `host`: the address of this machine that the workers reach. RolloutError where not all arrived as sent: the engine then has no version.
+    `host`: the address of this machine that the workers reach. `more`: what the workers shall know besides, as JSON. RolloutError where
+    not all arrived as sent: the engine then has no version.
     """
     listener = Listener(host)
-    receipt = {"host": host, "port": listener.port, "token": listener.token, "version": version, "timeout": timeout}
+    receipt = {"host": host, "port": listener.port, "token": listener.token, "version": version, "timeout": timeout, **more}
     with ThreadPoolExecutor(1, thread_name_prefix="push") as pool:
         job = pool.submit(call, "hybridflow_receive", receipt)
         broken: RolloutError | None = None
@@ -81,6 +86,8 @@ def _judge(job: Future[list[Any]], version: int, broken: RolloutError | None) ->
 def _send(channels: list[Channel], weights: Weights, transport: Transport, host: str, bucket_bytes: int, timeout: float) -> None:
     writer: Writer | None = None
     sent = 0
+    if transport == "shared_memory":
+        bucket_bytes = min(bucket_bytes, _CACHED_BYTES)
     try:
         for bucket in _buckets(weights, bucket_bytes):
             size = sum(_padded(tensor) for _, tensor, _ in bucket)

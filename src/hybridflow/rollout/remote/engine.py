@@ -99,11 +99,17 @@ class PushedEngine:
 
         RolloutError while generating, and where they did not arrive as sent: the engine then has no version and generates nothing.
         """
+        self._ready_for_weights()
+        self.runner.push(weights, version)
+        self._confirm(version)
+
+    def _ready_for_weights(self) -> None:
         if self._busy:
             raise RolloutError("update_weights() was called while generate() is running: read its outputs to the end first")
         if self._slept:
             self._wake(["weights"])
-        self.runner.push(weights, version)
+
+    def _confirm(self, version: int) -> None:
         reported = self.runner.version()
         if reported != version:
             raise RolloutError(f"weights of version {version} were pushed to {self.runner.name}, which says it has version {reported}")

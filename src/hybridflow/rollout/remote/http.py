@@ -27,8 +27,8 @@ class Address:
             raise RolloutError(f"actor_rollout_ref.rollout.server.address={url!r}: wanted http://HOST:PORT")
         self.url, self.host, self.port = url, parts.hostname, parts.port or 80
 
-    def call(self, path: str, body: dict[str, Any] | None = None, *, timeout: float, method: str = "POST") -> Any:
-        """The JSON that the server answers; ServerGone, or Refused with what it says."""
+    def call(self, path: str, body: dict[str, Any] | None = None, *, timeout: float, method: str = "POST", text: bool = False) -> Any:
+        """The JSON that the server answers, or its text; ServerGone, or Refused with what it says."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         try:
             connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
@@ -40,6 +40,8 @@ class Address:
             connection.close()
         if response.status != 200:
             raise Refused(f"{self.url}{path} answered {response.status}: {said(data)}")
+        if text:
+            return data.decode(errors="replace")
         return json.loads(data) if data else None
 
     def begin(self, path: str, body: dict[str, Any], *, timeout: float) -> http.client.HTTPConnection:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.push.sender import Transport
 from hybridflow.rollout.remote.http import Address
+from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.remote.runner import Runner
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.in_process import InProcess
 from hybridflow.rollout.vllm.process import start_server
 from hybridflow.rollout.vllm.server import Server
-from hybridflow.rollout.vllm.settings import ModelFacts, engine_arguments
+from hybridflow.rollout.vllm.settings import engine_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def build_vllm_engine(config: RolloutConfig, model: ModelFacts, eos_token_ids: S
             timeout=server.push_timeout,
             transport=transport,
             bucket_bytes=config.update_weights_bucket_megabytes * 2**20,
+            adapters=config.lora_as_adapters,
         )
     texts = not arguments.get("skip_tokenizer_init", False)
     return VLLMEngine(runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts)

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
+from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationRequest
+from hybridflow.rollout.push.receiver import NOTHING
 from hybridflow.rollout.remote.engine import PushedEngine
+from hybridflow.rollout.vllm.adapters import AdapterRunner
 from hybridflow.rollout.vllm.sampling import vllm_params, vllm_problem
 
 
 class VLLMEngine(PushedEngine):
     """A vLLM with weights that are pushed."""
+
+    runner: AdapterRunner
+
+    @property
+    def has_base(self) -> bool:
+        """Whether adapters may be pushed: what is below them was, by `update_base`, and is still there."""
+        return self.runner.has_base()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """As `PushedEngine`; RolloutError where it was started to take adapters."""
+        if self._facts["adapters"]:
+            raise RolloutError(f"{self.runner.name} was started for adapters (rollout.lora_as_adapters): update_base, then update_adapters")
+        super().update_weights(weights, version)
+
+    def update_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Push what is below the adapters; nothing is generated before these have come. RolloutError where it did not arrive as sent."""
+        self._ready_for_weights()
+        self.runner.push(weights, NOTHING, "base")
+
+    def update_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]) -> None:
+        """Push LoRA adapters (`LAYER.lora_A`, `LAYER.lora_B`), by which the base becomes `version`, and empty the prefix cache.
+
+        `adapter`: the content of adapter_config.json. RolloutError as `update_weights`, and without a base.
+        """
+        self._ready_for_weights()
+        self.runner.push(weights, version, "adapters", adapter)
+        self._confirm(version)
 
     def cannot(self, request: GenerationRequest) -> str | None:
         """Why vLLM cannot serve it."""

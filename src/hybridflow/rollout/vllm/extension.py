@@ -1,20 +1,32 @@
 """What vLLM's worker gets from us (`worker_extension_cls`): it takes weights in, and keeps log-probs of the whole distribution.
 
-vLLM mixes this class into its own worker, so `self` has `reload_weights`, `model_runner` and `vllm_config`. It imports nothing of vllm.
+vLLM mixes this class into its own worker, so `self` has `reload_weights`, `add_lora`, `model_runner` and `vllm_config`.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridflow.rollout.push.receiver import NOTHING, Receiver
+from hybridflow.errors import RolloutError
+from hybridflow.models.adapter_folder import CONFIG, write_adapter_weights
+from hybridflow.rollout.push.receiver import Load, Part, Receiver
+from hybridflow.rollout.push.transports import MEMORY
 
 QUALIFIED_NAME = f"{__name__}.Extension"
+ADAPTER_NAME = "policy-adapter"
+"""What requests ask for where adapters are pushed as such."""
+ADAPTER_ID = 1
+"""vLLM's number of the adapter, where no server gives it another."""
 _GREEDY_BELOW = 1e-5
 """Temperatures that vLLM takes for greedy."""
 
@@ -35,11 +47,12 @@ class Extension:
             "positions": int(config.model_config.max_model_len),
             "max_log_probs": int(config.model_config.max_logprobs),
             "temperature_only": self._hybridflow_whole_distribution(),
+            "adapters": getattr(config, "lora_config", None) is not None,
         }
 
     def hybridflow_version(self) -> dict[str, Any]:
-        """The version of the weights in this worker, `NOTHING` before the first whole push."""
-        return {"version": self._hybridflow_receiver().version}
+        """The version of the weights in this worker, `NOTHING` before the first whole push; whether it waits for adapters alone."""
+        return {"version": self._hybridflow_receiver().version, "has_base": self._hybridflow_receiver().has_base}
 
     def hybridflow_checksums(self) -> dict[str, Any]:
         """Of each tensor of the newest push as it arrived here."""
@@ -47,16 +60,56 @@ class Extension:
 
     def hybridflow_forget(self) -> dict[str, Any]:
         """The weights are gone (sleep of level 2): none of them may generate until they are pushed again."""
-        self._hybridflow_receiver().version = NOTHING
+        self._hybridflow_receiver().forget()
         return {}
 
     def hybridflow_receive(self, receipt: dict[str, Any]) -> dict[str, Any]:
         """Fetch a push from another process."""
-        return self._hybridflow_receiver().receive(self._hybridflow_load, receipt)
+        return self._hybridflow_receiver().receive(self._hybridflow_loader(receipt.get("adapter")), receipt)
 
-    def hybridflow_take(self, weights: Iterable[tuple[str, Tensor, int]], version: int) -> None:
-        """Take a push of this process: (name, tensor, its checksum)."""
-        self._hybridflow_receiver().take(self._hybridflow_load, weights, version)
+    def hybridflow_take(
+        self, weights: Iterable[tuple[str, Tensor, int]], version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+    ) -> None:
+        """Take a push of this process: (name, tensor, its checksum); `adapter`: the content of adapter_config.json, of adapters."""
+        self._hybridflow_receiver().take(self._hybridflow_loader(adapter), weights, version, part)
+
+    def hybridflow_empty_adapter(self) -> dict[str, Any]:
+        """Make a folder with an adapter that changes nothing, so that a server knows the adapter's name before its weights come."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        single = (
+            (name, module) for name, module in manager.modules.items() if name.rsplit(".", 1)[-1] not in manager.packed_modules_mapping
+        )
+        name, module = next((name, module) for name, module in single if hasattr(module.base_layer, "input_size"))
+        zeros = {
+            f"{name}.lora_A": torch.zeros(1, module.base_layer.input_size),
+            f"{name}.lora_B": torch.zeros(module.base_layer.output_size, 1),
+        }
+        folder = Path(tempfile.mkdtemp(prefix="hybridflow_adapter_"))
+        _write_adapter(folder, {"r": 1, "lora_alpha": 1, "target_modules": [name.rsplit(".", 1)[-1]]}, zeros)
+        return {"folder": str(folder)}
+
+    def hybridflow_adapter_ready(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Delete that folder: who asks for an adapter that has not been pushed gets an error. The number that vLLM gave the adapter."""
+        shutil.rmtree(asked["folder"], ignore_errors=True)  # workers of another machine have their own
+        worker: Any = self
+        self._hybridflow_adapter_id = max(worker.list_loras())
+        return {"id": self._hybridflow_adapter_id}
+
+    def _hybridflow_loader(self, adapter: dict[str, Any] | None) -> Load:
+        return self._hybridflow_load if adapter is None else partial(self._hybridflow_load_adapter, adapter=adapter)
+
+    def _hybridflow_load_adapter(self, weights: Iterable[tuple[str, Tensor]], adapter: dict[str, Any]) -> None:
+        """By vLLM's own loader, with all that it checks."""
+        from vllm.lora.request import LoRARequest
+
+        worker: Any = self
+        with tempfile.TemporaryDirectory(prefix="hybridflow_adapter_", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+            _write_adapter(Path(folder), adapter, dict(weights))
+            number = getattr(self, "_hybridflow_adapter_id", ADAPTER_ID)
+            try:
+                worker.add_lora(LoRARequest(ADAPTER_NAME, number, folder, load_inplace=True))
+            except Exception as error:  # the base is as it was
+                raise RolloutError(f"vllm did not take the adapters: {type(error).__name__}: {error}") from error
 
     def _hybridflow_receiver(self) -> Receiver:
         if not hasattr(self, "_hybridflow_received"):
@@ -89,6 +142,12 @@ class Extension:
             return False
         keep_whole_distribution(sampler)
         return True
+
+
+def _write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """A folder in peft's format."""
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", **config}), encoding="utf-8")
+    write_adapter_weights(folder, tensors)
 
 
 def keep_whole_distribution(sampler: Any) -> None:

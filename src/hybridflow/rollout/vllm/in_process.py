@@ -11,8 +11,10 @@ from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.installed import VLLM_MISSING
+from hybridflow.rollout.push.receiver import Part
 from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
+from hybridflow.rollout.vllm.extension import ADAPTER_ID, ADAPTER_NAME
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
 
 
@@ -25,6 +27,7 @@ class InProcess:
         set_threads = torch.set_num_threads
         try:
             import vllm
+            import vllm.lora.request
         except ImportError as error:
             message = f"actor_rollout_ref.rollout.name=vllm needs vllm, which cannot be imported: {error}. {VLLM_MISSING}"
             raise RolloutError(message) from error
@@ -38,6 +41,11 @@ class InProcess:
         self._names: dict[str, int] = {}
         """Our request ids by vLLM's, which names requests itself."""
         self._death: str | None = None
+        self._adapter: Any = None
+        """What each request asks for, where adapters are pushed."""
+        if arguments.get("enable_lora"):
+            nowhere = "no folder: it was pushed"  # where vLLM would look for an adapter that it does not have
+            self._adapter = vllm.lora.request.LoRARequest(ADAPTER_NAME, ADAPTER_ID, nowhere)
 
     @property
     def name(self) -> str:
@@ -65,7 +73,7 @@ class InProcess:
             )
             prompt = {"prompt_token_ids": list(submission.prompt)}
             try:
-                self._engine.add_request(str(submission.request_id), prompt, params)
+                self._engine.add_request(str(submission.request_id), prompt, params, lora_request=self._adapter)
             except Exception as error:  # whatever vLLM has against it: it answers no more
                 raise self._died(error) from error
             self._names[str(submission.request_id)] = submission.request_id
@@ -87,11 +95,17 @@ class InProcess:
         if self._death is None:
             self._engine.abort_request(names)
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def has_base(self) -> bool:
+        """Whether adapters may be pushed."""
+        return all(answer["has_base"] for answer in self._call("hybridflow_version"))
+
+    def push(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+    ) -> None:
         """Weights to the worker one by one, and the prefix cache emptied; RolloutError where they did not arrive."""
         self._alive()
         try:
-            self._call("hybridflow_take", checked(weights), version)
+            self._call("hybridflow_take", checked(weights), version, part, adapter)
         except RolloutError:
             raise
         except Exception as error:  # in vLLM's own loading: what its layers are now, nobody knows

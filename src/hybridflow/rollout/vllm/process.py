@@ -20,7 +20,8 @@ def start_server(arguments: dict[str, Any], *, python: str | None, timeout: floa
         *("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", MODEL, "--disable-log-stats", *command_line(arguments)),
     ]
-    dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}  # /collective_rpc, /reset_prefix_cache, /sleep
+    # /collective_rpc, /reset_prefix_cache, /sleep; /v1/load_lora_adapter
+    dev_mode = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     process = ServerProcess(command, {**ENVIRONMENT, **os.environ, **dev_mode}, engine="vllm")
     address = Address(f"http://127.0.0.1:{port}")
     process.wait_until_ready(address, timeout)

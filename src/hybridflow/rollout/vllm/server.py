@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
+from hybridflow.rollout.push.receiver import Part
 from hybridflow.rollout.push.sender import Transport, push
 from hybridflow.rollout.remote.http import Address, Refused
 from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.remote.runner import Submission
 from hybridflow.rollout.remote.served import Served
-from hybridflow.rollout.vllm.extension import QUALIFIED_NAME
+from hybridflow.rollout.vllm.extension import ADAPTER_NAME, QUALIFIED_NAME
 from hybridflow.rollout.vllm.http import MODEL, Stream, open_stream
 
 
@@ -35,10 +36,12 @@ class Server(Served):
         timeout: float,
         transport: Transport | None = None,
         bucket_bytes: int,
+        adapters: bool = False,
     ) -> None:
         super().__init__(address, process, max_streams=max_streams, timeout=timeout, transport=transport, bucket_bytes=bucket_bytes)
         self._model = MODEL if process is not None else self._served_model()
         self._workers = 1
+        self._adapters = adapters
 
     def facts(self) -> dict[str, Any]:
         """What the workers say of themselves; RolloutError where they lack our extension."""
@@ -50,8 +53,24 @@ class Server(Served):
                 f"--worker-extension-cls {QUALIFIED_NAME} and --logprobs-mode processed_logprobs, in a python that has hybridflow"
             ) from error
         self._workers = len(found)
+        if self._adapters:
+            self._name_adapter()
         facts: dict[str, Any] = found[0]
         return facts
+
+    def _name_adapter(self) -> None:
+        """Let the server know the adapter by its name; its weights will be pushed into the workers."""
+        folder = self._call("hybridflow_empty_adapter", {})[0]["folder"]
+        body = {"lora_name": ADAPTER_NAME, "lora_path": folder}
+        try:
+            self._guarded(lambda: self.address.call("/v1/load_lora_adapter", body, timeout=self.timeout, text=True))
+        except Refused as error:
+            raise RolloutError(
+                f"{self.name} does not take adapters ({error}): start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a "
+                "--max-lora-rank as large as the adapters', or set actor_rollout_ref.rollout.lora_as_adapters=false"
+            ) from error
+        self._call("hybridflow_adapter_ready", {"folder": folder})
+        self._model = ADAPTER_NAME
 
     def version(self) -> int:
         """That of the weights in the server's workers."""
@@ -61,7 +80,13 @@ class Server(Served):
         """Begin a completion; ServerGone."""
         return open_stream(self.address, submission, self._model, timeout=self.timeout)
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def has_base(self) -> bool:
+        """Whether adapters may be pushed."""
+        return all(answer["has_base"] for answer in self._call("hybridflow_version", {}))
+
+    def push(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+    ) -> None:
         """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not arrive."""
         self._alive()
         push(
@@ -73,6 +98,7 @@ class Server(Served):
             host=self.own_host,
             bucket_bytes=self.bucket_bytes,
             timeout=self.timeout,
+            more={"part": part, "adapter": adapter},
         )
         emptied = self._guarded(lambda: self.address.call("/reset_prefix_cache", {}, timeout=self.timeout))
         if isinstance(emptied, dict) and not emptied.get("success", True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.models.build import load_config
 from hybridflow.rollout.native.memory import free_memory
+from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.extension import QUALIFIED_NAME
 
 ENVIRONMENT = {
@@ -21,23 +21,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would fight with those of the trainer
 }
 """What vLLM reads from the environment, unless the user has set it."""
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's max_lora_rank may be."""
 _CPU_BLOCK = 128
 """Tokens of a block of vLLM's cache on CPU."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """The model whose weights will be pushed."""
-
-    path: str
-    """A Hugging Face folder or hub name: its configuration and tokenizer are read, its weights only with `load_format=auto`."""
-    device: torch.device
-    dtype: str
-    """That in which the actor computes."""
-    trust_remote_code: bool = False
-    override_config: dict[str, Any] | None = None
-    tokenizer: str | None = None
-    """None: the model's folder has it, if it is needed."""
 
 
 def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
@@ -69,6 +56,9 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "worker_extension_cls": QUALIFIED_NAME,
         "tokenizer": model.tokenizer,
     }
+    if config.lora_as_adapters:
+        largest = next((size for size in _LORA_RANKS if size >= model.lora_rank), model.lora_rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
     arguments = {name: value for name, value in arguments.items() if value is not None} | config.engine_kwargs.vllm
     if on_cpu and "kv_cache_memory_bytes" not in arguments:  # else vLLM would take a share of the whole machine's memory at once
         arguments["kv_cache_memory_bytes"] = _cache_bytes(config, shape, dtype, longest)

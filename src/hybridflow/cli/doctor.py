@@ -1,12 +1,14 @@
-"""`hybridflow doctor`: versions, devices and what a run can ask for here, the optional parts, the backends that are not there yet."""
+"""`hybridflow doctor`: versions, devices and what a run can ask for here, engines, optional parts, the backends that are not there yet."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import platform
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,7 @@ class Part:
 PARTS = (
     Part("many processes, many machines", "ray", "ray", "ray"),
     Part("LoRA adapters", "peft", "peft", "lora"),
+    Part("Liger's kernels, on CUDA (use_liger)", "liger_kernel", "liger-kernel", "liger"),
     Part("serving over HTTP", "fastapi", "fastapi", "serve"),
     Part("math rewards", "math_verify", "math-verify", "math"),
     Part("reasoning-gym tasks", "reasoning_gym", "reasoning-gym", "tasks"),
@@ -43,17 +46,14 @@ PARTS = (
     Part("ModelScope", "modelscope", "modelscope", "remote"),
 )
 
-LATER = (
-    Part("generation by vLLM", "vllm", "vllm", "vllm"),
-    Part("generation by SGLang", "sglang", "sglang", "sglang"),
-    Part("training by Megatron", "megatron.core", "megatron-core", "megatron"),
-)
+LATER = (Part("training by Megatron", "megatron.core", "megatron-core", "megatron"),)
 
 
 def show_machine() -> None:
     """Print what is here and what is missing, with the command that brings it."""
     console = Console()
     console.print(_machine())
+    console.print(_engines())
     console.print(_parts())
     console.print(_later())
 
@@ -81,9 +81,56 @@ def _machine() -> Table:
     else:
         table.add_row("CUDA", "none: runs use the CPU in float32")
         table.add_row("training engine", "fsdp2, float32")
-    table.add_row("generation engine", "native, with the weights in training")
+    table.add_row("attention over rows of any length", _varlen())
+    table.add_row("CUDA graphs", "decode steps are recorded (rollout.enforce_eager=true: not)" if torch.cuda.is_available() else "no CUDA")
     table.add_row("processes of a run", _processes(torch.cuda.device_count() if torch.cuda.is_available() else 0, cores))
     return table
+
+
+def _varlen() -> str:
+    """What torch brings for it; no other package is asked for."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return "torch has none: scaled_dot_product_attention"
+    from torch.nn.attention.varlen import varlen_attn
+
+    paged = "block_table" in inspect.signature(varlen_attn).parameters
+    return f"torch has it, {'with' if paged else 'without'} a block table"
+
+
+def _engines() -> Table:
+    """Each engine: whether it can run here, and what to do where not."""
+    from hybridflow.config.engine_features import ENGINES
+
+    table = Table(
+        "engine", "here", "what it is, and how to have it", title="Generation (actor_rollout_ref.rollout.name)", title_justify="left"
+    )
+    for name, engine in ENGINES.items():
+        here, way = ENGINE_STATES[name]() if name in ENGINE_STATES else _server(name)
+        table.add_row(name, here, Text(engine.what + (f". {way}" if way else "")))
+    return table
+
+
+def _server(name: str) -> tuple[str, str]:
+    """(version or no, the way out) of an engine that is another project's."""
+    version = _version(Part(name, name, name, name))
+    if version is not None:
+        return version, ""
+    own = Path(f".venv-{name}/bin/python")
+    if own.exists():
+        return f"in {own.parent.parent}", f"set actor_rollout_ref.rollout.server.python={own}"
+    return "no", f"pip install -e '.[{name}]' on CUDA, scripts/setup_{name}.sh on a CPU, or rollout.server.address of a server that runs"
+
+
+def _over_http() -> tuple[str, str]:
+    version = _version(Part("", "httpx", "httpx", "openai"))
+    return ("yes", "Not to train with") if version else ("no", "pip install -e '.[openai]'; not to train with")
+
+
+ENGINE_STATES: Mapping[str, Callable[[], tuple[str, str]]] = {
+    "native": lambda: ("yes", "The default"),
+    "hf": lambda: (importlib.metadata.version("transformers"), ""),
+    "openai": _over_http,
+}
 
 
 def _processes(gpus: int, cores: int) -> str:

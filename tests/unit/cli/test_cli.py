@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
 
 from hybridflow import __version__
 from hybridflow.checkpoint import CheckpointStore
+from hybridflow.cli import doctor
 from hybridflow.cli.main import main
 from hybridflow.data.files import count_rows
 from hybridflow.models.tiny import create_tiny_model
@@ -221,6 +223,30 @@ def test_doctor_says_what_is_here_and_what_is_not(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "not in this version" in shown
     assert "pip install -e '.[" in shown and "trainer.n_gpus_per_node up to " in shown
+
+
+def test_doctor_names_each_engine_and_the_way_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(doctor, "_version", lambda part: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".venv-sglang" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv-sglang" / "bin" / "python").touch()
+    assert main(["doctor"]) == 0
+    lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    assert "yes" in lines["native"] and transformers.__version__ in lines["hf"]
+    assert " no " in lines["vllm"] and "scripts/setup_vllm.sh on a CPU" in lines["vllm"]
+    assert "set actor_rollout_ref.rollout.server.python=.venv-sglang/bin/python" in lines["sglang"]
+    assert "pip install -e '.[openai]'" in lines["openai"]
+    assert (
+        "pip install -e '.[liger]'" in lines["Liger's kernels, on CUDA (use_liger)"]
+        and "torch has" in lines["attention over rows of any length"]
+    )
+    monkeypatch.setattr(doctor, "_version", lambda part: "9.9")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "9.9" in next(line for line in shown.splitlines() if line.startswith("│ vllm"))
 
 
 def test_view_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

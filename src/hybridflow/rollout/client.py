@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Hashable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol
 
 from hybridflow.errors import RolloutError
@@ -131,7 +132,13 @@ class LLMClient:
 
     async def pause(self) -> None:
         """Return when every live replica stands between two steps; no request is lost. RolloutError where one does not get there."""
-        results = await asyncio.gather(*(asyncio.to_thread(replica.pause) for replica in self._alive()), return_exceptions=True)
+        pausing = asyncio.gather(*(asyncio.to_thread(replica.pause) for replica in self._alive()), return_exceptions=True)
+        try:
+            results = await asyncio.shield(pausing)
+        except asyncio.CancelledError:  # nobody would resume what comes to stand now
+            await pausing
+            self.resume()
+            raise
         problems = [result for result in results if isinstance(result, BaseException) and not isinstance(result, ReplicaLost)]
         if problems:
             self.resume()
@@ -189,7 +196,7 @@ class _LoopTap:
 
     def put(self, partial: PartialOutput) -> None:
         self.wants = False
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody reads any longer
             self._loop.call_soon_threadsafe(self._arrive, partial)
 
     def _arrive(self, partial: PartialOutput) -> None:

@@ -124,6 +124,7 @@ class EngineReplica:
             if request.request_id in self._tickets:
                 raise RolloutError(f"request {request.request_id} is running already: request ids must be unique")
             self._tickets[request.request_id] = ticket
+            self._aborts.discard(request.request_id)  # it was meant for a request that ended by itself
             self._inbox.append(ticket)
             self._changed.notify_all()
         return ticket.answer
@@ -168,7 +169,7 @@ class EngineReplica:
                     pass
             finally:
                 session.close()
-        except Exception as error:
+        except BaseException as error:  # whatever ends this thread, nobody may wait for it any longer
             logger.exception("replica %s died", self.name)
             self._end(f"replica {self.name} died: {type(error).__name__}: {error}")
         else:

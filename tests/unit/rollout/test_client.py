@@ -190,6 +190,47 @@ def test_a_pause_swaps_weights_in_flight(make: Make) -> None:
         assert output.policy_versions == sorted(output.policy_versions)
 
 
+def test_a_pause_that_is_given_up_leaves_nothing_standing(make: Make) -> None:
+    client, _ = make(2, seconds=0.05)
+
+    async def work() -> list[GenerationOutput]:
+        waiting = [asyncio.ensure_future(client.generate(request(number))) for number in range(4)]
+        await asyncio.sleep(0.02)
+        pausing = asyncio.ensure_future(client.pause())
+        await asyncio.sleep(0)
+        pausing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pausing
+        return await asyncio.gather(*waiting)
+
+    assert all(len(output.token_ids) == 5 for output in run(work()))
+
+
+def test_a_late_abort_does_not_end_the_next_request_of_that_id(make: Make) -> None:
+    client, _ = make(seconds=0.001)
+    (replica,) = client.replicas
+    first = replica.submit(request(0))
+    assert first.result(10).finish_reason == "length"
+    replica.pause()
+    replica.abort([0])
+    second = replica.submit(request(0))
+    replica.resume()
+    assert second.result(10).finish_reason == "length"
+
+
+def test_a_reader_whose_loop_is_gone_harms_nobody(make: Make) -> None:
+    client, _ = make(seconds=0.002)
+
+    async def leave() -> None:
+        async for _ in client.stream(request(0, max_tokens=200)):
+            return
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(loop.create_task(leave()))
+    loop.close()  # without ending the stream: its tap is still there
+    assert len(run(client.generate(request(1))).token_ids) == 5 and client.failure is None
+
+
 def test_an_engine_that_dies_is_named_and_what_was_finished_is_kept(make: Make) -> None:
     client, (session,) = make(dies_at=8)
 

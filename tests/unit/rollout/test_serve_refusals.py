@@ -11,12 +11,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import TOKEN, TOOL_TEMPLATE, Served, echoes, ids, serve_script
+from serving import TOKEN, TOKENIZER, TOOL_TEMPLATE, Served, echoes, ids, serve_script
 
 from hybridflow.errors import ConfigError
+from hybridflow.rollout.server.answers import CompletionAnswer
+from hybridflow.rollout.server.app import EventStream
+from hybridflow.rollout.server.job import completion_job
 from hybridflow.rollout.server.run import choose_token, listen
+from hybridflow.rollout.server.schema import CompletionBody
 from hybridflow.rollout.server.service import Limits
+from hybridflow.rollout.server.text import TokenNames
 
+NAMES = TokenNames(TOKENIZER)
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -164,6 +170,28 @@ def test_clients_that_go_away_free_their_rows() -> None:
             server.http.post(PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400}, timeout=1)
         server.wait_idle()
         assert server.sessions[0].steps < 350 and server.service.metrics.cancelled == 2
+
+
+def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
+    with serve_script(endless, limits=Limits(send_timeout_s=0.05), seconds=0.002) as server:
+        service, begun = server.service, asyncio.Event()
+        job = completion_job(CompletionBody(prompt="a", n=2, max_tokens=400, stream=True), service.model)
+
+        async def takes_nothing(message: Any) -> None:
+            begun.set()
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        async def stays() -> Any:
+            await asyncio.sleep(60)
+
+        async def stream() -> None:
+            await asyncio.wait_for(EventStream(service, job, CompletionAnswer(job, service.model, NAMES))({}, stays, takes_nothing), 5)
+
+        asyncio.run(stream())
+        assert begun.is_set()
+        server.wait_idle()
+        assert server.sessions[0].steps < 350
 
 
 def test_a_deadline_is_504_or_an_event() -> None:

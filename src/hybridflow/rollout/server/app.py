@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from hybridflow import __version__
 from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnswer
@@ -153,9 +153,16 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.admit(self._job):
-            await while_connected(receive, self._send(send))
+            try:
+                await while_connected(receive, self._send(send))
+            except TimeoutError:
+                logger.warning("a client took nothing of its stream for %g s: it is ended", self._service.limits.send_timeout_s)
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, slow_send: Send) -> None:
+        async def send(message: Message) -> None:
+            async with asyncio.timeout(self._service.limits.send_timeout_s):
+                await slow_send(message)
+
         async with aclosing(self._events()) as events:
             first = await anext(events)  # a request that fails at once has a status of its own
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

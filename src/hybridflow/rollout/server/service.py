@@ -31,6 +31,8 @@ class Limits:
     """Responses in work at once, those that wait included; more are answered with 429."""
     max_body_bytes: int = 16 * 2**20
     """A larger body is answered with 413."""
+    send_timeout_s: float = 60.0
+    """A stream whose client takes nothing for so long is ended, and its rows are free."""
     deadline_s: float | None = 600.0
     """A request without an answer by then is aborted and answered with 504; None: it may take as long as it takes."""
 

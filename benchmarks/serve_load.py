@@ -1,6 +1,6 @@
 """`hybridflow serve` under 1,000 requests at once: all answered or cancelled, no row left behind, memory flat.
 
-    python benchmarks/serve_load.py [--requests 1000] [--waves 10] [--cache-mib 48]
+    python benchmarks/serve_load.py [--requests 1000] [--waves 10] [--cache-mib N]
 
 About five minutes on 2 cores; needs the extras `serve` and `bench`.
 
@@ -59,8 +59,8 @@ parameters, up to 64 tokens a response. Wanted: all answered or cancelled, none 
 |---|---|---|---|---|---|---|---|---|---|---|---|
 {table}
 
-Keys and values have {cache_mib} MiB, which earlier responses fill: they are kept for prompts that begin like them. Over the last
-{last} waves the server's memory changed by {growth:+.1f} MiB.
+Keys and values have {cache}. Earlier responses are kept for prompts that begin like them, 1,024 at most.
+Over the last {last} waves the server's memory changed by {growth:+.1f} MiB.
 """
 
 
@@ -166,7 +166,8 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Wave]:
     """A server of its own, and the waves."""
     model = create_tiny_model(folder / "tiny")
     words = [sys.executable, "-m", "hybridflow.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
-    words += ["--gpu-memory-utilization", f"{options.cache_mib * 2**20 / free_memory(torch.device('cpu')):.6f}"]
+    if options.cache_mib is not None:
+        words += ["--gpu-memory-utilization", f"{options.cache_mib * 2**20 / free_memory(torch.device('cpu')):.6f}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -188,7 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--waves", type=int, default=10)
-    parser.add_argument("--cache-mib", type=int, default=48, help="for keys and values; full after the first waves")
+    parser.add_argument("--cache-mib", type=int, help="for keys and values (default: the server's, a quarter of the free memory)")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +197,9 @@ def main() -> int:
     last = len(waves) // 2
     growth = waves[-1].memory_mib - waves[-1 - last].memory_mib
     facts = {
-        "command": f"python benchmarks/serve_load.py --requests {options.requests} --waves {options.waves} --cache-mib {options.cache_mib}",
+        "command": f"python benchmarks/serve_load.py --requests {options.requests} --waves {options.waves}"
+        + ("" if options.cache_mib is None else f" --cache-mib {options.cache_mib}"),
+        "cache": "the server's default, a quarter of the free memory" if options.cache_mib is None else f"{options.cache_mib} MiB",
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread",
     }

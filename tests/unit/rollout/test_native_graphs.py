@@ -196,6 +196,22 @@ def test_what_is_not_finite_does_not_stay_in_slots_that_were_filled_up() -> None
     assert tokens(outputs) == wanted
 
 
+def test_rows_that_fill_a_graph_up_write_one_finite_token_and_to_free_slots_only() -> None:
+    engine = recorded("mistral", sizes=[8])  # a window of five tokens, which must not hide all that a row sees
+    cache = SlotCache(dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.float64)), 8, 64)
+    assert engine.graphs is not None and engine._memory is not None
+    engine._memory.cache = cache
+    engine.policy.hf.get_input_embeddings().weight.data[0] = 1  # the padding token's is 0, and would leave no trace
+    for turn in range(2):
+        with torch.no_grad():
+            engine.graphs(cache, torch.tensor([5, 6, 7]), torch.tensor([20, 9, 3]) + turn, 20 + turn, slots=7)
+    assert engine.graphs.num_recorded == 1 and engine.graphs._recorder.replays == 2  # type: ignore[attr-defined]
+    for stored in (*cache.keys.values(), *cache.values.values()):
+        written = stored.abs().sum((1, 3)) > 0  # [slots, capacity]
+        assert written.nonzero().tolist() == [[0, 20], [0, 21], [1, 9], [1, 10], [2, 3], [2, 4], *([slot, 0] for slot in range(3, 7))]
+        assert stored.isfinite().all()
+
+
 class HostSeen(TorchDispatchMode):
     """Notes operations that touch a tensor outside of the device; on the meta device, asking for a value is an error anyway."""
 
@@ -219,7 +235,7 @@ def test_a_step_needs_nothing_of_the_host_so_it_can_be_recorded(kind: str) -> No
     ways = [None] if kind == "gemma2" else [None, FlatDecoder.of(policy.hf.base_model, {layer: Scores(layer) for layer in range(2)})]
     for policy._flat in ways:
         with HostSeen() as seen, torch.no_grad():
-            states = decode_rows(policy, cache, tokens, lengths, 31)
+            states = decode_rows(policy, cache, tokens, lengths, 31, 32)
         assert tuple(states.shape) == (3, 32) and not seen.names
         assert policy.decodes_flat == (policy._flat is not None)
 

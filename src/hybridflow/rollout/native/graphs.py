@@ -90,9 +90,14 @@ def _refuse_waiting(run: Callable[[], Tensor]) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def decode_rows(policy: PolicyModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
-    """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, which hold lengths [B] tokens, at most `longest`."""
-    return policy.decode(tokens[:, None], lengths[:, None], SlotLayout(cache, lengths, longest))[:, 0]
+def decode_rows(
+    policy: PolicyModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int, num_keys: int | None = None
+) -> Tensor:
+    """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, of lengths [B] tokens, `longest` at most.
+
+    `num_keys`: as `SlotLayout` has it.
+    """
+    return policy.decode(tokens[:, None], lengths[:, None], SlotLayout(cache, lengths, longest, num_keys))[:, 0]
 
 
 class GraphDecoder:
@@ -139,7 +144,7 @@ class GraphDecoder:
             return decode_rows(self.policy, cache, tokens, lengths, longest)
 
         def run() -> Tensor:
-            return decode_rows(self.policy, cache, self._tokens[:rows], self._lengths[:rows], keys - 1)
+            return decode_rows(self.policy, cache, self._tokens[:rows], self._lengths[:rows], keys - 1, keys)
 
         return self._record((rows, keys), run, eager)
 

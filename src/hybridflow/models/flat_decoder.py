@@ -66,7 +66,7 @@ class FlatDecoder:
         for layer in self._layers:
             states = states + self._attend(layer, layer.norm_before(states), cos, sin, layout)
             normed, mlp = layer.norm_between(states), layer.mlp
-            states = states + _project(mlp.down_proj, mlp.act_fn(_project(mlp.gate_proj, normed)) * _project(mlp.up_proj, normed))
+            states = states + _project(mlp.down_proj, mlp.act_fn(_project(mlp.gate_proj, normed)).mul_(_project(mlp.up_proj, normed)))
         normed_states: Tensor = self._base.norm(states)
         return normed_states
 

@@ -34,6 +34,7 @@ class SlotLayout:
         self.places = Places(torch.arange(self.num_rows, device=lengths.device), lengths)
         self._allowed: dict[int | None, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}
+        self._of_heads: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]; stores key and value."""
@@ -53,9 +54,11 @@ class SlotLayout:
             mask = self._additive(window, query.dtype)  # of a bool one, every layer would make this
             attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scores.scaling)
         else:
-            raw = torch.matmul(folded * (dim**-0.5 if scores.scaling is None else scores.scaling), keys.transpose(-1, -2))
-            weights = raw.add_(self._additive(window, raw.dtype)).softmax(-1, dtype=torch.promote_types(raw.dtype, torch.float32))
-            attended = torch.matmul(weights.to(values.dtype), values)
+            scale = dim**-0.5 if scores.scaling is None else scores.scaling
+            bias = self._bias_of_heads(window, keys.shape[1], query.dtype)
+            raw = torch.baddbmm(bias, folded.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=scale)
+            weights = raw.softmax(-1, dtype=torch.promote_types(raw.dtype, torch.float32))
+            attended = torch.bmm(weights.to(values.dtype), values.flatten(0, 1))
         return attended.reshape(batch, 1, heads, values.shape[-1])
 
     def _mask(self, window: int | None) -> Tensor:
@@ -76,4 +79,12 @@ class SlotLayout:
             allowed = self._mask(window)
             known = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))[:, None, None]
             self._bias[window] = known
+        return known
+
+    def _bias_of_heads(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
+        """The same for each of the key-value heads, [B * KV, 1, K]; made once, serves all layers."""
+        known = self._of_heads.get((window, kv_heads))
+        if known is None:
+            known = self._additive(window, dtype)[:, 0].repeat_interleave(kv_heads, dim=0)
+            self._of_heads[(window, kv_heads)] = known
         return known

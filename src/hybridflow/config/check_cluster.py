@@ -77,6 +77,12 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     trainer, roles = config.trainer, config.actor_rollout_ref
     yield from _controller(trainer)
     yield from _placement(trainer)
+    cut = max(roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size or 1)
+    if roles.actor.use_prefix_grouper and cut > 1:
+        yield (
+            f"actor_rollout_ref.actor.use_prefix_grouper=true with ulysses_sequence_parallel_size={cut}: ranks that share rows hold each "
+            "prompt as often as it has responses; leave one of them out"
+        )
     actor = sum(pool_sizes(trainer, "actor"))
     spreads = [Spread("actor_rollout_ref.actor", roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, roles.model, actor)]
     if needs_reference(config):

@@ -35,6 +35,8 @@ class BatchLimits:
     """Rows; None: no limit."""
     keep_groups: bool = False
     """True: rows of equal `group_ids` (a column [B] int64 of the batch) are in one forward, for a loss that compares them."""
+    share_prompts: bool = False
+    """True: rows of one prompt go into one forward where they fit, which computes the prompt once for all of them."""
 
 
 class TrainEngine(Protocol):

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
+from hybridflow.models.shared_tokens import SharedTokens
 
 ATTENTION_NAME = "hybridflow"
 
@@ -167,16 +168,26 @@ class PackedLayout:
         self.num_tokens, self.buckets = num_tokens, buckets  # buckets: (rows, longest)
         self._gather, self._restore, self._padding = gather, restore, padding
         self._windows: dict[tuple[int, int], Tensor] = {}
+        self._shared: SharedTokens | None = None
         self.kv_sink: KeyValueSink | None = None
 
     @classmethod
-    def build(cls, lengths: Sequence[int], device: torch.device | str = "cpu", kv_sink: KeyValueSink | None = None) -> PackedLayout:
-        """The layout of rows with these token counts, in the order in which they are packed."""
+    def build(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        kv_sink: KeyValueSink | None = None,
+        places: Tensor | None = None,
+    ) -> PackedLayout:
+        """The layout of rows with these token counts, in the order in which they are packed.
+
+        `places` [sum of lengths] int64, on the CPU: which token of the sequence each token of each row is, where rows share some.
+        """
         assert len(lengths) > 0 and min(lengths) > 0, f"a packed row needs at least one token, got lengths {list(lengths)}"
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        if len(set(lengths)) == 1:  # no padding and no reordering: a plain reshape
+        if len(set(lengths)) == 1 and places is None:  # no padding and no reordering: a plain reshape
             layout = cls(starts[-1], [(len(lengths), lengths[0])], None, None, None)
             layout.kv_sink = kv_sink
             return layout
@@ -193,6 +204,8 @@ class PackedLayout:
         signed = torch.cat(parts)
         real = signed >= 0
         gather = torch.where(real, signed, -signed - 1)
+        if places is not None:
+            return cls._sharing(places[gather], real, [(len(bucket), lengths[bucket[-1]]) for bucket in buckets], device)
         restore = torch.empty(starts[-1], dtype=torch.int64)
         restore[gather[real]] = real.nonzero()[:, 0]
         padding = (~real).nonzero()[:, 0]
@@ -206,6 +219,17 @@ class PackedLayout:
         layout.kv_sink = kv_sink
         return layout
 
+    @classmethod
+    def _sharing(cls, gather: Tensor, real: Tensor, buckets: list[tuple[int, int]], device: torch.device | str) -> PackedLayout:
+        """Rows that share tokens: each row has them among its keys; as queries only the first row's are read."""
+        shared = SharedTokens(gather, real, device)
+        unread = torch.ones(len(gather), dtype=torch.bool)
+        unread[shared.first_places.cpu()] = False
+        padding = unread.nonzero()[:, 0].to(device)
+        layout = cls(len(shared.first_places), buckets, gather.to(device), shared.first_places, padding)
+        layout._shared = shared
+        return layout
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [1, H, N, D], key [1, KV, N, D], value [1, KV, N, Dv] -> [1, N, H, Dv]."""
         assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
@@ -214,7 +238,7 @@ class PackedLayout:
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, D]
         if self._gather is not None:
             assert self._restore is not None
-            tokens = [_Spread.apply(x, self._gather, self._restore) for x in tokens]  # type: ignore[no-untyped-call]
+            tokens = [self._spread(x, of_keys=number > 0) for number, x in enumerate(tokens)]
         done, offset = [], 0
         for rows, longest in self.buckets:
             q, k, v = (x[offset : offset + rows * longest].unflatten(0, (rows, longest)).transpose(1, 2) for x in tokens)
@@ -224,6 +248,12 @@ class PackedLayout:
         if self._gather is not None:
             out = _Collect.apply(out, self._gather, self._restore, self._padding)  # type: ignore[no-untyped-call]
         return out[None]
+
+    def _spread(self, tokens: Tensor, *, of_keys: bool) -> Tensor:
+        if self._shared is not None and of_keys:
+            return self._shared.spread(tokens, self._gather)  # type: ignore[arg-type]
+        spread: Tensor = _Spread.apply(tokens, self._gather, self._restore)  # type: ignore[no-untyped-call]
+        return spread
 
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         window = scores.window(query.shape[2])

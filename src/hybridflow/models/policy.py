@@ -18,6 +18,7 @@ from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
 from hybridflow.models.sequence_parallel import SequenceCut, check_positions
+from hybridflow.models.shared_tokens import SharedTokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -170,6 +171,7 @@ def sequence_cut(packed: PackedBatch, group: ProcessGroup | None, config: Pretra
     """How `packed` is cut among the ranks of `group`; None without a group or with a rank alone in it."""
     if group is None or group.size() == 1:
         return None
+    assert packed.places is None, "rows share no tokens where ranks share rows"
     check_positions(config, packed.lengths)
     return SequenceCut(packed, group)
 
@@ -178,11 +180,13 @@ def packed_hidden(
     backbone: nn.Module, packed: PackedBatch, device: torch.device, cut: SequenceCut | None = None, exact: ExactMode | None = None
 ) -> Tensor:
     """Hidden states [M, H] at the positions that predict `packed.targets`; under a cut, those of the rank's share `cut.own`."""
-    layout: Layout = PackedLayout.build(packed.lengths, device)
+    layout: Layout = PackedLayout.build(packed.lengths, device, places=packed.places)
     input_ids, position_ids, index = packed.input_ids, packed.position_ids, packed.predict_index
     if cut is not None:
         layout, input_ids, position_ids, index = cut.layout(layout), cut.tokens(input_ids), cut.tokens(position_ids), cut.predict_index
     states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
+    if packed.places is not None:  # the last token of a shared prompt predicts the first of several responses
+        return SharedTokens(index.cpu(), None, device).spread(states[0], index.to(device))
     selected: Tensor = _SelectTokens.apply(states[0], index.to(device))  # type: ignore[no-untyped-call]
     return selected if cut is None else cut.deal(selected)
 

@@ -30,7 +30,7 @@ class PackedBatch:
     position_ids: Tensor
     """[N] int64, from 0 in each row."""
     lengths: tuple[int, ...]
-    """Tokens of each row; their sum is N."""
+    """Tokens of each row; their sum is N, unless rows share a prompt."""
     num_predicted: tuple[int, ...]
     """Predicted tokens of each row, which are the last of it; their sum is M."""
     predict_index: Tensor
@@ -43,6 +43,8 @@ class PackedBatch:
     """[M] int64: column of the target in [B, R]."""
     shape: tuple[int, int]
     """(B, R)."""
+    places: Tensor | None = None
+    """[sum of lengths] int64, always on the CPU: which of the N tokens each token of each row is, where rows share their prompt's."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +104,42 @@ def pack(batch: DataProto) -> PackedBatch:
         columns=columns,
         shape=(num_rows, width),
     )
+
+
+def share_prompts(packed: PackedBatch) -> PackedBatch:
+    """The same rows with every prompt once, however many rows begin with it; `packed` itself where no two rows do.
+
+    What is predicted and where it belongs stays as it was. Packed on the CPU, before `to`.
+    """
+    ids = packed.input_ids.numpy()
+    known: dict[bytes, int] = {}
+    places, kept, start, num_kept = torch.empty(packed.num_tokens, dtype=torch.int64), [], 0, 0
+    for length, predicted in zip(packed.lengths, packed.num_predicted, strict=True):
+        prompt, end = length - predicted, start + length
+        first = known.get(key := ids[start : start + prompt].tobytes())
+        own = start if first is None else start + prompt
+        if first is None:
+            known[key] = num_kept
+        else:
+            places[start:own] = torch.arange(first, first + prompt)
+        places[own:end] = torch.arange(num_kept, num_kept + end - own)
+        kept.append(torch.arange(own, end))
+        num_kept += end - own
+        start = end
+    if num_kept == packed.num_tokens:
+        return packed
+    keep = torch.cat(kept)
+    input_ids, position_ids = packed.input_ids[keep], packed.position_ids[keep]
+    return replace(packed, input_ids=input_ids, position_ids=position_ids, predict_index=places[packed.predict_index], places=places)
+
+
+def prompt_groups(batch: DataProto) -> list[int]:
+    """A number for each row, the same for rows that begin with the same prompt, in order of appearance."""
+    width = batch.batch["responses"].shape[1]
+    prompts, attended = (batch.batch[name][:, : batch.batch["input_ids"].shape[1] - width] for name in ("input_ids", "attention_mask"))
+    numbers: dict[tuple[bytes, bytes], int] = {}
+    rows = zip(prompts.cpu().numpy(), attended.cpu().bool().numpy(), strict=True)
+    return [numbers.setdefault((ids.tobytes(), mask.tobytes()), len(numbers)) for ids, mask in rows]
 
 
 def make_rows(

@@ -49,7 +49,12 @@ class ActorWorker(StatefulWorker):
         self.config, self.temperature, self.log_prob_limits = config, temperature, log_prob_limits
         self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
         self._export: WeightExport | None = None
-        self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu, keep_groups=self.loss.keeps_groups)
+        self.limits = BatchLimits(
+            config.ppo_max_token_len_per_gpu,
+            config.ppo_micro_batch_size_per_gpu,
+            keep_groups=self.loss.keeps_groups,
+            share_prompts=config.use_prefix_grouper,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def log_probs(self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False) -> DataProto:

@@ -118,6 +118,11 @@ BAD = [
     (["trainer.resource_pools={a: [1]}", "trainer.placement={critic: []}"], "leaves the critic without devices"),
     (["trainer.resource_pools={a: [1]}", "trainer.placement={critics: a}"], "trainer.placement.critics is no role"),
     (["trainer.nnodes=3", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "does not divide the 3 processes"),
+    (
+        [f"actor_rollout_ref.actor.{key}" for key in ("use_prefix_grouper=true", "ulysses_sequence_parallel_size=2")]
+        + ["trainer.nnodes=2"],
+        "ranks that share rows hold each prompt",
+    ),
     (["trainer.nnodes=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
     (["trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"], "does not divide the 2 processes that generate"),
     (["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=0"], "fsdp_size=0"),

@@ -16,7 +16,7 @@ from hybridflow.engines.base import BatchLimits
 from hybridflow.errors import HybridFlowError, TrainingError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.balancing import karmarkar_karp, split_micro_batches
-from hybridflow.protocol.packing import PackedBatch, pack
+from hybridflow.protocol.packing import PackedBatch, pack, prompt_groups, share_prompts
 
 Agree = Callable[[Sequence[int]], list[int]]
 """The largest of each number over all ranks."""
@@ -38,7 +38,7 @@ def plan(batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agr
     Raises ConfigError for a row or group above the limits; then every other rank raises TrainingError, and none is left waiting.
     """
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
-    groups = batch.batch["group_ids"].tolist() if limits.keep_groups else None
+    groups = batch.batch["group_ids"].tolist() if limits.keep_groups else together(batch, lengths, limits) if limits.share_prompts else None
     failure: HybridFlowError | None = None
     bins: list[list[int]] = []
     try:
@@ -53,13 +53,27 @@ def plan(batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agr
         if failed:
             raise failure or TrainingError("the rows of another rank do not fit its micro-batches; its message says why")
         bins = split_further(bins, lengths, groups, count)
-    found = [_on_device(indices, batch.select_idxs(indices), device) for indices in bins]
+    found = [_on_device(indices, batch.select_idxs(indices), device, limits.share_prompts) for indices in bins]
     return found + [MicroBatch(None, None, dummy().to(device))] * (count - len(found))
 
 
-def _on_device(indices: list[int], rows: DataProto, device: torch.device) -> MicroBatch:
+def _on_device(indices: list[int], rows: DataProto, device: torch.device, sharing: bool) -> MicroBatch:
     """Packed before it goes there: packing asks for lengths and places, and each answer of a device would be waited for."""
-    return MicroBatch(indices, rows.to(device), pack(rows).to(device))
+    packed = pack(rows)
+    return MicroBatch(indices, rows.to(device), (share_prompts(packed) if sharing else packed).to(device))
+
+
+def together(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int]:
+    """A number for each row, the same for rows of one prompt as long as they fit into one forward."""
+    parts: dict[int, tuple[int, int, int]] = {}  # of a prompt: the number of its newest part, that part's tokens and rows
+    numbers, used = [], 0
+    for prompt, length in zip(prompt_groups(batch), lengths, strict=True):
+        number, tokens, rows = parts.get(prompt, (-1, 0, 0))
+        if number < 0 or tokens + length > limits.max_tokens or rows == limits.max_rows:
+            number, tokens, rows, used = used, 0, 0, used + 1
+        parts[prompt] = (number, tokens + length, rows + 1)
+        numbers.append(number)
+    return numbers
 
 
 def split_further(bins: list[list[int]], lengths: Sequence[int], groups: Sequence[int] | None, count: int) -> list[list[int]]:

@@ -61,6 +61,8 @@ def _ruled_out(config: PPOConfig, roles: Roles) -> str | None:
         return f"the actor is spread over {roles.actor.world_size} ranks, which compute with parts of the model"
     if rollout.tensor_model_parallel_size > 1:
         return f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} sums partial products"
+    if config.actor_rollout_ref.actor.use_prefix_grouper:
+        return "actor_rollout_ref.actor.use_prefix_grouper computes a prompt once for all its rows, which changes the last bits"
     if config.algorithm.rollout_correction.bypass_mode:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
     if not rollout.do_sample and rollout.temperature != 1.0:

@@ -78,14 +78,15 @@ class Host:
         updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * trained_steps
         engine = self._engine("policy", "actor", config.optim, updates, config.grad_clip)
         cap = rollout.log_prob_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu
-        limits = BatchLimits(cap, rollout.log_prob_micro_batch_size_per_gpu)
+        limits = BatchLimits(cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=config.use_prefix_grouper)
         return ActorWorker(engine, config, temperature=rollout.temperature, log_prob_limits=limits)
 
     def reference(self, info: RankInfo) -> ReferenceWorker:
         """The policy that the run starts from."""
         config, rollout = self.config.actor_rollout_ref.ref, self.config.actor_rollout_ref.rollout
         cap = config.log_prob_max_token_len_per_gpu or self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-        limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu)
+        sharing = self.config.actor_rollout_ref.actor.use_prefix_grouper
+        limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu, share_prompts=sharing)
         if LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None and self.house.has("actor"):
             return ReferenceWorker(self._actor_engine(), temperature=rollout.temperature, limits=limits, without_adapters=True)
         engine = self._engine("policy", "reference", None, 0, None)

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def policy_of(dtype: torch.dtype = torch.float32) -> PolicyModel:
-    """A random model on the device, always the same."""
+def policy_of(dtype: torch.dtype = torch.float64) -> PolicyModel:
+    """A random model on the device, always the same; in double precision rounding changes no greedy token."""
     torch.manual_seed(0)
     config = Qwen2Config(**SIZES, vocab_size=512, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.2)
     return PolicyModel(AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda").eval())
@@ -39,7 +39,7 @@ def tokens(engine: NativeEngine, asked: list[GenerationRequest]) -> dict[int, li
 
 def train(policy: PolicyModel) -> None:
     """One optimizer step, in place."""
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
     policy.logits(policy.head.weight[:4]).pow(2).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -69,7 +69,7 @@ def test_a_graph_for_each_bucket_of_rows_and_keys_and_no_more() -> None:
     for _ in range(2):  # slots grow in the first one, which drops the graphs that it began with
         list(engine.generate(asked))
     assert engine.graphs is not None and engine.graphs.problem is None
-    assert engine.graphs.num_graphs == 2  # up to 128 keys, and up to 184
+    assert engine.graphs.num_graphs == 2  # up to 128 keys, and up to 192
     known = engine.graphs.num_recorded
     list(engine.generate(asked))
     assert engine.graphs.num_recorded == known

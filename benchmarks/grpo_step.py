@@ -8,8 +8,9 @@ responses each, at most 64 tokens, float32, one AdamW step a batch, no KL term. 
     uniform   64 tokens each
     life      log-normal, mean 0.4 of the maximum
 
-    ours         `SyncTrainer.fit`, what `hybridflow train` runs, in this process (local controller)
-    ours, exact  the same in exact mode: the log-probs of rollout and training are equal to the bit
+    ours         `SyncTrainer.fit`, what `hybridflow train` runs (local controller): the rollout's log-probs stand for the old
+                 ones where 16 rows differ by at most 1e-3 nats, and a prompt is computed once for its responses (`use_prefix_grouper`)
+    ours-exact   the same in exact mode: the log-probs of rollout and training are equal to the bit, so each row has its own prompt
     trl          `GRPOTrainer.train` with all 128 rows in one forward pass
     trl-16       the same with 16 rows at a time and 8 accumulation steps, which takes less memory
 
@@ -109,7 +110,8 @@ def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
         f"actor_rollout_ref.rollout.n={kit.GROUP}",
         f"actor_rollout_ref.rollout.max_num_seqs={ROWS}",
         "actor_rollout_ref.rollout.ignore_eos=true",
-        "actor_rollout_ref.rollout.exact=true" if exact else "actor_rollout_ref.rollout.reuse_log_probs_within=1e-3",
+        f"actor_rollout_ref.rollout.exact={str(exact).lower()}",
+        *([] if exact else ["actor_rollout_ref.rollout.reuse_log_probs_within=1e-3", "actor_rollout_ref.actor.use_prefix_grouper=true"]),
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         f"reward.custom_reward_function.path='{Path(__file__).with_name('letters_reward.py')}'",
         "reward.num_workers=0",

@@ -5,7 +5,8 @@
 The 4.3 M parameters and 128 rows of grpo_step.py, with responses of the same lengths. `log-probs` is the pass without gradients, `update`
 forward, backward, clipping and an AdamW step.
 
-    ours   `FSDPEngine` by the actor's worker: packed micro-batches
+    ours   `FSDPEngine` by the actor's worker: packed micro-batches, a prompt once for its responses (`use_prefix_grouper`); `ours-apart`
+           has each row's own prompt
     trl    `GRPOTrainer._get_per_token_logps_and_entropies` and its `compute_loss`, all rows padded to the longest; 128 and 16 at a time
     plain  a transformers model, 16 rows at a time in the order of the batch, padded to the longest of the 16
 
@@ -248,7 +249,9 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
         for pattern in options.patterns:
             prompts, responses = make_rows(pattern)
             keys = [f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={options.tokens}", *options.key]
-            sides: dict[str, Any] = {"ours": Ours(folder / "model", prompts, responses, keys)}
+            shared = "actor_rollout_ref.actor.use_prefix_grouper=true"
+            sides: dict[str, Any] = {"ours": Ours(folder / "model", prompts, responses, [*keys, shared])}
+            sides["ours-apart"] = Ours(folder / "model", prompts, responses, keys)
             for rows in (ROWS, PLAIN_ROWS):
                 sides[f"trl-{rows}"] = TRL(folder / "model", prompts, responses, folder / "tokenizer", rows)
             sides["plain"] = Plain(folder / "model", prompts, responses)
@@ -291,7 +294,7 @@ def lines_of(case: dict[str, Any]) -> list[list[str]]:
     lines = []
     for side, found in case["sides"].items():
         seconds = statistics.median(found["seconds"])
-        against = "" if side == "ours" else f"{seconds / ours:.2f} × as fast"
+        against = "" if side.startswith("ours") else f"{seconds / ours:.2f} × as fast"
         cells = [case["threads"], case["pattern"], case["task"], side, kit.spread(found["seconds"]), kit.spread(found["cpu"])]
         lines.append([*map(str, cells), against, f"{case['floor_s'] / seconds:.2f}"])
     return lines

@@ -76,7 +76,7 @@ def scenario(engine: SGLangEngine, weights: Callable[[int], Iterable[tuple[str, 
 def connect(url: str) -> SGLangEngine:
     """An engine over a server that runs already."""
     facts = {"vocabulary": VOCABULARY, "positions": POSITIONS}
-    runner = Server(Address(url), None, **facts, max_streams=4, timeout=60, bucket_bytes=1 << 20)
+    runner = Server(Address(url), None, **facts, max_streams=4, timeout=600, bucket_bytes=1 << 20)
     return SGLangEngine(runner, eos_token_ids=[EOS])
 
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds learn bench bench-gpu exact cluster-parity test test-slow test-vllm test-sglang coverage check format clean
+.PHONY: setup demo demo-seeds learn bench bench-gpu exact cluster-parity test test-slow test-vllm conformance demo-vllm test-sglang coverage check format clean
 
 setup: $(READY)
 
@@ -59,6 +59,12 @@ test-sglang: .venv-sglang/.ready  ## SGLang itself, its kernel package stubbed, 
 
 .venv-sglang/.ready: scripts/setup_sglang.sh scripts/stub_package.py .venv-vllm/.ready
 	scripts/setup_sglang.sh
+
+conformance: .venv-vllm/.ready  ## the conformance suite for every engine, vllm's among them; writes benchmarks/results/conformance.md
+	.venv-vllm/bin/python benchmarks/vllm_conformance.py
+
+demo-vllm: .venv-vllm/.ready  ## the demo with vllm against native, and pushes that are spoilt on purpose; writes benchmarks/results/vllm_demo.md
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_demo.py
 
 .venv-vllm/.ready: scripts/setup_vllm.sh pyproject.toml
 	scripts/setup_vllm.sh

@@ -5,16 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from vllm_models import EOS, save, tiny
+from vllm_models import build, save, tiny
 
-from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.rollout.vllm.engine import VLLMEngine
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,12 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The model whose shape and tokenizer the engines know; its weights are never read."""
     return save(tmp_path_factory.mktemp("vllm") / "model", tiny(0))
-
-
-def build(folder: str, *, server: bool) -> VLLMEngine:
-    config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64)
-    config = replace(config, server=replace(config.server, enable=server, start_timeout=300, push_timeout=60))
-    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1)
 
 
 @pytest.fixture(scope="session", params=["in process", "server"])

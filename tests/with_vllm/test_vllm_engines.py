@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vllm_models import EOS, greedy, log_probs, prompts, requests_for, tiny, weights
+from vllm_models import EOS, build, greedy, log_probs, prompts, requests_for, tiny, weights
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationOutput
@@ -103,6 +104,15 @@ def test_a_push_that_loses_a_weight_or_does_not_come_is_found(engine: VLLMEngine
     hf = tiny(1)
     engine.update_weights(weights(hf), 8)
     assert furthest(hf, run(engine, greedy=True)) < TOLERANCE
+
+
+def test_an_engine_in_this_process_leaves_its_random_numbers_and_threads(folder: str) -> None:
+    before, drawn, threads = torch.random.get_rng_state(), random.getstate(), torch.get_num_threads()
+    build(folder, server=False).close()
+    assert torch.equal(torch.random.get_rng_state(), before) and random.getstate() == drawn and torch.get_num_threads() == threads
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
 
 
 def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: VLLMEngine) -> None:

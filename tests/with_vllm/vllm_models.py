@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.vllm.build import build_vllm_engine
+from hybridflow.rollout.vllm.engine import VLLMEngine
 
 VOCABULARY = 96
 EOS = 2
@@ -76,3 +81,10 @@ def log_probs(hf: LlamaForCausalLM | Qwen2ForCausalLM, prompt: Sequence[int], re
     """Of the response's tokens, at the temperature alone [R]."""
     logits = hf(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def build(folder: str, *, server: bool) -> VLLMEngine:
+    """With the weights of no model."""
+    config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64)
+    config = replace(config, server=replace(config.server, enable=server, start_timeout=300, push_timeout=60))
+    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1)

@@ -164,8 +164,12 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         shared_weights=no("it has weights of its own, which are pushed before each step"),
         sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
         tensor_parallel=unshown("vLLM's own; needs several GPUs"),
-        lora=unshown("adapters are pushed folded into their weights"),
-        quantization=unshown("vLLM's own; needs a GPU"),
+        lora=yes(
+            "with_vllm/test_vllm_training.py::test_rollout_and_training_agree_in_each_step", "folded, or as adapters (lora_as_adapters)"
+        ),
+        quantization=yes(
+            "with_vllm/test_vllm_quantized.py::test_each_push_is_quantised", "on a CPU fp8_per_channel in bfloat16; fp8 needs a GPU"
+        ),
         exact=no("its kernels round differently from ours: set rollout.name=native"),
         sleep=unshown("needs a GPU: on a CPU vLLM cannot sleep, and nothing happens"),
         prefix_reuse=unshown("vLLM's own (rollout.enable_prefix_caching)"),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.sender import Transport
 from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.remote.model import ModelFacts
@@ -43,4 +44,11 @@ def build_vllm_engine(config: RolloutConfig, model: ModelFacts, eos_token_ids: S
             adapters=config.lora_as_adapters,
         )
     texts = not arguments.get("skip_tokenizer_init", False)
-    return VLLMEngine(runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts)
+    engine = VLLMEngine(runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts)
+    if config.quantization:
+        try:
+            engine.must_be_quantized(config.quantization)
+        except RolloutError:
+            engine.close()
+            raise
+    return engine

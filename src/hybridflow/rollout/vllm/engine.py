@@ -20,6 +20,14 @@ class VLLMEngine(PushedEngine):
 
     runner: AdapterRunner
 
+    def must_be_quantized(self, method: str) -> None:
+        """RolloutError where no layer computes with quantised weights."""
+        if not self._facts["quantized"]:
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.quantization={method}: {self.runner.name} quantises no layer of this model by it on "
+                f"{self._facts['device']}; try fp8_per_channel with dtype=bfloat16, or leave it out"
+            )
+
     @property
     def has_base(self) -> bool:
         """Whether adapters may be pushed: what is below them was, by `update_base`, and is still there."""

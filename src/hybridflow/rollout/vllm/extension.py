@@ -48,7 +48,13 @@ class Extension:
             "max_log_probs": int(config.model_config.max_logprobs),
             "temperature_only": self._hybridflow_whole_distribution(),
             "adapters": getattr(config, "lora_config", None) is not None,
+            "quantized": self._hybridflow_quantized(),
         }
+
+    def _hybridflow_quantized(self) -> bool:
+        """Whether any layer computes with quantised weights: vLLM takes some methods without a word and leaves all layers as they are."""
+        methods = (getattr(module, "quant_method", None) for module in self.model_runner.model.modules())
+        return any(method is not None and not type(method).__name__.startswith("Unquantized") for method in methods)
 
     def hybridflow_version(self) -> dict[str, Any]:
         """The version of the weights in this worker, `NOTHING` before the first whole push; whether it waits for adapters alone."""

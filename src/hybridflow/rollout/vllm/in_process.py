@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ class InProcess:
     def __init__(self, arguments: dict[str, Any]) -> None:
         for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
             os.environ.setdefault(name, value)
-        set_threads = torch.set_num_threads
         try:
             import vllm
             import vllm.lora.request
@@ -33,11 +34,10 @@ class InProcess:
             raise RolloutError(message) from error
         self._vllm = vllm
         try:
-            self._engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments, disable_log_stats=True))
+            with _process_as_it_was():
+                self._engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments, disable_log_stats=True))
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             raise RolloutError(f"vllm could not start with model {arguments['model']!r}: {_first_lines(error)}") from error
-        finally:
-            torch.set_num_threads = set_threads  # vLLM's worker takes it away from the whole process
         self._names: dict[str, int] = {}
         """Our request ids by vLLM's, which names requests itself."""
         self._death: str | None = None
@@ -140,6 +140,20 @@ class InProcess:
     def _died(self, error: Exception) -> EngineDied:
         self._death = f"{type(error).__name__}: {_first_lines(error)}"
         return EngineDied(f"{self.name} died: {self._death}")
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """vLLM's worker seeds the random numbers of the whole process, and takes the setting of threads away from it."""
+    set_threads, threads, randoms = torch.set_num_threads, torch.get_num_threads(), random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        random.setstate(randoms)
 
 
 def _numbered(bias: dict[str, float] | None) -> dict[int, float] | None:

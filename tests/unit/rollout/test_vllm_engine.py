@@ -17,7 +17,9 @@ from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.extension import keep_whole_distribution
 
-FACTS = {"device": "cuda:0", "vocabulary": 50, "positions": 20, "max_log_probs": 5, "temperature_only": True, "adapters": False, "quantized": False}
+FACTS = {"device": "cuda:0", "vocabulary": 50, "positions": 20, "max_log_probs": 5, "temperature_only": True} | dict.fromkeys(
+    ("adapters", "quantized"), False
+)
 
 
 class Scripted:

@@ -27,7 +27,9 @@ from hybridflow.rollout.vllm.server import Server
 
 HELD: dict[str, torch.Tensor] = {}
 RECEIVED = Receiver()
-FACTS = {"device": "cpu", "vocabulary": 50, "positions": 99, "max_log_probs": 5, "temperature_only": True, "adapters": False, "quantized": False}
+FACTS = {"device": "cpu", "vocabulary": 50, "positions": 99, "max_log_probs": 5, "temperature_only": True} | dict.fromkeys(
+    ("adapters", "quantized"), False
+)
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -1,16 +1,17 @@
-"""The vLLM side of `generation.py`, run by vLLM's own Python: a line of JSON in for each batch, one with its seconds out.
+"""The vLLM side of `generation.py`, run by vLLM's own Python.
 
 python benchmarks/generation_vllm.py MODEL ROWS
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 
-os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+import side_by_side as kit
+
+os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -20,9 +21,9 @@ def main() -> None:
     """Serve until standard input ends."""
     folder, rows = sys.argv[1], int(sys.argv[2])
     engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=rows, skip_tokenizer_init=True, seed=0)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
+    kit.say({"ready": True})
+    while True:
+        asked = kit.next_question()
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in asked["prompts"]]
         sampling = [
             SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False, seed=row)
@@ -32,7 +33,7 @@ def main() -> None:
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
         assert [len(output.outputs[0].token_ids) for output in outputs] == asked["lengths"]
-        print(json.dumps({"seconds": seconds}), flush=True)
+        kit.say({"seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "benchmarks" / "results" / "sglang_conformance.md"
-STUBBED = (
-    "**SGLang's own Python engine with its kernel package stubbed** (no CPU build of it is published; scripts/setup_sglang.sh)"
-)
+STUBBED = "**SGLang's own Python engine with its kernel package stubbed** (no CPU build of it is published; scripts/setup_sglang.sh)"
 DEADLINE = 2400
 TEXT = """# SGLang: what was run, and what came out
 

@@ -37,7 +37,8 @@ def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
 def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], ...]:
     """How `world_size` ranks generate: groups of `tensor_model_parallel_size` serve requests together."""
     rollout = config.actor_rollout_ref.rollout
-    tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1  # engines with weights of their own spread a model by themselves
+    # engines with weights of their own spread a model by themselves
+    tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
     return ("dp", world_size // tensor), ("tp", tensor)
 
 

@@ -25,10 +25,7 @@ def main() -> None:
     while True:
         asked = kit.next_question()
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in asked["prompts"]]
-        sampling = [
-            SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False, seed=row)
-            for row, length in enumerate(asked["lengths"])
-        ]
+        sampling = [SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False) for length in asked["lengths"]]
         started = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started

@@ -78,6 +78,8 @@ def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
     processes = sum(sizes)
     if server.enable is False and server.address is not None:
         yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.address={server.address}: leave one of them out"
+    if server.enable is False and server.python is not None:
+        yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.python={server.python}, the python of a server: leave one of them out"
     if rollout.name == "sglang" and server.enable is False:
         yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.name=sglang, which is always a server: leave {ROLLOUT}.server.enable out"
     elif server.enable is False and processes > 1:

@@ -20,6 +20,7 @@ TWO = "trainer.n_gpus_per_node=2"
         ([f"{ROLLOUT}.dtype=float16"], "set actor_rollout_ref.model.dtype"),
         ([f"{ROLLOUT}.cudagraph_capture_sizes=[0,8]"], "at least 1 each"),
         ([VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.address=http://a:1"], "leave one of them out"),
+        ([VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.python=p"], "the python of a server: leave one of them out"),
         ([VLLM, TWO, f"{ROLLOUT}.server.enable=false"], "leave actor_rollout_ref.rollout.server.enable out"),
         ([VLLM, TWO, f"{ROLLOUT}.server.address=http://a:1"], "names 1 servers, and 2 processes generate"),
         ([VLLM, f"{ROLLOUT}.server.address=a:1"], "wanted http://HOST:PORT"),

@@ -16,24 +16,30 @@ from typing import Any
 import pytest
 import torch
 
+from hybridflow.config.actor_rollout_ref import RolloutConfig, RolloutServerConfig
 from hybridflow.errors import RolloutError
+from hybridflow.models.tiny import create_tiny_model
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import Receiver
 from hybridflow.rollout.remote import guard
 from hybridflow.rollout.remote.http import Address, Refused, ServerGone
+from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.remote.process import ServerProcess, free_port
+from hybridflow.rollout.vllm import build as vllm_build
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.server import Server
 
 HELD: dict[str, torch.Tensor] = {}
 RECEIVED = Receiver()
+SILENT = threading.Event()
+"""Ends the silence of the server."""
 FACTS = {"device": "cpu", "vocabulary": 50, "positions": 99, "max_log_probs": 5, "temperature_only": True} | dict.fromkeys(
     ("adapters", "quantized"), False
 )
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Streams token 7 with log-prob -0.5 to the end, slowly for prompts that begin with 9."""
+    """Streams token 7 with log-prob -0.5 to the end, slowly for prompts that begin with 9; says one and no more for those with 6."""
 
     protocol_version = "HTTP/1.1"
 
@@ -83,6 +89,8 @@ class Answers(BaseHTTPRequestHandler):
                 return
             if body["prompt"][0] == 8 and number == 1:
                 return
+            if body["prompt"][0] == 6:
+                SILENT.wait(20)
             time.sleep(0.05 if body["prompt"][0] == 9 else 0)
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -128,6 +136,36 @@ def test_abort_hangs_up(engine: VLLMEngine) -> None:
     (partial,) = engine.abort([1])
     assert partial.finish_reason == "abort" and len(partial.token_ids) < 90
     assert [output.request_id for output in running] == [2]
+
+
+def test_abort_hangs_up_on_a_server_that_says_nothing(engine: VLLMEngine) -> None:
+    """Whoever reads the response waits for its next bytes, and neither the abort nor the end of this process may wait with it."""
+    running = engine.generate([request(0, 6), request(1)])
+    try:
+        assert next(running).request_id == 1
+        began = time.monotonic()
+        engine.abort([0])
+        assert list(running) == []
+        assert isinstance(engine.runner, Server)
+        engine.runner._pool.shutdown()
+        assert time.monotonic() - began < 5, "and not only when the call has taken its 10 seconds"
+    finally:
+        SILENT.set()
+
+
+def test_a_python_of_its_own_is_that_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def start(arguments: dict[str, Any], *, python: str | None, timeout: float) -> Any:
+        asked.append(python)
+        raise RolloutError("it starts")
+
+    monkeypatch.setattr(vllm_build, "start_server", start)
+    config = RolloutConfig(name="vllm", max_model_len=64, server=RolloutServerConfig(python="another/python"))
+    facts = ModelFacts(str(create_tiny_model(tmp_path / "model", seed=0)), torch.device("cpu"), "float32")
+    with pytest.raises(RolloutError, match="it starts"):
+        vllm_build.build_vllm_engine(config, facts, [2], rank=0, ranks=1)
+    assert asked == ["another/python"]
 
 
 def test_addresses() -> None:

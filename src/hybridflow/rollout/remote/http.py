@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +18,24 @@ class ServerGone(Exception):
 
 class Refused(RolloutError):
     """The server answered that it will not."""
+
+
+class Call(http.client.HTTPConnection):
+    """A call whose answer one thread reads and another may cut off."""
+
+    _socket: socket.socket | None = None
+
+    def connect(self) -> None:
+        """As any connection; the socket is remembered, which a connection forgets once an answer has begun."""
+        super().connect()
+        self._socket = self.sock
+
+    def hang_up(self) -> None:
+        """End it, also while the other thread waits for its next bytes: closing alone would wait with it."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self.close()
 
 
 class Address:
@@ -44,9 +64,9 @@ class Address:
             return data.decode(errors="replace")
         return json.loads(data) if data else None
 
-    def begin(self, path: str, body: dict[str, Any], *, timeout: float) -> http.client.HTTPConnection:
+    def begin(self, path: str, body: dict[str, Any], *, timeout: float) -> Call:
         """Ask for something whose answer is read piece by piece; ServerGone."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        connection = Call(self.host, self.port, timeout=timeout)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         except (OSError, http.client.HTTPException) as error:

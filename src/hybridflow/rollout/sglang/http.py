@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridflow.rollout.remote.http import Address, ServerGone, said
+from hybridflow.rollout.remote.http import Address, Call, ServerGone, said
 from hybridflow.rollout.remote.runner import Piece, Submission
 
 
@@ -30,7 +30,7 @@ class Stream:
     """One response on its way. `cuts`: tokens that end it here, whatever SGLang thinks of them."""
 
     def __init__(
-        self, request_id: int, connection: http.client.HTTPConnection, *, cuts: frozenset[int], version: str, end: Callable[[], None]
+        self, request_id: int, connection: Call, *, cuts: frozenset[int], version: str, end: Callable[[], None]
     ) -> None:
         self.request_id, self._connection, self._cuts, self._version, self._end = request_id, connection, cuts, version, end
 
@@ -58,7 +58,7 @@ class Stream:
 
     def close(self) -> None:
         """Hang up."""
-        self._connection.close()
+        self._connection.hang_up()
 
     def _piece(self, event: dict[str, Any]) -> Piece:
         if "error" in event:

@@ -24,7 +24,8 @@ def build_vllm_engine(config: RolloutConfig, model: ModelFacts, eos_token_ids: S
     """The engine of rank `rank` of the `ranks` that generate, each with one of its own; RolloutError where it does not come up."""
     server, arguments = config.server, engine_arguments(config, model)
     runner: Runner
-    if server.address is None and not (ranks > 1 if server.enable is None else server.enable):
+    beside = (ranks > 1 or server.python is not None) if server.enable is None else server.enable
+    if server.address is None and not beside:
         runner = InProcess(arguments)
     else:
         process = None

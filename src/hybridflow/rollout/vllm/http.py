@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hybridflow.rollout.remote.http import Address, ServerGone, said
+from hybridflow.rollout.remote.http import Address, Call, ServerGone, said
 from hybridflow.rollout.remote.runner import Piece, Submission
 
 MODEL = "policy"
@@ -33,7 +33,7 @@ def open_stream(address: Address, submission: Submission, model: str, *, timeout
 class Stream:
     """One completion on its way."""
 
-    def __init__(self, request_id: int, connection: http.client.HTTPConnection, *, wants_top: bool) -> None:
+    def __init__(self, request_id: int, connection: Call, *, wants_top: bool) -> None:
         self.request_id, self._connection, self._wants_top = request_id, connection, wants_top
 
     def pieces(self) -> Iterator[Piece]:
@@ -61,7 +61,7 @@ class Stream:
 
     def close(self) -> None:
         """Hang up, which makes vLLM drop the request."""
-        self._connection.close()
+        self._connection.hang_up()
 
     def _piece(self, event: dict[str, Any]) -> Piece | None:
         if "error" in event:

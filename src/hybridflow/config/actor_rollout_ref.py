@@ -99,7 +99,7 @@ class EngineKwargsConfig:
 @dataclass(frozen=True)
 class RolloutServerConfig:
     enable: bool | None = key(
-        None, "vllm: a server of its own beside each process that generates; null: where there are several, or `python` is set; sglang is always one"
+        None, "vllm: a server of its own beside each process that generates; null: where several are or `python` is set; sglang: always"
     )
     address: str | list[str] | None = key(None, "server that runs already, http://HOST:PORT, one for each process; null: start them")
     python: str | None = key(None, "python that has the engine and hybridflow, for the server that is started; null: this one")

@@ -29,9 +29,7 @@ def open_stream(address: Address, submission: Submission, rid: str, version: str
 class Stream:
     """One response on its way. `cuts`: tokens that end it here, whatever SGLang thinks of them."""
 
-    def __init__(
-        self, request_id: int, connection: Call, *, cuts: frozenset[int], version: str, end: Callable[[], None]
-    ) -> None:
+    def __init__(self, request_id: int, connection: Call, *, cuts: frozenset[int], version: str, end: Callable[[], None]) -> None:
         self.request_id, self._connection, self._cuts, self._version, self._end = request_id, connection, cuts, version, end
 
     def pieces(self) -> Iterator[Piece]:

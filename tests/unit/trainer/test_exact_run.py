@@ -131,6 +131,21 @@ def test_auto_ends_exact_mode_and_not_the_run_where_a_difference_shows(
     assert 0 < lines[3][APART] < 1e-3 and TAKEN not in lines[3]
 
 
+def test_a_run_that_has_left_exact_mode_stays_fast_after_a_resume(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = (f"{ROLLOUT}.exact_check_rows=3", "trainer.save_freq=1")
+    with monkeypatch.context() as odd:
+        off_by_a_rounding(odd, num_rows=3)
+        train(model, tmp_path / "run", *keys, "trainer.total_training_steps=1")
+    with caplog.at_level(logging.INFO), build(ppo_config(model, tmp_path / "run", *GRPO, *keys)) as trainer:
+        assert trainer.state.step == 1 and actor_module(trainer).exact is None
+    assert "fast mode: before the checkpoint that this run goes on from" in caplog.text
+    again = (*keys, f"{ROLLOUT}.exact=true")
+    with build(ppo_config(model, tmp_path / "run", *GRPO, *again)) as trainer:
+        assert trainer.state.step == 1 and actor_module(trainer).exact is not None, "asked for, it is tried anew"
+
+
 def off_where_watched(real: Callable[[Tensor, Tensor], Metrics]) -> Callable[[Tensor, Tensor], Metrics]:
     """As on a machine where the forward of an update differs."""
     return lambda rollout, trained: real(rollout, trained * (1 + 1e-6))

@@ -25,7 +25,7 @@ from hybridflow.distributed.device import set_threads
 from hybridflow.errors import ConfigError
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.trainer.ppo.exact import settle_exact
+from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.host import facts_of, workers_of
 from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
@@ -74,11 +74,11 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
     with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
         facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
         roles = groups(start(workers_of(facts), partial(meshes, config, names)), names)
-        controller = kl_controller(config.algorithm)
-        state = _state(config, roles, controller, loader, tokenizer, total_steps)
+        controller, exact = kl_controller(config.algorithm), ExactState()
+        state = _state(config, roles, controller, exact, loader, tokenizer, total_steps)
         store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
         done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
-        exact = settle_exact(config, roles)
+        settle_exact(config, roles, exact)
         say_changes(done, folder.write_config(to_yaml(config)))
         with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
             timer = Timer()
@@ -105,6 +105,7 @@ def _state(
     config: PPOConfig,
     roles: Roles,
     controller: KLController,
+    exact: ExactState,
     loader: StatefulLoader[PromptRow],
     tokenizer: Tokenizer,
     total_steps: int,
@@ -117,6 +118,7 @@ def _state(
         roles=roles,
         loader=loader,
         kl_controller=controller,
+        exact=exact,
         contents={
             ACTOR: config.actor_rollout_ref.actor.checkpoint,
             CRITIC: config.critic.checkpoint,

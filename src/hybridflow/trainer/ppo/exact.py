@@ -6,6 +6,8 @@ keys, roles ──ruled_out──► each replica's self-check ──► one mod
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import reduce
 
 from hybridflow.config import PPOConfig
@@ -23,27 +25,49 @@ AUTO_LENGTH = 256
 """Tokens of prompt and response up to which `auto` takes it: attention costs more than the pass that is saved beyond."""
 
 
-def settle_exact(config: PPOConfig, roles: Roles) -> bool:
+@dataclass
+class ExactState:
+    """Whether a run is in exact mode; a checkpoint keeps whether a difference has ended it."""
+
+    on: bool = False
+    ended: bool = False
+    """A difference has shown under `auto`: this run stays in fast mode, after a resume too."""
+
+    def state_dict(self) -> dict[str, bool]:
+        """For a checkpoint; whether the mode is on is asked anew in each process."""
+        return {"ended": self.ended}
+
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        """Take over what a checkpoint has kept."""
+        self.ended = state["ended"]
+
+    def end(self, roles: Roles) -> None:
+        """Go on in fast mode."""
+        self.on, self.ended = False, True
+        switch_to(roles, None)
+
+
+def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     """Switch the actor and the rollout to exact mode where `rollout.exact` asks for it and it holds.
 
     Raises ConfigError with the reason where it is asked for and does not hold; with `auto` the reason is logged.
     """
     wanted = config.actor_rollout_ref.rollout.exact
     if wanted is False:
-        return False
-    chosen = _ruled_out(config, roles) or _choose(config, roles)
+        return
+    chosen = _ruled_out(config, roles, state) or _choose(config, roles)
     if isinstance(chosen, str):
         if wanted is True:
             raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")
         logger.info("fast mode: %s", chosen)
-        return False
+        return
     switch_to(roles, chosen)
+    state.on = True
     logger.info(
         "exact mode: log-probs of rollout and training are equal to the bit (keys of attention padded to %d, dense layers to %d rows)",
         chosen.key_step,
         chosen.num_rows(1),
     )
-    return True
 
 
 def switch_to(roles: Roles, mode: ExactMode | None) -> None:
@@ -52,8 +76,8 @@ def switch_to(roles: Roles, mode: ExactMode | None) -> None:
     roles.rollout.call_list(ExactRollout.set_exact, mode)
 
 
-def _ruled_out(config: PPOConfig, roles: Roles) -> str | None:
-    """Why the keys or the layout of the run leave no room for it."""
+def _ruled_out(config: PPOConfig, roles: Roles, state: ExactState) -> str | None:
+    """Why the keys, the layout or the past of the run leave no room for it."""
     rollout, longest = config.actor_rollout_ref.rollout, _longest(config)
     if rollout.name != "native":
         return f"actor_rollout_ref.rollout.name={rollout.name} has kernels of its own; only native generates with the module that trains"
@@ -67,6 +91,8 @@ def _ruled_out(config: PPOConfig, roles: Roles) -> str | None:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
     if not rollout.do_sample and rollout.temperature != 1.0:
         return f"greedy tokens have log-probs at temperature 1, and training computes them at {rollout.temperature}: set temperature=1"
+    if rollout.exact == "auto" and state.ended:
+        return "before the checkpoint that this run goes on from, log-probs of rollout and training differed in exact mode"
     if rollout.exact == "auto" and "sum_pi_squared" in find_estimator(config.algorithm).needs:
         return f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the pass that exact mode saves"
     if rollout.exact == "auto" and longest > AUTO_LENGTH:

@@ -18,7 +18,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.data_metrics import rollout_difference
-from hybridflow.trainer.ppo.exact import switch_to
+from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers import ActorWorker
 from hybridflow.workers.agreement import APART, Watch, check_same, check_same_weights, difference, sampled_tokens
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class OldLogProbs:
     """Asked once a step; afterwards `metrics` says what was measured, and `watch` what the step's first update is to look at."""
 
-    def __init__(self, roles: Roles, config: PPOConfig, *, exact: bool, with_sum_pi_squared: bool) -> None:
+    def __init__(self, roles: Roles, config: PPOConfig, *, exact: ExactState, with_sum_pi_squared: bool) -> None:
         self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
         self.with_sum_pi_squared = with_sum_pi_squared
@@ -41,7 +41,7 @@ class OldLogProbs:
         self.metrics = Metrics()
         self.watch: Watch | None = None
         """Set where this step's are the rollout's: the first update then looks at all of its rows."""
-        wishes = exact or self.within is not None
+        wishes = exact.on or self.within is not None
         self.reuses = wishes and not with_sum_pi_squared
         if wishes and with_sum_pi_squared:
             logger.info("%s needs Σπ² from the pass for old log-probs, so that pass stays", config.algorithm.adv_estimator)
@@ -54,7 +54,7 @@ class OldLogProbs:
         self.metrics, self.watch = Metrics(), None
         if self.bypass:
             return self._rollouts(batch)
-        if self.exact and not self.roles.together(self.actor.role, self.roles.rollout.role):
+        if self.exact.on and not self.roles.together(self.actor.role, self.roles.rollout.role):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
             check_same_weights(ours, self.roles.rollout.call_list(ExactRollout.weight_sums), step)
         if self.reuses:
@@ -62,10 +62,10 @@ class OldLogProbs:
             self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))
             if agreed:
                 self.metrics.update(metrics)
-                self.watch = Watch(step, self.exact, self.stops)
+                self.watch = Watch(step, self.exact.on, self.stops)
                 return self._rollouts(batch)
         columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared)
-        if self.exact:
+        if self.exact.on:
             check_same(batch, batch.batch["rollout_log_probs"], columns.batch["old_log_probs"], step)
         self.metrics.update(rollout_difference(batch | columns))
         return columns
@@ -77,18 +77,18 @@ class OldLogProbs:
         some = batch.select_idxs(rows)
         trained: Tensor = self.actor.log_probs(some, with_entropy=False).batch["old_log_probs"]
         rollout, sampled = some.batch["rollout_log_probs"], sampled_tokens(some)
-        if self.exact and self.stops:
+        if self.exact.on and self.stops:
             check_same(some, rollout, trained, step)
         metrics = difference(rollout[sampled], trained[sampled])
         metrics.add_sum("training/rollout_rows_checked", float(len(rows)))
         worst = float((rollout - trained)[sampled].abs().max()) if bool(sampled.any()) else 0.0
-        if self.exact and worst:
+        if self.exact.on and worst:
             self._give_up(worst, step)
-        return self.exact or (self.within is not None and worst <= self.within), metrics
+        return self.exact.on or (self.within is not None and worst <= self.within), metrics
 
     def after_update(self, metrics: Metrics, step: int) -> None:
         """Look at what the step's first mini-batch has measured; with `exact=auto` a difference there ends exact mode."""
-        if self.exact and self.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
+        if self.exact.on and self.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
             self._give_up(worst, step)
 
     def _give_up(self, worst: float, step: int) -> None:
@@ -98,14 +98,14 @@ class OldLogProbs:
             step,
             worst,
         )
-        self.exact, self.reuses = False, self.within is not None
-        switch_to(self.roles, None)
+        self.exact.end(self.roles)
+        self.reuses = self.within is not None
 
     def _rows_to_check(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> list[int]:
         """`exact_check_rows` rows that the policy sampled, drawn anew each step; in exact mode of those that the first update lacks."""
         count = self.config.actor_rollout_ref.rollout.exact_check_rows
         seen: set[int] = set()
-        if self.exact and plan is not None:
+        if self.exact.on and plan is not None:
             seen = set(next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), []))
         left = [row for row in own_rows(batch).nonzero()[:, 0].tolist() if row not in seen]
         order = torch.randperm(len(left), generator=generator(self.config.trainer.seed, "exact_check", step)).tolist()

@@ -17,6 +17,7 @@ from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import CheckpointError
+from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where
 from hybridflow.trainer.saving import RunSaves, SavedEngine
@@ -28,11 +29,12 @@ WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=[
 
 @dataclass
 class RunState:
-    """Where a run is: weights, optimizers, data position, KL coefficient and step."""
+    """Where a run is: weights, optimizers, data position, KL coefficient, whether it has left exact mode, and step."""
 
     roles: Roles
     loader: StatefulLoader[PromptRow]
     kl_controller: KLController
+    exact: ExactState
     contents: dict[str, CheckpointContentsConfig]
     """By role with an optimizer: what is saved and loaded."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
@@ -60,7 +62,13 @@ class RunState:
         """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is whole."""
         state: dict[str, Any] = {
             DATA: self.loader.state_dict(),
-            TRAINER: {"kind": "ppo", "step": self.step, "seed": self.seed, "kl_controller": self.kl_controller.state_dict()},
+            TRAINER: {
+                "kind": "ppo",
+                "step": self.step,
+                "seed": self.seed,
+                "kl_controller": self.kl_controller.state_dict(),
+                "exact": self.exact.state_dict(),
+            },
         }
         engines = {name: SavedEngine(group, self.contents[name]) for name, group in self._roles.items()}
         with_weights = "hf_model" in self.contents[ACTOR].save_contents
@@ -88,4 +96,5 @@ class RunState:
             group.load(loaded.path / name, parts_to_load(name, loaded.engines[name], self.contents[name]))
         self.loader.load_state_dict(state[DATA])
         self.kl_controller.load_state_dict(state[TRAINER]["kl_controller"])
+        self.exact.load_state_dict(state[TRAINER].get("exact", {"ended": False}))  # older checkpoints have none
         self.step = int(state[TRAINER]["step"])

@@ -14,6 +14,7 @@ from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
+from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
@@ -33,10 +34,10 @@ from hybridflow.workers.mini_batches import MiniBatchPlan
 
 
 class PPOStep:
-    """Everything between generation and the next weights; `kl_controller` is the only thing it remembers."""
+    """Everything between generation and the next weights; all that it remembers is in `kl_controller` and `exact`."""
 
-    def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer, *, exact: bool = False) -> None:
-        """`exact`: rollout and actor are in exact mode, so the rollout's log-probs are the actor's."""
+    def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer, *, exact: ExactState) -> None:
+        """`exact`: whether rollout and actor are in exact mode, so that the rollout's log-probs are the actor's."""
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on

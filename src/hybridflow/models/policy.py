@@ -186,7 +186,7 @@ def packed_hidden(
         layout, input_ids, position_ids, index = cut.layout(layout), cut.tokens(input_ids), cut.tokens(position_ids), cut.predict_index
     states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
     if packed.places is not None:  # the last token of a shared prompt predicts the first of several responses
-        return SharedTokens(index.cpu(), None, device).spread(states[0], index.to(device))
+        return SharedTokens(packed.shared_predict_index, None, device).spread(states[0], index.to(device))
     selected: Tensor = _SelectTokens.apply(states[0], index.to(device))  # type: ignore[no-untyped-call]
     return selected if cut is None else cut.deal(selected)
 

@@ -51,6 +51,13 @@ class PackedBatch:
         """N."""
         return int(self.input_ids.shape[0])
 
+    @property
+    def shared_predict_index(self) -> Tensor:
+        """`predict_index` of rows that share prompts, read off `places`: on the CPU, so that nothing waits for a device."""
+        assert self.places is not None, "these rows share nothing"
+        rows = zip(self.places.split(self.lengths), self.lengths, self.num_predicted, strict=True)
+        return torch.cat([places[length - 1 - predicted : length - 1] for places, length, predicted in rows])
+
     def unpack(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Values [M] at their places in [B, R], `fill` elsewhere; gradients flow back to `values`."""
         out = torch.full(self.shape, fill, dtype=values.dtype, device=values.device)

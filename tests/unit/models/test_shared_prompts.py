@@ -40,6 +40,7 @@ def test_same_log_probs_and_gradients(model_type: str) -> None:
     packed = pack(_rows())
     shared = share_prompts(packed)
     assert shared.num_tokens == sum(len(prompt) + sum(lengths) for prompt, lengths in GROUPS.items()) < packed.num_tokens
+    assert torch.equal(shared.shared_predict_index, shared.predict_index)
     alone, gradients = _computed(policy, packed)
     together, others = _computed(policy, shared)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)

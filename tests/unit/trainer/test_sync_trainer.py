@@ -14,6 +14,7 @@ from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import PackedBatch, share_prompts
 from hybridflow.trainer.ppo.sync import SyncTrainer
 
 FAST = "actor_rollout_ref.rollout.exact=false"
@@ -74,6 +75,26 @@ def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(m
         for name in scheduling:
             del line[name]
     assert split == pytest.approx(whole, rel=1e-3, abs=1e-4)
+
+
+def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+
+    def counted(packed: PackedBatch) -> PackedBatch:
+        shared = share_prompts(packed)
+        saved.append(packed.num_tokens - shared.num_tokens)
+        return shared
+
+    monkeypatch.setattr("hybridflow.engines.fsdp.micro_batches.share_prompts", counted)
+    common = [*GRPO, FAST, "trainer.total_training_steps=1"]
+    apart = train(model, tmp_path / "a" / "run", common)[1]
+    assert saved == []
+    once = train(model, tmp_path / "b" / "run", [*common, "actor_rollout_ref.actor.use_prefix_grouper=true"])[1]
+    assert once == pytest.approx(apart, rel=1e-3, abs=1e-4)
+    old, reference, *updates = saved  # of four prompts with two rows each
+    assert len(updates) == 2 and old == reference == sum(updates) == 4 * once["prompt_length/mean"]
 
 
 def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -108,8 +109,10 @@ def test_a_push_that_loses_a_weight_or_does_not_come_is_found(engine: VLLMEngine
 
 def test_an_engine_in_this_process_leaves_its_random_numbers_and_threads(folder: str) -> None:
     before, drawn, threads = torch.random.get_rng_state(), random.getstate(), torch.get_num_threads()
+    np.random.seed(7)
     build(folder, server=False).close()
     assert torch.equal(torch.random.get_rng_state(), before) and random.getstate() == drawn and torch.get_num_threads() == threads
+    assert np.random.rand() == np.random.RandomState(7).rand()
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.errors import RolloutError
+from hybridflow.rollout.push import channel as channels
 from hybridflow.rollout.push import receiver as receiving
 from hybridflow.rollout.push import sender as sending
 from hybridflow.rollout.push import transports
@@ -120,9 +121,11 @@ def test_workers_that_do_not_come_are_reported() -> None:
         push(lambda method, receipt: [{"version": 2}], weights(), 2, workers=1, timeout=30)
 
 
-def test_strangers_are_sent_away() -> None:
+def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_TOKEN_S", 0.2)
     listener = Listener("127.0.0.1")
-    with contextlib.closing(socket.create_connection((listener.host, listener.port))) as stranger:
+    address = (listener.host, listener.port)
+    with contextlib.closing(socket.create_connection(address)), contextlib.closing(socket.create_connection(address)) as stranger:
         stranger.sendall(b"x" * 64)
         own = Channel.connect(listener.host, listener.port, listener.token, 5)
         (channel,) = listener.accept(1, timeout=5, failed=lambda: False)

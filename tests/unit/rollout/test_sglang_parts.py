@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.sglang import sampler
+from hybridflow.rollout.remote.process import free_port
+from hybridflow.rollout.sglang import loader, sampler
 from hybridflow.rollout.sglang.sampling import sglang_params, sglang_problem
 from hybridflow.rollout.sglang.server import Server
 from hybridflow.rollout.sglang.settings import command_line, server_arguments, shape_of
@@ -153,4 +155,12 @@ def test_memory_is_taken_again_only_where_it_was_given_back(monkeypatch: pytest.
     ]
     server.sleep(2)
     assert ("/update_weight_version", {"new_version": "hybridflow:-1", "abort_all_requests": False}) in said
+    server.sleep(2)
+    assert [path for path, _ in said].count("/release_memory_occupation") == 2, "nothing is given back twice"
     server.close()
+
+
+def test_a_sender_that_is_gone_does_not_end_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    gone = {"host": "127.0.0.1", "report_port": free_port(), "report_token": "t", "timeout": 1}
+    loader.load(None, [("receipt", torch.tensor(list(json.dumps(gone).encode()), dtype=torch.uint8))])
+    assert "nobody hears how a push of weights went" in caplog.text

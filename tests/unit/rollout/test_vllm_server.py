@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import Receiver
 from hybridflow.rollout.remote import guard
+from hybridflow.rollout.remote import process as process_module
 from hybridflow.rollout.remote.http import Address, Refused, ServerGone
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.remote.process import ServerProcess, free_port
@@ -190,18 +192,56 @@ def test_a_server_that_takes_too_long_is_ended() -> None:
     assert process.exit_code() is not None
 
 
-def test_the_guard_ends_the_server_of_a_process_that_was_killed(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    server = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    around = subprocess.Popen(
-        [sys.executable, "-m", guard.__name__, sys.executable, "-c", server], stdin=subprocess.PIPE, start_new_session=True
-    )
+STUBBORN = """
+import pathlib, signal, subprocess, sys, time
+worker = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: None); print('ready', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE)
+child.stdout.readline()
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(60)
+"""
+"""A server that ends when it is told to, and whose worker does not."""
+
+
+def worker_of(file: Path) -> int:
     deadline = time.monotonic() + 20
     while not (file.exists() and file.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert around.stdin is not None
+    return int(file.read_text())
+
+
+def test_the_guard_ends_the_server_of_a_process_that_was_killed_and_its_workers(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    short = f"import sys; import {guard.__name__} as guard; guard._STOP_S = 0.5; sys.exit(guard.main(sys.argv[1:]))"
+    around = subprocess.Popen(
+        [sys.executable, "-c", short, sys.executable, "-c", STUBBORN, str(file)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    worker = worker_of(file)
+    assert around.stdin is not None and worker in guard.others(around.pid)
     around.stdin.close()  # what the end of its parent does
     assert around.wait(20) != 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(file.read_text()), 0)
+    assert guard.others(around.pid) == []
+
+
+def test_stopping_a_server_ends_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "_STOP_S", 0.5)
+    file = tmp_path / "pid"
+    process = ServerProcess([sys.executable, "-c", STUBBORN, str(file)], os.environ, engine="vllm")
+    assert worker_of(file) in guard.others(process.pid)
+    process.stop()
+    assert process.exit_code() is not None and not process.log.exists()
+    deadline = time.monotonic() + 10  # a killed process takes a moment to be gone
+    while guard.others(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_engine_that_cannot_be_had_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    started = SimpleNamespace(pid=1, exit_code=lambda: None, last_words=lambda: "")
+    runner = Server(Address("http://127.0.0.1:1"), cast(Any, started), max_streams=1, timeout=1, bucket_bytes=64)
+    monkeypatch.setattr(runner, "close", lambda: closed.append(True))
+    with pytest.raises(RolloutError, match="vllm server http://127.0.0.1:1 .* died"):
+        VLLMEngine(runner, eos_token_ids=[2])
+    assert closed

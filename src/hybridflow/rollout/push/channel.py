@@ -21,6 +21,7 @@ from hybridflow.errors import RolloutError
 
 _LENGTH = struct.Struct("!I")
 _TOKEN_BYTES = 64
+_TOKEN_S = 5.0
 
 
 class Channel:
@@ -78,7 +79,7 @@ class Listener:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            connection.settimeout(timeout)
+            connection.settimeout(_TOKEN_S)  # whoever has it sends it at once: a stranger's silence must not hold the others up
             try:
                 known = hmac.compare_digest(read_exactly(connection, _TOKEN_BYTES), self.token.encode())
             except RolloutError:

@@ -73,7 +73,11 @@ class PushedEngine:
     def __init__(self, runner: Runner, *, eos_token_ids: Sequence[int], frees_cache: bool = True, texts: bool = True) -> None:
         self.runner, self.frees_cache, self.texts = runner, frees_cache, texts
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self._facts = runner.facts()
+        try:
+            self._facts = runner.facts()
+        except BaseException:  # what was started for it would outlive it
+            runner.close()
+            raise
         self._stats = RolloutStats()
         self._running: dict[int, _Row] = {}
         self._busy = False

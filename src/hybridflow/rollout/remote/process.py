@@ -49,7 +49,9 @@ class ServerProcess:
         end = time.monotonic() + timeout
         while True:
             if self.exit_code() is not None:
-                raise RolloutError(f"the {self.engine} server did not start{self.last_words()}")
+                words = self.last_words()
+                self.stop()
+                raise RolloutError(f"the {self.engine} server did not start{words}")
             try:
                 address.call("/health", timeout=5.0, method="GET")
                 return
@@ -78,11 +80,13 @@ class ServerProcess:
         """End it and its workers; again, nothing happens."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
-            try:
-                self._process.wait(timeout=_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
-                self._process.wait()
+            end = time.monotonic() + _STOP_S
+            while self._process.poll() is None or guard.others(self.pid):  # its workers end a little later than it
+                if time.monotonic() > end:
+                    self._signal(signal.SIGKILL)
+                    self._process.wait()
+                    break
+                time.sleep(0.05)
             self.log.unlink(missing_ok=True)
         else:
             self._signal(signal.SIGKILL)  # workers that outlived it

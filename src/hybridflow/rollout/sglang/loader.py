@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import pickle
 from collections.abc import Sequence
@@ -16,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel
 from hybridflow.rollout.push.receiver import Receiver
 from hybridflow.rollout.sglang import sampler
+
+logger = logging.getLogger(__name__)
 
 QUALIFIED_NAME = f"{__name__}.load"
 _RECEIVED = Receiver()
@@ -33,9 +37,12 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         answer = _RECEIVED.receive(model.load_weights, receipt)
     except Exception as error:  # whatever it is, the sender shall read it
         answer = {"error": f"{type(error).__name__}: {error}"}
-    report = Channel.connect(receipt["host"], receipt["report_port"], receipt["report_token"], receipt["timeout"])
-    report.send({**answer, "pid": os.getpid()})
-    report.close()
+    try:
+        report = Channel.connect(receipt["host"], receipt["report_port"], receipt["report_token"], receipt["timeout"])
+        report.send({**answer, "pid": os.getpid()})
+        report.close()
+    except (OSError, RolloutError) as error:  # the sender is gone, and its weights have no name
+        logger.warning("nobody hears how a push of weights went: %s; it was: %s", error, answer)
 
 
 def packed(receipt: dict[str, Any]) -> str:

@@ -122,7 +122,8 @@ class Server(Served):
         if level > 1:
             self._name_weights(NOTHING)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._released]
-        self._post("/release_memory_occupation", {"tags": tags})
+        if tags:  # SGLang would take none for all
+            self._post("/release_memory_occupation", {"tags": tags})
         self._released |= set(tags)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,7 +146,8 @@ class InProcess:
 @contextmanager
 def _process_as_it_was() -> Iterator[None]:
     """vLLM's worker seeds the random numbers of the whole process, and takes the setting of threads away from it."""
-    set_threads, threads, randoms = torch.set_num_threads, torch.get_num_threads(), random.getstate()
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    randoms, numpy_randoms = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices):
@@ -154,6 +156,7 @@ def _process_as_it_was() -> Iterator[None]:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         random.setstate(randoms)
+        np.random.set_state(numpy_randoms)
 
 
 def _numbered(bias: dict[str, float] | None) -> dict[int, float] | None:

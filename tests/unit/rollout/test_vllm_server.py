@@ -35,6 +35,11 @@ HELD: dict[str, torch.Tensor] = {}
 RECEIVED = Receiver()
 SILENT = threading.Event()
 """Ends the silence of the server."""
+ADAPTERS: list[str] = []
+"""What the server was asked about adapters."""
+NAMES: set[str] = set()
+"""Adapters that it has."""
+NO_ADAPTERS = threading.Event()
 FACTS = {"device": "cpu", "vocabulary": 50, "positions": 99, "max_log_probs": 5, "temperature_only": True} | dict.fromkeys(
     ("adapters", "quantized"), False
 )
@@ -56,10 +61,20 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/collective_rpc":
             answers = {
                 "hybridflow_begin": lambda: FACTS,
-                "hybridflow_version": lambda: {"version": RECEIVED.version},
+                "hybridflow_version": lambda: {"version": RECEIVED.version, "has_base": RECEIVED.has_base},
+                "hybridflow_forget": lambda: RECEIVED.forget() or {},
+                "hybridflow_empty_adapter": lambda: {"folder": "a-folder"},
+                "hybridflow_adapter_ready": lambda: ADAPTERS.append("ready") or {},
                 "hybridflow_receive": lambda: RECEIVED.receive(HELD.update, *body["args"]),
             }
             self.reply({"results": [answers[body["method"]]()]})
+        elif self.path.endswith("_lora_adapter"):
+            what = self.path.removeprefix("/v1/").removesuffix("_lora_adapter")
+            ADAPTERS.append(what)
+            refused = NO_ADAPTERS.is_set() or (body["lora_name"] in NAMES) == (what == "load")
+            if not refused:
+                NAMES.symmetric_difference_update({body["lora_name"]})
+            self.reply({"said": what}, 400 if refused else 200)
         elif self.path == "/reset_prefix_cache":
             self.reply({"success": True})
         elif self.path != "/v1/completions" or body["prompt"] == [4]:
@@ -155,6 +170,24 @@ def test_abort_hangs_up_on_a_server_that_says_nothing(engine: VLLMEngine) -> Non
         SILENT.set()
 
 
+def test_a_server_that_had_adapters_of_another_run_gets_a_base_of_this_one(engine: VLLMEngine) -> None:
+    assert isinstance(engine.runner, Server)
+    settings: dict[str, Any] = {"max_streams": 4, "timeout": 10, "bucket_bytes": 1 << 16, "adapters": True}
+    ADAPTERS.clear()
+    NAMES.clear()
+    for asked in (["load", "ready"], ["load", "unload", "load", "ready"]):
+        RECEIVED.version, RECEIVED.has_base = 7, True
+        made = VLLMEngine(Server(engine.runner.address, None, **settings), eos_token_ids=[2])
+        assert not made.has_base and made.policy_version == -1, "what is there is an earlier run's"
+        made.close()
+        assert ADAPTERS[-len(asked) :] == asked
+    NO_ADAPTERS.set()
+    with pytest.raises(RolloutError, match=r"set actor_rollout_ref\.rollout\.lora_as_adapters=false"):
+        VLLMEngine(Server(engine.runner.address, None, **settings), eos_token_ids=[2])
+    NO_ADAPTERS.clear()
+    assert ADAPTERS[-1] == "ready", "its folder is gone"
+
+
 def test_a_python_of_its_own_is_that_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
@@ -242,6 +275,6 @@ def test_an_engine_that_cannot_be_had_leaves_no_server(monkeypatch: pytest.Monke
     started = SimpleNamespace(pid=1, exit_code=lambda: None, last_words=lambda: "")
     runner = Server(Address("http://127.0.0.1:1"), cast(Any, started), max_streams=1, timeout=1, bucket_bytes=64)
     monkeypatch.setattr(runner, "close", lambda: closed.append(True))
-    with pytest.raises(RolloutError, match="vllm server http://127.0.0.1:1 .* died"):
+    with pytest.raises(RolloutError, match=r"vllm server http://127\.0\.0\.1:1 .* died"):
         VLLMEngine(runner, eos_token_ids=[2])
     assert closed

@@ -36,6 +36,8 @@ class Extension:
 
     vllm_config: Any
     model_runner: Any
+    _hybridflow_folder: Path
+    """Of the adapter that changes nothing; each worker has its own."""
 
     def hybridflow_begin(self) -> dict[str, Any]:
         """Prepare the worker, once or again; what the driver must know of it."""
@@ -90,15 +92,15 @@ class Extension:
             f"{name}.lora_A": torch.zeros(1, module.base_layer.input_size),
             f"{name}.lora_B": torch.zeros(module.base_layer.output_size, 1),
         }
-        folder = Path(tempfile.mkdtemp(prefix="hybridflow_adapter_"))
+        folder = self._hybridflow_folder = Path(tempfile.mkdtemp(prefix="hybridflow_adapter_"))
         _write_adapter(folder, {"r": 1, "lora_alpha": 1, "target_modules": [name.rsplit(".", 1)[-1]]}, zeros)
         return {"folder": str(folder)}
 
-    def hybridflow_adapter_ready(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def hybridflow_adapter_ready(self) -> dict[str, Any]:
         """Delete that folder: who asks for an adapter that has not been pushed gets an error. The number that vLLM gave the adapter."""
-        shutil.rmtree(asked["folder"], ignore_errors=True)  # workers of another machine have their own
+        shutil.rmtree(self._hybridflow_folder, ignore_errors=True)
         worker: Any = self
-        self._hybridflow_adapter_id = max(worker.list_loras())
+        self._hybridflow_adapter_id = max(worker.list_loras(), default=ADAPTER_ID)
         return {"id": self._hybridflow_adapter_id}
 
     def _hybridflow_loader(self, adapter: dict[str, Any] | None) -> Load:

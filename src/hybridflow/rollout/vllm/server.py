@@ -7,6 +7,7 @@ VLLMEngine ──requests, one connection each──► /v1/completions
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -59,18 +60,28 @@ class Server(Served):
         return facts
 
     def _name_adapter(self) -> None:
-        """Let the server know the adapter by its name; its weights will be pushed into the workers."""
-        folder = self._call("hybridflow_empty_adapter", {})[0]["folder"]
-        body = {"lora_name": ADAPTER_NAME, "lora_path": folder}
+        """Let the server know the adapter by its name; its weights, and what is below them, will be pushed into the workers."""
+        self._call("hybridflow_forget", {})  # what is below those of an earlier run may be another model
+        body = {"lora_name": ADAPTER_NAME, "lora_path": self._call("hybridflow_empty_adapter", {})[0]["folder"]}
         try:
-            self._guarded(lambda: self.address.call("/v1/load_lora_adapter", body, timeout=self.timeout, text=True))
+            try:
+                self._ask_for_adapter("load", body)
+            except Refused:  # an earlier run's may have the name
+                with suppress(Refused):
+                    self._ask_for_adapter("unload", {"lora_name": ADAPTER_NAME})
+                self._ask_for_adapter("load", body)
         except Refused as error:
             raise RolloutError(
                 f"{self.name} does not take adapters ({error}): start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a "
                 "--max-lora-rank as large as the adapters', or set actor_rollout_ref.rollout.lora_as_adapters=false"
             ) from error
-        self._call("hybridflow_adapter_ready", {"folder": folder})
+        finally:
+            if self._death is None:
+                self._call("hybridflow_adapter_ready", {})
         self._model = ADAPTER_NAME
+
+    def _ask_for_adapter(self, what: str, body: dict[str, str]) -> None:
+        self._guarded(lambda: self.address.call(f"/v1/{what}_lora_adapter", body, timeout=self.timeout, text=True))
 
     def version(self) -> int:
         """That of the weights in the server's workers."""

@@ -45,6 +45,11 @@ def deal_rows(lengths: Sequence[float], parts: int, workload: Workload, groups: 
     return [sorted(row for index in members for row in units[index]) for members in deal(costs, parts)]
 
 
+def even_in_groups(num_groups: int, parts: int) -> bool:
+    """Whether ranks that get whole groups, of about equal size, have about as much to do: for who may also deal row by row."""
+    return num_groups % parts == 0 or num_groups >= 4 * parts
+
+
 def deal_in_order(num_rows: int, parts: int, groups: Sequence[int] | None = None) -> list[list[int]]:
     """Deal rows as they stand, in chunks whose sizes differ by at most one, longer ones first; with `groups` in whole groups."""
     if parts < 1:

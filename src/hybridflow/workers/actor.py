@@ -103,9 +103,11 @@ class ActorWorker(StatefulWorker):
 class ActorGroup(StatefulGroup[ActorWorker]):
     """The driver's view of the actor."""
 
-    def log_probs(self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False) -> DataProto:
-        """See `ActorWorker.log_probs`."""
-        rows = batch.select([*POLICY_COLUMNS], [])
+    def log_probs(
+        self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False, also: Sequence[str] = ()
+    ) -> DataProto:
+        """See `ActorWorker.log_probs`; `also`: further columns, such as `group_ids`, by which rows are dealt."""
+        rows = batch.select([*POLICY_COLUMNS, *also], [])
         return self.call(ActorWorker.log_probs, rows, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared)
 
     def update(

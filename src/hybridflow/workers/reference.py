@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
@@ -56,6 +57,6 @@ class ReferenceWorker(StatefulWorker):
 class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     """The driver's view of the reference."""
 
-    def log_probs(self, batch: DataProto) -> DataProto:
-        """ref_log_prob [B, R]."""
-        return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS], []))
+    def log_probs(self, batch: DataProto, *, also: Sequence[str] = ()) -> DataProto:
+        """ref_log_prob [B, R]; `also` as `ActorGroup.log_probs` has it."""
+        return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS, *also], []))

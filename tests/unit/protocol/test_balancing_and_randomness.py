@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError
 from hybridflow.protocol import derive_seed, generator, karmarkar_karp, split_micro_batches
+from hybridflow.protocol.balancing import Workload, deal_rows, even_in_groups
 
 
 def test_the_token_cap_is_hard() -> None:
@@ -68,6 +69,15 @@ def test_karmarkar_karp_deals_every_row_and_differs_by_at_most_the_largest(weigh
     sums = [sum(weights[row] for row in part) for part in parts]
     assert max(sums) - min(sums) <= max(weights)
     assert karmarkar_karp(weights, k) == parts
+
+
+def test_whole_groups_leave_ranks_about_even_where_it_says_so() -> None:
+    for groups in range(1, 40):
+        for parts in range(1, 9):
+            dealt = deal_rows([10] * 3 * groups, parts, Workload(), [row // 3 for row in range(3 * groups)])
+            heaviest = max(map(len, dealt)) / (3 * groups / parts)
+            assert heaviest <= 1.25 if even_in_groups(groups, parts) else groups < 4 * parts
+    assert not even_in_groups(9, 8) and even_in_groups(16, 8)
 
 
 def test_seeds_are_fixed_for_ever_and_differ_by_every_part_of_the_key() -> None:

@@ -11,6 +11,8 @@ import torch
 from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
+from hybridflow.engines.base import BatchLimits
+from hybridflow.engines.fsdp.micro_batches import together
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
@@ -81,6 +83,11 @@ def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[int] = []
+    dealt: list[bool] = []
+
+    def grouped(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int]:
+        dealt.append("group_ids" in batch)
+        return together(batch, lengths, limits)
 
     def counted(packed: PackedBatch) -> PackedBatch:
         shared = share_prompts(packed)
@@ -88,12 +95,14 @@ def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
         return shared
 
     monkeypatch.setattr("hybridflow.engines.fsdp.micro_batches.share_prompts", counted)
+    monkeypatch.setattr("hybridflow.engines.fsdp.micro_batches.together", grouped)
     common = [*GRPO, FAST, "trainer.total_training_steps=1"]
     apart = train(model, tmp_path / "a" / "run", common)[1]
     assert saved == []
     once = train(model, tmp_path / "b" / "run", [*common, "actor_rollout_ref.actor.use_prefix_grouper=true"])[1]
     assert once == pytest.approx(apart, rel=1e-3, abs=1e-4)
     old, reference, *updates = saved  # of four prompts with two rows each
+    assert dealt == [True] * 4, "several ranks would get whole groups"
     assert len(updates) == 2 and old == reference == sum(updates) == 4 * once["prompt_length/mean"]
 
 

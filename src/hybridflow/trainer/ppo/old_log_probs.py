@@ -9,6 +9,7 @@ bypass mode         the rollout's, whatever they are
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ logger = logging.getLogger(__name__)
 class OldLogProbs:
     """Asked once a step; afterwards `metrics` says what was measured, and `watch` what the step's first update is to look at."""
 
-    def __init__(self, roles: Roles, config: PPOConfig, *, exact: ExactState, with_sum_pi_squared: bool) -> None:
+    def __init__(self, roles: Roles, config: PPOConfig, *, exact: ExactState, with_sum_pi_squared: bool, also: Sequence[str] = ()) -> None:
+        """`also`: as `ActorGroup.log_probs` has it, for passes over all rows."""
         self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
-        self.with_sum_pi_squared = with_sum_pi_squared
+        self.with_sum_pi_squared, self.also = with_sum_pi_squared, also
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
         self.bypass = config.algorithm.rollout_correction.bypass_mode
         self.metrics = Metrics()
@@ -64,7 +66,7 @@ class OldLogProbs:
                 self.metrics.update(metrics)
                 self.watch = Watch(step, self.exact.on, self.stops)
                 return self._rollouts(batch)
-        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared)
+        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, also=self.also)
         if self.exact.on:
             check_same(batch, batch.batch["rollout_log_probs"], columns.batch["old_log_probs"], step)
         self.metrics.update(rollout_difference(batch | columns))

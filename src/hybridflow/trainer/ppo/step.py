@@ -12,6 +12,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.balancing import even_in_groups
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
 from hybridflow.trainer.ppo.exact import ExactState
@@ -43,7 +44,10 @@ class PPOStep:
         # once: a user's file may be edited while the run goes on
         self.estimator, self.loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
         squares = "sum_pi_squared" in self.estimator.needs
-        self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
+        actor = config.actor_rollout_ref.actor
+        meet = actor.use_prefix_grouper and even_in_groups(actor.ppo_mini_batch_size, roles.actor.mesh.num_parts)
+        self.dealt_by = ["group_ids"] if meet else []  # rows share their prompt only where one rank has them
+        self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares, also=self.dealt_by)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
         """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the metrics."""
@@ -52,7 +56,7 @@ class PPOStep:
         old = partial(self.old_log_probs, batch, self._first_plan(step), step)
         asked = [Job("actor", "old_log_prob", old)]  # old_log_probs; from a pass also entropys, sum_pi_squared
         if roles.reference:
-            asked.append(Job("reference", "ref", partial(roles.reference.log_probs, batch)))  # ref_log_prob
+            asked.append(Job("reference", "ref", partial(roles.reference.log_probs, batch, also=self.dealt_by)))  # ref_log_prob
         if roles.teacher:
             asked.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))  # teacher_log_probs
         if roles.critic:
@@ -123,7 +127,7 @@ class PPOStep:
     def _loss_columns(self, batch: DataProto) -> list[str]:
         """The columns that this run's loss reads beside those that every loss has."""
         actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
-        wanted = {*self.loss.keywords, "rollout_is_weights"}
+        wanted = {*self.loss.keywords, *self.dealt_by, "rollout_is_weights"}
         wanted |= {"ref_log_prob"} if actor.use_kl_loss else set()
         wanted |= {"group_ids"} if self.loss.keeps_groups else set()  # micro-batches are cut by them
         wanted |= {"positive"} if actor.positive_lm_loss_coef else set()

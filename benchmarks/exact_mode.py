@@ -113,12 +113,12 @@ def train(model: Path, run: Path, steps: int) -> dict[str, Any]:
     return seen
 
 
-def check_run(steps: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(what, measured, wanted) of a run."""
+def check_run(steps: dict[str, Any], wanted: int) -> list[tuple[str, Any, Any]]:
+    """(what, measured, wanted) of a run of `wanted` steps."""
     lines = list(steps.values())
     rows = sum(line["rows"] for line in lines)
     return [
-        ("steps", len(lines), len(lines)),
+        ("steps", len(lines), wanted),
         ("rows checked, of all steps", sum(line["training/rollout_rows_checked"] for line in lines), rows),
         ("max of |rollout − training log-prob|", max(line["training/rollout_log_probs_diff_max"] for line in lines), 0.0),
         ("steps without a pass for old log-probs", sum(line["training/old_log_probs_from_rollout"] for line in lines), len(lines)),
@@ -229,7 +229,7 @@ def measure(parts: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"message": "", "price": []}
     if "run" in parts or "resume" in parts:
         lines = train(model, folder / "run", steps)
-        facts += check_run(lines)
+        facts += check_run(lines, steps)
         if "resume" in parts:
             facts += check_resume(model, folder / "run", lines, folder)
     if "company" in parts:

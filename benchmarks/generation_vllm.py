@@ -13,6 +13,7 @@ import side_by_side as kit
 
 os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it takes a thread for each core, whatever OMP_NUM_THREADS says
 
 from vllm import LLM, SamplingParams, TokensPrompt
 

@@ -149,7 +149,7 @@ def spoiling(plain: Callable[..., None], how: str) -> Callable[..., None]:
     return push
 
 
-def _flip(given: tuple[Weights, int]) -> tuple[Weights, int]:
+def _flip(given: tuple[Any, ...]) -> tuple[Any, ...]:
     def changed() -> Iterator[tuple[str, Tensor, int]]:
         for number, (name, tensor, checksum) in enumerate(given[0]):
             if number == 3:
@@ -157,7 +157,7 @@ def _flip(given: tuple[Weights, int]) -> tuple[Weights, int]:
                 tensor.view(torch.int32).view(-1)[0] ^= 1
             yield name, tensor, checksum
 
-    return changed(), given[1]
+    return changed(), *given[1:]
 
 
 def in_process_of_its_own(what: str, model: Path, out: Path, seed: int, overrides: list[str]) -> dict[str, Any]:

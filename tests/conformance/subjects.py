@@ -66,7 +66,7 @@ class Subject:
             pytest.skip(f"{self.name}: {self.lacks[feature]}")
         cell = TABLE[self.name][feature]
         if cell.test != SHOWN_BY[feature]:
-            pytest.skip(f"{self.name}: {cell.note}" + (f"; shown by {cell.test}" if cell.test else ""))
+            pytest.skip(f"{self.name}: {'; '.join(filter(None, [cell.note, cell.test and f'shown by {cell.test}']))}")
 
     def run(self, requests: Sequence[GenerationRequest]) -> Outputs:
         """All outputs by request id; each request has exactly one."""

@@ -63,6 +63,9 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         odd = [f"{ROLLOUT}.{name}" for name in unread if is_given(f"{ROLLOUT}.{name}", given)]
         if odd:
             yield f"{', '.join(odd)}: settings of a separate engine; {ROLLOUT}.name={rollout.name} needs none"
+    other = {"vllm": "sglang", "sglang": "vllm"}.get(rollout.name)
+    if other is not None and getattr(rollout.engine_kwargs, other):
+        yield f"{ROLLOUT}.engine_kwargs.{other}: not read with {ROLLOUT}.name={rollout.name}, which has engine_kwargs.{rollout.name}"
     if rollout.name in WITH_WEIGHTS and rollout.cudagraph_capture_sizes is not None:
         instead = "vllm.compilation_config" if rollout.name == "vllm" else "sglang.cuda_graph_bs_decode"
         yield (

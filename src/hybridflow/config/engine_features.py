@@ -190,6 +190,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         any_architecture=no("it has its own list of models"),
     ),
     "openai": _column(
+        log_probs=yes(SHOWN_BY["log_probs"], "of `hybridflow serve`; of vLLM's own server where nothing limits or shifts the draw"),
         dies=yes(f"{_OPENAI}::test_what_may_pass_is_tried_again_and_what_not_is_told", "tried again until the deadline"),
         abort_partials=no("closing the connection loses what the server had so far"),
         weight_updates=_NOT_WEIGHTS,

@@ -57,5 +57,7 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
     sizes = [f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]"]
     assert prepare_config(PPOConfig, [*base, *sizes]).config.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 8]
     assert any("compilation_config" in note for note in prepare_config(PPOConfig, [*base, VLLM, *sizes]).notes)
+    others = prepare_config(PPOConfig, [*base, SGLANG, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"])
+    assert any("engine_kwargs.vllm: not read" in note for note in others.notes)
     rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
     assert any("rounded weights" in note for note in rounded.notes)

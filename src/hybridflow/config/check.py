@@ -139,6 +139,12 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
             f"temperature 1, and training would compare them with those at {rollout.temperature}: leave {ROLLOUT}.temperature out, "
             f"or set {ROLLOUT}.do_sample=true"
         )
+    others = {
+        f"{ACTOR}.use_prefix_grouper": config.actor_rollout_ref.actor.use_prefix_grouper,
+        "algorithm.rollout_correction.bypass_mode": config.algorithm.rollout_correction.bypass_mode,
+    }
+    for key in (key for key, asked in others.items() if asked and rollout.exact is True):
+        yield f"{ROLLOUT}.exact=true with {key}=true: log-probs would not be equal to the bit, or not be compared: leave one of them out"
     if "" in rollout.stop:
         yield f"{ROLLOUT}.stop={rollout.stop} has an empty text, which every response ends with: leave it out"
     if rollout.stop_token_ids and min(rollout.stop_token_ids) < 0:

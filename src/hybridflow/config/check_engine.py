@@ -41,10 +41,6 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield "stop_token_ids", f"{ROLLOUT}.stop_token_ids={rollout.stop_token_ids}"
     if rollout.ignore_eos:
         yield "ignore_eos", f"{ROLLOUT}.ignore_eos=true"
-    if rollout.stop:
-        yield "stop", f"{ROLLOUT}.stop={rollout.stop}"
-    if rollout.stop_token_ids:
-        yield "stop_token_ids", f"{ROLLOUT}.stop_token_ids={rollout.stop_token_ids}"
     if rollout.tensor_model_parallel_size > 1:
         yield "tensor_parallel", f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
     if rollout.quantization:

@@ -123,6 +123,14 @@ BAD = [
         + ["trainer.nnodes=2"],
         "ranks that share rows hold each prompt",
     ),
+    (
+        ["actor_rollout_ref.rollout.exact=true", "actor_rollout_ref.actor.use_prefix_grouper=true"],
+        "exact=true with actor_rollout_ref.actor.use_prefix_grouper=true",
+    ),
+    (
+        ["actor_rollout_ref.rollout.exact=true", "algorithm.rollout_correction.bypass_mode=true"],
+        "exact=true with algorithm.rollout_correction.bypass_mode=true",
+    ),
     (["trainer.nnodes=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
     (["trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"], "does not divide the 2 processes that generate"),
     (["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=0"], "fsdp_size=0"),

@@ -41,14 +41,14 @@ class ExactMode:
     row_step: int = 1
     """Rows of every dense layer are padded to a multiple of this, and to MIN_ROWS in any case."""
     min_queries: int = MIN_QUERIES
-    """Rows of the products inside attention."""
+    """Rows of the products inside attention where `row_step` is 1; else they are a multiple of MIN_QUERIES."""
 
     @classmethod
     def choices(cls, module: nn.Module, longest: int) -> list[ExactMode]:
         """From the cheapest to the one that asks least of the machine, for rows of at most `longest` tokens of this model."""
         common, step = -(-longest // 32) * 32, even_rows(module)
-        thrifty = cls(THRIFTY_KEYS, step, MIN_QUERIES // 2)
-        return list(dict.fromkeys([thrifty, cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]))
+        thrifty = [cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2)] if step == 1 else []
+        return list(dict.fromkeys([*thrifty, cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]))
 
     def joined(self, other: ExactMode) -> ExactMode:
         """One that asks for what either asks for; both are of rows of one longest length."""

@@ -209,4 +209,7 @@ def test_where_kernels_need_more_padding_the_check_takes_more(monkeypatch: pytes
     monkeypatch.setattr("hybridflow.rollout.exact.self_check", check)
     engine = NativeEngine(policy, eos_token_ids=(2,))
     assert choose_exact_mode(engine, policy, longest=100, temperature=1.0) == ExactMode(128, 32) == tried[-1]
-    assert [(mode.key_step, mode.min_queries) for mode in tried] == [(32, 4), (32, 8), (128, 8), (128, 8)]
+    step = even_rows(policy.hf.base_model)
+    assert [(mode.key_step, mode.row_step) for mode in tried] == [(32, step), (128, step), (128, 32)]
+    wide = torch.nn.Linear(8, 384)  # whole vectors in any number of rows
+    assert [(mode.key_step, mode.row_step, mode.min_queries) for mode in ExactMode.choices(wide, 100)][:2] == [(32, 1, 4), (32, 1, 8)]

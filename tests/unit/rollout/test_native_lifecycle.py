@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from rollout_models import prompts, requests_for, run, tiny_engine
@@ -30,6 +33,23 @@ def test_sleep_frees_the_cache_and_wake_up_restores_the_output() -> None:
     assert run(engine, requests) == before
 
 
+def test_the_cache_is_gone_when_the_engine_sleeps() -> None:
+    engine = tiny_engine()
+    run(engine, requests_for(prompts(4)))
+    session = engine.open()
+    session.add(requests_for(prompts(2)))
+    session.step()
+    held = [weakref.ref(memory) for memory in session._generation.cache._memory.values()]
+    session.close()
+    del session
+    gc.disable()  # nothing may wait for it: it comes late, and the memory is wanted now
+    try:
+        engine.sleep()
+        assert [one() for one in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
 def test_a_cache_that_was_used_before_gives_the_same_tokens() -> None:
     engine = tiny_engine(max_num_seqs=6)
     run(engine, requests_for(prompts(8, seed=5), max_tokens=40, ignore_eos=True))
@@ -54,6 +74,7 @@ def test_slots_grow_with_rows_and_lengths_up_to_what_the_memory_holds() -> None:
     assert memory.size_for(4, 161, wanted=4, longest=500) == (4, 176, 4 * 240)
     assert memory.size_for(4, 241, wanted=4, longest=500) is None and memory.size_for(3, 300, wanted=9, longest=500) == (3, 320, 1000)
     assert memory.problem(960) is None and "gpu_memory_utilization" in (memory.problem(961) or "")
+    assert free_memory(torch.device("cpu")) > 2**20
     memory.exact = ExactMode(96)
     assert memory.rows_of(97) == 5 and memory.size_for(1, 97, wanted=1, longest=200) == (4, 192, 1000)
 
@@ -72,7 +93,6 @@ def test_keys_that_are_attended_over_follow_the_longest_row_alone() -> None:
     capacities = [memory.capacity_for(length) for length in range(1, 5000)]
     assert capacities == sorted(capacities) and all(length <= wide < length + 16 + length / 8 for length, wide in enumerate(capacities, 1))
     assert len(set(capacities)) < 70
-    assert free_memory(torch.device("cpu")) > 2**20
 
 
 def test_little_memory_means_fewer_rows_and_the_same_tokens() -> None:

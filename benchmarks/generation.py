@@ -129,6 +129,7 @@ def measure(folder: Path, parameters: int, rows: int, threads: int, options: arg
             question = {"prompts": make_prompts(rows), "lengths": lengths}
             answers = kit.in_turn({name: partial(side.ask, question) for name, side in sides.items()}, options.rounds, warm_up=1)
             case = {"threads": threads, "rows": rows, "lengths": pattern, "tokens": sum(lengths), "rate": rate}
+            case["vllm"] = sides["vllm"].first["version"] if "vllm" in sides else None
             case["floor_s"] = 2 * parameters * sum(lengths) / rate
             case["seconds"] = {name: [answer["seconds"] for answer in given] for name, given in answers.items()}
             print(kit.line(cells(case)), flush=True)
@@ -174,7 +175,9 @@ def main() -> None:
         rates=", ".join(f"{rate / 1e9:.0f} GFLOP/s ({threads} threads, {rows} rows)" for (threads, rows), rate in rates.items()),
         table=kit.table(HEAD, [cells(case) for case in found]),
     )
-    kit.write("generation", {**kit.facts(["torch", "transformers"]), "cases": found}, "Generation on a CPU", text)
+    facts = kit.facts(["torch", "transformers"])
+    facts["machine"] += f", vLLM {found[0]['vllm']}" if options.vllm else ", no vLLM"
+    kit.write("generation", {**facts, "cases": found}, "Generation on a CPU", text, dry=options.quick)
 
 
 if __name__ == "__main__":

@@ -297,7 +297,7 @@ def main() -> None:
     parser = kit.arguments(__doc__, rounds=5)
     parser.add_argument("--patterns", type=lambda text: text.split(","), default=list(kit.LENGTHS))
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES))
-    parser.add_argument("--tokens", type=int, default=2048, help="ours: tokens in a forward pass")
+    parser.add_argument("--tokens", type=int, default=1280, help="ours: tokens in a forward pass")
     parser.add_argument("--key", action="append", default=[], help="ours: a further key=value")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -318,7 +318,7 @@ resident; "the step": less what was resident after the imports.
 {kit.table(HEAD, [line for case in cases for line in lines_of(case)])}
 
 Goals: {goals}."""
-    kit.write("grpo_step", result, "A GRPO step on a CPU", text)
+    kit.write("grpo_step", result, "A GRPO step on a CPU", text, dry=options.quick)
 
 
 if __name__ == "__main__":

@@ -206,13 +206,14 @@ def _processor() -> str:
     return platform.machine()
 
 
-def write(name: str, result: Mapping[str, Any], title: str, text: str) -> None:
-    """`results/{name}.json` and `.md`; `result` holds the facts, which head the page. Prints the page."""
+def write(name: str, result: Mapping[str, Any], title: str, text: str, *, dry: object = False) -> None:
+    """`results/{name}.json` and `.md`; `result` holds the facts, which head the page. Prints the page; a dry run does no more."""
     told = f"{result['date']} · `{result['command']}` · {result['machine']}"
     page = f"# {title}\n\n{told}\n\nWritten by benchmarks/{name}.py; do not edit. {text}\n"
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(page)
+    if not dry:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS / f"{name}.md").write_text(page)
     print(f"\n{page}", flush=True)
 
 
@@ -226,5 +227,5 @@ def arguments(document: str | None, *, rounds: int, quick_rounds: int = 1) -> ar
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=numbers, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--quick", action="store_const", const=quick_rounds, default=0, help="a dry run: one round, nothing is proved")
+    parser.add_argument("--quick", action="store_const", const=quick_rounds, default=0, help="a dry run: one round, nothing is written")
     return parser

@@ -167,7 +167,7 @@ start of the process until its first step is told, medians (fastest–slowest) o
 {kit.table(HEAD, [line for case in cases for line in lines_of(case)])}
 
 Goals: at most 1 × and under 10 s."""
-    kit.write("start", result, "From the command to the first step", text)
+    kit.write("start", result, "From the command to the first step", text, dry=options.quick)
 
 
 if __name__ == "__main__":

@@ -328,7 +328,7 @@ medians (fastest–slowest) of {options.quick or options.rounds} in turn. The lo
 {kit.table(HEAD, [line for case in cases for line in lines_of(case)])}
 
 Goal: life at least 2 × as fast as each."""
-    kit.write("training", result, "Log-probs and update on a CPU", text)
+    kit.write("training", result, "Log-probs and update on a CPU", text, dry=options.quick)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ copies, into shared memory and out of it.
 
 Goal: at least 0.8 of the transport."""
     result = kit.facts(["torch"]) | {"colocated": shared, "across": seconds, "bytes": size}
-    kit.write("weights", result, "Weights from trainer to rollout", text)
+    kit.write("weights", result, "Weights from trainer to rollout", text, dry=options.quick)
 
 
 if __name__ == "__main__":

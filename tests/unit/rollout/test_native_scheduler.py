@@ -15,7 +15,7 @@ class Line(Scheduler):
 
     def __init__(self, requests: list[GenerationRequest], *, max_rows: int, max_batched_tokens: int) -> None:
         self.kept: set[tuple[int, ...]] = set()
-        super().__init__(max_rows=max_rows, max_batched_tokens=max_batched_tokens, find=self.at_hand)
+        super().__init__(max_rows=max_rows, max_batched_tokens=max_batched_tokens)
         self.add(requests)
 
     def at_hand(self, prompt: tuple[int, ...]) -> Prefix | None:
@@ -23,7 +23,7 @@ class Line(Scheduler):
 
     def batch(self, free: int) -> list[tuple[list[int], bool, bool]]:
         """(ids, nothing to compute, keep) of what enters next with `free` rows."""
-        batch = self.next_batch(self.max_rows - free)
+        batch = self.next_batch(self.max_rows - free, find=self.at_hand)
         self.kept |= {admission.prompt for admission in batch if admission.keep}
         return [([r.request_id for r in a.requests], a.start == a.stop, a.keep) for a in batch]
 

@@ -27,6 +27,7 @@ from hybridflow.rollout.hf.batch import Batch, Ended, Row
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import check_ids, refused, request_problem
+from hybridflow.rollout.unused_memory import give_back
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,7 @@ class HFEngine:
         self._asleep = True
         if self.source is not None:
             self.source.release()
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self.model.device)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Fetch the weights where they have a source, and allow generation."""

@@ -27,6 +27,7 @@ from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import refused, request_problem
+from hybridflow.rollout.unused_memory import give_back
 
 
 class NativeEngine:
@@ -120,11 +121,12 @@ class NativeEngine:
             self.graphs.drop()
         if self.source is not None:
             self.source.release()
-        if self.policy.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self.policy.device)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Fetch the weights where they have a source, and allow generation; the cache is made as it is needed."""
+        if self._asleep:
+            give_back(self.policy.device)  # what training left
         if self._asleep and self.source is not None:
             self.source.acquire(self._version)
         self._asleep = False

@@ -81,7 +81,7 @@ class Generation:
     ) -> None:
         self.policy, self.memory, self.settings, self.stats, self._graphs = policy, memory, settings, stats, graphs
         self.prefixes = PrefixStore(reuse=settings.reuse_prefixes)
-        self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens, find=self._find)
+        self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens)
         dtype = torch.promote_types(policy.dtype, torch.float32)
         self.rows = RowTable(0, 0, 0, policy.head.weight.shape[0], dtype, policy.device, stop_texts=settings.stop_texts)
         self._weights = weights
@@ -182,7 +182,7 @@ class Generation:
     def _admit(self) -> list[GenerationOutput]:
         outputs: list[GenerationOutput] = []
         while self.scheduler.in_pieces or self.scheduler.may_enter(self.rows.count):
-            batch = self.scheduler.next_batch(self.rows.count, self._rows_of, self._longest)
+            batch = self.scheduler.next_batch(self.rows.count, self._rows_of, self._longest, self._find)
             if not batch:
                 break
             outputs += self._enter(batch)

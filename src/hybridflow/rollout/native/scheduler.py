@@ -85,9 +85,8 @@ def _nothing(context: tuple[int, ...]) -> Prefix | None:
 class Scheduler:
     """The waiting line."""
 
-    def __init__(self, *, max_rows: int, max_batched_tokens: int, find: Callable[[tuple[int, ...]], Prefix | None] = _nothing) -> None:
-        """`find`: which beginning of a prompt is at hand."""
-        self.max_rows, self.max_batched_tokens, self._find = max_rows, max_batched_tokens, find
+    def __init__(self, *, max_rows: int, max_batched_tokens: int) -> None:
+        self.max_rows, self.max_batched_tokens = max_rows, max_batched_tokens
         self._groups: deque[_Group] = deque()
         self._by_context: dict[tuple[int, ...], _Group] = {}
 
@@ -145,10 +144,17 @@ class Scheduler:
         free = self.max_rows - running
         return running == 0 or free >= max(1, self.max_rows // 16)
 
-    def next_batch(self, running: int, rows_of: Callable[[int], int] | None = None, longest: int = 0) -> list[Admission]:
+    def next_batch(
+        self,
+        running: int,
+        rows_of: Callable[[int], int] | None = None,
+        longest: int = 0,
+        find: Callable[[tuple[int, ...]], Prefix | None] = _nothing,
+    ) -> list[Admission]:
         """Take groups for one prefill pass of at most `max_batched_tokens` new tokens, while `running` rows decode.
 
-        `rows_of(length)`: how many rows of that length the memory holds; `longest`: tokens of the longest one that runs.
+        `rows_of(length)`: how many rows of that length the memory holds; `longest`: tokens of the longest one that runs;
+        `find`: which beginning of a prompt is at hand.
         """
         batch: list[Admission] = []
         left, rows = self.max_batched_tokens, running
@@ -159,7 +165,7 @@ class Scheduler:
             free = self.max_rows - rows if rows_of is None else min(self.max_rows, rows_of(longest + 1)) - rows
             if free <= 0:
                 break
-            prefix = None if group.computed else self._find(group.context)
+            prefix = None if group.computed else find(group.context)
             start = group.computed if prefix is None else prefix.length
             if start < size and size - start <= self.max_batched_tokens and not group.computed:
                 if batch and (size - start > left or _worth_waiting_for(batch, group.context, start)):

@@ -38,7 +38,7 @@ class ActorConfig:
     )
     ppo_max_token_len_per_gpu: int = key(16_384, "at most this many tokens in one forward/backward (hard)", minimum=1)
     ppo_epochs: int = key(1, "passes over each batch", minimum=1)
-    use_prefix_grouper: bool = key(False, "compute a prompt once for its responses in a forward/backward: fewer tokens, other last bits")
+    use_prefix_grouper: bool = key(False, "compute a prompt once for its responses in a forward/backward: fewer tokens, no exact mode")
     shuffle: bool = key(True, "deal the groups into mini-batches in a seeded random order; false: in order")
     grad_clip: float | None = key(1.0, "largest gradient norm; null: no clipping", above=0)
     clip_ratio: float = key(0.2, "PPO's epsilon on both sides; left out, a loss whose paper has other bounds uses those", minimum=0)

@@ -38,7 +38,7 @@ def plan(batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agr
     Raises ConfigError for a row or group above the limits; then every other rank raises TrainingError, and none is left waiting.
     """
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
-    groups = batch.batch["group_ids"].tolist() if limits.keep_groups else together(batch, lengths, limits) if limits.share_prompts else None
+    groups = _groups(batch, lengths, limits)
     failure: HybridFlowError | None = None
     bins: list[list[int]] = []
     try:
@@ -61,6 +61,14 @@ def _on_device(indices: list[int], rows: DataProto, device: torch.device, sharin
     """Packed before it goes there: packing asks for lengths and places, and each answer of a device would be waited for."""
     packed = pack(rows)
     return MicroBatch(indices, rows.to(device), (share_prompts(packed) if sharing else packed).to(device))
+
+
+def _groups(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int] | None:
+    """A number for each row, the same for those that stay together; None: each goes where it fits."""
+    if limits.keep_groups:
+        numbers: list[int] = batch.batch["group_ids"].tolist()
+        return numbers
+    return together(batch, lengths, limits) if limits.share_prompts else None
 
 
 def together(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int]:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +30,23 @@ class Call(http.client.HTTPConnection):
         """As any connection; the socket is remembered, which a connection forgets once an answer has begun."""
         super().connect()
         self._socket = self.sock
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What a server streams, event by event; Refused with what it says, ServerGone where it ends before it has said that it is done."""
+        try:
+            response = self.getresponse()
+            if response.status != 200:
+                raise Refused(said(response.read()))
+            for line in response:
+                if line.strip() == b"data: [DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    yield json.loads(line[len(b"data: ") :])
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:  # the last two: hung up meanwhile
+            raise ServerGone(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.close()
+        raise ServerGone("the stream ended before the response did")
 
     def hang_up(self) -> None:
         """End it, also while the other thread waits for its next bytes: closing alone would wait with it."""

@@ -23,3 +23,10 @@ class ModelFacts:
     """None: the model's folder has it, if it is needed."""
     lora_rank: int = 0
     """Largest rank of the actor's adapters; 0: it has none."""
+
+
+def cache_bytes_per_token(shape: Any, dtype: str) -> int:
+    """Bytes of the keys and values of one token; `shape`: the configuration of the text model."""
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return int(shape.num_hidden_layers * 2 * heads * width * getattr(torch, dtype).itemsize)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridflow.rollout.remote.http import Address, Call, ServerGone, said
+from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone
 from hybridflow.rollout.remote.runner import Piece, Submission
 
 
@@ -22,41 +20,32 @@ def open_stream(address: Address, submission: Submission, rid: str, version: str
         "top_logprobs_num": params["top_logprobs_num"],
         "stream": True,
     }
-    connection = address.begin("/generate", body, timeout=timeout)
-    return Stream(submission.request_id, connection, cuts=frozenset(params["cuts"]), version=version, end=end)
+    call = address.begin("/generate", body, timeout=timeout)
+    return Stream(submission.request_id, call, cuts=frozenset(params["cuts"]), version=version, end=end)
 
 
 class Stream:
     """One response on its way. `cuts`: tokens that end it here, whatever SGLang thinks of them."""
 
-    def __init__(self, request_id: int, connection: Call, *, cuts: frozenset[int], version: str, end: Callable[[], None]) -> None:
-        self.request_id, self._connection, self._cuts, self._version, self._end = request_id, connection, cuts, version, end
+    def __init__(self, request_id: int, call: Call, *, cuts: frozenset[int], version: str, end: Callable[[], None]) -> None:
+        self.request_id, self._call, self._cuts, self._version, self._end = request_id, call, cuts, version, end
 
     def pieces(self) -> Iterator[Piece]:
         """What comes, to the last; ServerGone where it ends before that."""
         try:
-            response = self._connection.getresponse()
-            if response.status != 200:
-                yield Piece(self.request_id, finish="error", error=f"sglang refused it: {said(response.read())}")
-                return
-            for line in response:
-                if not line.startswith(b"data: "):
-                    continue
-                if line.strip() == b"data: [DONE]":
-                    break
-                piece = self._piece(json.loads(line[len(b"data: ") :]))
+            for event in self._call.events():
+                piece = self._piece(event)
                 yield piece
                 if piece.finish is not None:
                     return
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:  # the last two: closed by `close` meanwhile
-            raise ServerGone(f"{type(error).__name__}: {error}") from error
-        finally:
-            self._connection.close()
+        except Refused as error:
+            yield Piece(self.request_id, finish="error", error=f"sglang refused it: {error}")
+            return
         raise ServerGone("the stream ended before the response did")
 
     def close(self) -> None:
         """Hang up."""
-        self._connection.hang_up()
+        self._call.hang_up()
 
     def _piece(self, event: dict[str, Any]) -> Piece:
         if "error" in event:

@@ -21,7 +21,7 @@ from hybridflow.rollout.push.receiver import NOTHING
 from hybridflow.rollout.push.sender import Transport, push
 from hybridflow.rollout.remote.http import Address, Refused
 from hybridflow.rollout.remote.process import ServerProcess
-from hybridflow.rollout.remote.runner import EngineDied, Submission
+from hybridflow.rollout.remote.runner import Submission
 from hybridflow.rollout.remote.served import Served
 from hybridflow.rollout.sglang.http import Stream, open_stream
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME, packed
@@ -134,7 +134,7 @@ class Server(Served):
         self._released -= set(wanted)
 
     def _end(self, rid: str) -> None:
-        with contextlib.suppress(EngineDied):  # nothing runs any more
+        with contextlib.suppress(RolloutError):  # nothing runs any more, or not this one
             self._post("/abort_request", {"rid": rid})
 
     def _name_weights(self, version: int) -> None:

@@ -14,7 +14,7 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.models.build import load_config
 from hybridflow.rollout.native.memory import free_memory
 from hybridflow.rollout.remote.http import Address
-from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
 from hybridflow.rollout.remote.process import ServerProcess, free_port
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
 
@@ -108,9 +108,6 @@ def _config(model: ModelFacts) -> Any:
 
 def _cache_tokens(config: RolloutConfig, model: ModelFacts, dtype: str) -> int:
     """Tokens of `max_num_seqs` rows of full length, at most `gpu_memory_utilization` of the memory that is free."""
-    shape = _config(model)
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    each = shape.num_hidden_layers * 2 * heads * width * getattr(torch, dtype).itemsize
+    each = cache_bytes_per_token(_config(model), dtype)
     wanted = config.max_num_seqs * (shape_of(config, model).positions + 1)
     return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu")) // each))

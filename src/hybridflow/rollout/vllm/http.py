@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from hybridflow.rollout.remote.http import Address, Call, ServerGone, said
+from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone
 from hybridflow.rollout.remote.runner import Piece, Submission
 
 MODEL = "policy"
@@ -26,42 +24,34 @@ def open_stream(address: Address, submission: Submission, model: str, *, timeout
         "return_tokens_as_token_ids": True,
         "skip_special_tokens": False,
     }
-    connection = address.begin("/v1/completions", body, timeout=timeout)
-    return Stream(submission.request_id, connection, wants_top=bool(submission.params.get("logprobs")))
+    call = address.begin("/v1/completions", body, timeout=timeout)
+    return Stream(submission.request_id, call, wants_top=bool(submission.params.get("logprobs")))
 
 
 class Stream:
     """One completion on its way."""
 
-    def __init__(self, request_id: int, connection: Call, *, wants_top: bool) -> None:
-        self.request_id, self._connection, self._wants_top = request_id, connection, wants_top
+    def __init__(self, request_id: int, call: Call, *, wants_top: bool) -> None:
+        self.request_id, self._call, self._wants_top = request_id, call, wants_top
 
     def pieces(self) -> Iterator[Piece]:
         """What comes, to the last; ServerGone where it ends before that."""
         try:
-            response = self._connection.getresponse()
-            if response.status != 200:
-                yield Piece(self.request_id, finish="error", error=f"vllm refused it: {said(response.read())}")
-                return
-            for line in response:
-                if not line.startswith(b"data: "):
+            for event in self._call.events():
+                piece = self._piece(event)
+                if piece is None:
                     continue
-                if line.strip() == b"data: [DONE]":
-                    break
-                piece = self._piece(json.loads(line[len(b"data: ") :]))
-                if piece is not None:
-                    yield piece
-                    if piece.finish is not None:
-                        return
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:  # the last two: closed by `close` meanwhile
-            raise ServerGone(f"{type(error).__name__}: {error}") from error
-        finally:
-            self._connection.close()
+                yield piece
+                if piece.finish is not None:
+                    return
+        except Refused as error:
+            yield Piece(self.request_id, finish="error", error=f"vllm refused it: {error}")
+            return
         raise ServerGone("the stream ended before the response did")
 
     def close(self) -> None:
         """Hang up, which makes vLLM drop the request."""
-        self._connection.hang_up()
+        self._call.hang_up()
 
     def _piece(self, event: dict[str, Any]) -> Piece | None:
         if "error" in event:

@@ -11,7 +11,7 @@ import torch
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.models.build import load_config
 from hybridflow.rollout.native.memory import free_memory
-from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
 from hybridflow.rollout.vllm.extension import QUALIFIED_NAME
 
 ENVIRONMENT = {
@@ -67,10 +67,8 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
 
 def _cache_bytes(config: RolloutConfig, shape: Any, dtype: str, longest: int) -> int:
     """Memory for the keys and values of `max_num_seqs` rows of full length, at most `gpu_memory_utilization` of what is free."""
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     blocks = (config.max_num_seqs + 1) * math.ceil(longest / _CPU_BLOCK)
-    wanted = blocks * _CPU_BLOCK * shape.num_hidden_layers * 2 * heads * width * getattr(torch, dtype).itemsize
+    wanted = blocks * _CPU_BLOCK * cache_bytes_per_token(shape, dtype)
     return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu"))))
 
 

@@ -112,9 +112,11 @@ class Server(Served):
                 bucket_bytes=self.bucket_bytes,
                 timeout=self.timeout,
             )
-        finally:
-            if self._death is None:
+        except BaseException:  # what is told is why, and not that it cannot be ended either
+            with contextlib.suppress(RolloutError):
                 self._post("/end_weight_update", {})
+            raise
+        self._post("/end_weight_update", {})
         self._name_weights(version)
 
     def sleep(self, level: int) -> None:

@@ -124,8 +124,8 @@ critic and reference; median (fastest–slowest) of {options.rounds} steps after
 
 {kit.table(("model", "part", "s"), parts)}
 
-verl publishes {PUBLISHED:.0f} s for the step of its quickstart, on a machine of its own and with responses that may end early. Goal: at most
-10 s."""
+verl publishes {PUBLISHED:.0f} s for the step of its quickstart, on a machine of its own and with responses that may end early.
+Goal: at most 10 s."""
     gpu.write(options, "gpu_step", gpu.facts(device) | {"cases": cases}, "A PPO step on one CUDA device", text)
 
 

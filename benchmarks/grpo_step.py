@@ -316,8 +316,8 @@ whole step, medians (fastest–slowest) of {options.quick or options.rounds} in 
 resident; "the step": less what was resident after the imports.
 
 `ours` has two keys that are off by default: `actor.use_prefix_grouper` (a prompt once for its responses) and
-`rollout.reuse_log_probs_within=1e-3`; `ours-exact` is exact mode, with neither. `trl` has all rows in one forward pass, `trl-16` 16 at a time;
-both without bfloat16 and gradient checkpointing, its defaults, which are slower on a CPU.
+`rollout.reuse_log_probs_within=1e-3`; `ours-exact` is exact mode, with neither. `trl` has all rows in one forward pass, `trl-16`
+16 at a time; both without bfloat16 and gradient checkpointing, its defaults, which are slower on a CPU.
 
 {kit.table(HEAD, [line for case in cases for line in lines_of(case)])}
 

@@ -18,6 +18,7 @@ from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines.fsdp.sharding import REDUCE_DTYPES
 from hybridflow.models.log_probs import CHUNK_BYTES
 from hybridflow.models.size import ModelSize
+from hybridflow.rollout.native.memory import slot_capacity
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
 
 
 def generation_needs(size: ModelSize, *, tensor: int, rows: int, longest: int, own_weights: str, standing: bool) -> Needs:
-    """Of a process that generates `rows` rows of `longest` tokens at once.
+    """Of a process that generates `rows` rows of `longest` tokens at once, by the native engine.
 
     `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they are there all the time.
     """
@@ -167,8 +168,9 @@ def generation_needs(size: ModelSize, *, tensor: int, rows: int, longest: int, o
     if weights:
         parts.append(Part("weights", weights, f"{size.whole.all:,} parameters × {size.itemsize} bytes{cut}: {own_weights}", standing))
     heads = max(1, size.num_kv_heads // tensor)
-    cache = rows * longest * 2 * size.num_layers * heads * size.head_dim * size.itemsize
-    how = f"{rows} rows × {longest:,} tokens × 2 × {size.num_layers} layers × {heads} × {size.head_dim}"
+    slot = slot_capacity(longest)
+    cache = rows * slot * (2 * size.num_layers + 1) * heads * size.head_dim * size.itemsize
+    how = f"{rows} rows × {slot:,} tokens × (2 × {size.num_layers} layers + 1 spare) × {heads} × {size.head_dim}"
     parts.append(Part("KV cache, at most", cache, how, False))
     between = weights if standing else 0
     return Needs(parts, between, weights - between + cache)

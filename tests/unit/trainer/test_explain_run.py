@@ -67,7 +67,7 @@ def test_one_process(tiny: Path) -> None:
     assert said["processes"] == "1" and "worker processes" not in said
     assert said["memory, actor: weights"] == format_bytes(4 * count) and "memory, actor: float32 masters" not in said
     assert said["memory, actor: Adam moments"] == format_bytes(8 * count)
-    assert said["memory, KV cache, at most"] == format_bytes(256 * 256 * 2 * LAYERS * KV * HEAD * 4)
+    assert said["memory, KV cache, at most"] == format_bytes(256 * 256 * (2 * LAYERS + 1) * KV * HEAD * 4)
     assert said["actor micro-batches per mini-batch, at most"] == "16"  # 16 × 4 rows, 1024 // 256 = 4 rows at a time
     assert not any("critic" in label or "reference" in label for label in said)
     assert shown(tiny, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2")["actor micro-batches per mini-batch, at most"] == "32"
@@ -107,7 +107,7 @@ def test_pools_roles_and_rows_of_a_process(tiny: Path) -> None:
     assert said["responses generated per process, about"] == "256" and said["actor rows per process and mini-batch, about"] == "16"
     assert said["actor micro-batches per mini-batch, at most"] == "4"
     assert said["memory of each process of train, actor: weights"] == format_bytes(whole(tiny))
-    assert said["memory of each process of made, KV cache, at most"] == format_bytes(256 * 256 * 2 * LAYERS * HEAD * 4)
+    assert said["memory of each process of made, KV cache, at most"] == format_bytes(256 * 256 * (2 * LAYERS + 1) * HEAD * 4)
     assert not any("of made" in label and "actor" in label for label in said)
     said = shown(tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
     assert said["actor rows per process and mini-batch, about"] == "32" and said["actor is spread over"] == "4 ranks (shards 4, sequence 2)"

@@ -45,6 +45,15 @@ KEYS = 16
 """Slots have a multiple of so many tokens, where the rows are short."""
 
 
+def slot_capacity(length: int) -> int:
+    """Tokens that slots have where the longest row has `length`: up to an eighth more, so that they change seldom.
+
+    It depends on nothing else, because a row's numbers depend on it in their last bits.
+    """
+    step = max(KEYS, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
 class Size(NamedTuple):
     """Of a `SlotCache`."""
 
@@ -88,14 +97,8 @@ class SlotMemory:
         return self.max_tokens // self.capacity_for(max(1, length))
 
     def capacity_for(self, length: int) -> int:
-        """Tokens that slots have where the longest row has `length`: up to an eighth more, so that they change seldom.
-
-        It depends on nothing else, because a row's numbers depend on it in their last bits.
-        """
-        if self.exact is not None:
-            return self.exact.num_keys(length)
-        step = max(KEYS, 1 << max(0, length.bit_length() - 4))
-        return -(-length // step) * step
+        """Tokens that slots have where the longest row has `length`."""
+        return slot_capacity(length) if self.exact is None else self.exact.num_keys(length)
 
     def size_for(self, rows: int, length: int, *, wanted: int, longest: int) -> Size | None:
         """To hold `rows` of `length` tokens now, and as it goes on `wanted` rows of up to `longest`; None: no room.

@@ -143,7 +143,7 @@ class RolloutConfig:
     lora_as_adapters: bool = key(
         False, "vllm: LoRA adapters are sent by themselves, over weights that are sent once; false: folded into the weights"
     )
-    update_weights_bucket_megabytes: int = key(256, "vllm, sglang: weights that travel together", minimum=1)
+    update_weights_bucket_megabytes: int = key(256, "vllm, sglang: weights that travel together; by shared memory at most 16", minimum=1)
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
     server: RolloutServerConfig = group(RolloutServerConfig)
     log_prob_micro_batch_size_per_gpu: int | None = key(

@@ -238,6 +238,13 @@ def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch)
     assert_nothing_is_held(session)
 
 
+def test_a_prompt_that_goes_on_from_that_of_a_group_begins_behind_its_own_end() -> None:
+    engine, prompt, sampling = tiny_engine(dtype=torch.float64, max_num_seqs=2), tuple(range(3, 23)), SamplingParams(5, ignore_eos=True)
+    requests = [GenerationRequest(i, prompt + (7, 8) * (i == 3), sampling, seed=i) for i in range(4)]
+    wanted, outputs = alone(tiny_engine(dtype=torch.float64), requests), run(engine, requests)
+    assert [number for number in wanted if not same(outputs[number], wanted[number])] == []
+
+
 def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(6)
     requests = [GenerationRequest(i, random_prompt(draw, 4), SamplingParams(100, ignore_eos=True), seed=i) for i in range(4)]

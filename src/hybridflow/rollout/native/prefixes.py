@@ -33,11 +33,8 @@ class Prefix:
     length: int
     slot: int | None = None
     kept: Kept | None = None
-
-    @property
-    def state(self) -> Tensor | None:
-        """The last hidden state [1, H], where the whole prompt is kept with it: nothing is left to compute."""
-        return None if self.kept is None or self.length < len(self.kept.tokens) else self.kept.state
+    state: Tensor | None = None
+    """The last hidden state [1, H], where it is the whole prompt: nothing is left to compute."""
 
 
 @dataclass(eq=False)
@@ -103,7 +100,7 @@ class PrefixStore:
         whole = self._kept.get(prompt)
         if whole is not None and whole.state is not None:
             self._kept[prompt] = self._kept.pop(prompt)
-            return Prefix(len(prompt), kept=whole)
+            return Prefix(len(prompt), kept=whole, state=whole.state)
         if not self.reuse or len(prompt) <= LEAST:
             return None
         begin = prompt[:LEAST]

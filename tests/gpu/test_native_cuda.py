@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from hybridflow.models.paged_layout import varlen_kernel
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
@@ -101,6 +102,24 @@ def test_weights_that_were_moved_are_recorded_anew() -> None:
     for parameter in engine.policy.parameters():
         parameter.data = parameter.data.clone()
     assert tokens(engine, asked) == first and engine.graphs.num_recorded == 2 * known
+
+
+@pytest.mark.skipif(varlen_kernel() is None, reason="this torch has no attention that reads blocks")
+def test_rows_in_blocks_get_the_log_probs_of_rows_in_slots() -> None:
+    asked = [
+        GenerationRequest(row, tuple(range(3, 200 + 40 * row)), SamplingParams(temperature=0.0, max_tokens=120), seed=row)
+        for row in range(8)
+    ]
+    outputs = []
+    for kind, eager in (("slots", False), ("paged", True), ("paged", False)):
+        engine = NativeEngine(policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=6, kv_cache=kind, enforce_eager=eager)  # type: ignore[arg-type]
+        outputs.append({output.request_id: output for output in engine.generate(asked)})
+        assert eager or (engine.graphs is not None and engine.graphs.problem is None)
+    for other in outputs[1:]:
+        for number, output in outputs[0].items():
+            pairs = zip(output.token_ids, other[number].token_ids)
+            same = next((place for place, (first, second) in enumerate(pairs) if first != second), len(output.token_ids))
+            assert same > 0 and output.log_probs[:same] == pytest.approx(other[number].log_probs[:same], abs=0.1)
 
 
 def test_a_model_that_cannot_be_recorded_is_decoded_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,9 @@ class RolloutConfig:
     )
     enable_chunked_prefill: bool = key(True, "vllm, sglang: long prompts in parts, beside decoding rows")
     enable_prefix_caching: bool = key(True, "prompts that begin alike share their keys and values")
+    kv_cache: Literal["auto", "slots", "paged"] = key(
+        "auto", "native: keys and values in a slot for each row, or in blocks of 256 tokens; auto: blocks on CUDA where a kernel reads them"
+    )
     free_cache_engine: bool = key(True, "vllm, sglang: give its memory back while the actor trains")
     load_format: str = key("dummy", "vllm, sglang: weights before the first push; dummy: none, auto: those of the model's folder")
     quantization: str | None = key(None, "vllm, sglang: generate with quantised weights, for example fp8")

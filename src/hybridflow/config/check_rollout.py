@@ -21,7 +21,7 @@ VLLM_KEYS = (
     "server",
 )
 """Keys that change nothing of what the native engine gives."""
-NATIVE_KEYS = ("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes")
+NATIVE_KEYS = ("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes", "kv_cache")
 """Keys of the native engine that the hf engine does not read."""
 OURS = (
     *("worker_extension_cls", "logprobs_mode", "generation_config", "seed", "model", "tensor_parallel_size", "enable_sleep_mode"),
@@ -72,6 +72,8 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             f"{ROLLOUT}.cudagraph_capture_sizes: read by the native engine; with {ROLLOUT}.name={rollout.name} set "
             f"{ROLLOUT}.engine_kwargs.{instead}"
         )
+    if rollout.name in WITH_WEIGHTS and rollout.kv_cache != "auto":
+        yield f"{ROLLOUT}.kv_cache={rollout.kv_cache}: read by the native engine; {ROLLOUT}.name={rollout.name} has blocks of its own"
     if rollout.name in WITH_WEIGHTS and rollout.quantization:
         yield f"{ROLLOUT}.quantization={rollout.quantization}: tokens come from rounded weights; consider algorithm.rollout_correction"
 

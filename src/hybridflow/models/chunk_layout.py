@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.models.attention import Kernel, Scores, make_buckets, masked_attention
-from hybridflow.models.kv_cache import Places, SlotCache
+from hybridflow.models.kv_cache import KVCache, Places
 
 QUERY_BLOCK = 512
 """Queries of one attention call, so that masks stay small beside the keys."""
@@ -38,7 +38,7 @@ class ChunkLayout:
     exact: Kernel | None = None
     """Attends instead of the device's own kernels; set in exact mode."""
 
-    def __init__(self, cache: SlotCache, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], places: Places) -> None:
+    def __init__(self, cache: KVCache, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], places: Places) -> None:
         """`places` is where the new keys and values go; the slots named here have to be among them."""
         assert min(lengths) > 0 and max(a + b for a, b in zip(starts, lengths)) <= cache.capacity, (
             "pieces have tokens, and room in their slots"
@@ -77,7 +77,7 @@ class ChunkLayout:
         """Queries [N, H, D] of one bucket -> [n, Q, H, Dv]."""
         bucket = self._buckets[number]
         longest = max(bucket.ends)
-        keys, values = (_of_slots(x[scores.layer_idx], bucket.slots, longest) for x in (self.cache.keys, self.cache.values))
+        keys, values = self.cache.tokens_of(scores.layer_idx, bucket.slots, longest)
         queries = tokens[bucket.index].transpose(1, 2)
         parts = []
         for block, end in enumerate(bucket.ends):
@@ -112,11 +112,6 @@ class ChunkLayout:
                 restore[first : first + lengths[row]] = torch.arange(padded, padded + lengths[row])
                 padded += longest
         return restore
-
-
-def _of_slots(stored: Tensor, slots: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of some slots, [n, KV, length, D]."""
-    return stored[:, :, :length].index_select(0, slots)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scores: Scores) -> Tensor:

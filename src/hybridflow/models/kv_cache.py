@@ -10,6 +10,7 @@ A new row's slot is cleared first: what a mask hides still has to be finite.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,69 @@ def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
     """What one more token takes in a `SlotCache` of these layers: in each of them, and in the spare memory of each size."""
     spare = {(shape.kv_heads * dim, shape.dtype) for shape in shapes.values() for dim in (shape.key_dim, shape.value_dim)}
     return sum(shape.bytes_per_token for shape in shapes.values()) + sum(width * dtype.itemsize for width, dtype in spare)
+
+
+class RowCopy:
+    """The first tokens of a row, kept outside of the slots."""
+
+
+class KVCache(ABC):
+    """Keys and values by layer, of rows that are each in a slot; how they lie is for the cache and the layouts of attention to know."""
+
+    shares = False
+    """Rows that begin alike have those tokens once."""
+    num_slots: int
+    capacity: int
+    """Tokens that a slot can have now."""
+    room: int
+    """Tokens in each layer that there is memory for now."""
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+
+    @abstractmethod
+    def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
+        """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
+
+    @abstractmethod
+    def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys [n, KV, length, D] and values [n, KV, length, Dv] of the first tokens of slots [n] int64."""
+
+    @abstractmethod
+    def read(self, slot: int, length: int) -> RowCopy:
+        """Keep the first `length` tokens of a slot."""
+
+    @abstractmethod
+    def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
+        """The first `length` tokens of what `read` kept go to slots of new rows."""
+
+    @abstractmethod
+    def clear(self, start: int, stop: int) -> None:
+        """Slots start..stop-1 are for new rows."""
+
+    @abstractmethod
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """What is in slots `source` goes to slots `destination`; the two share no slot."""
+
+    @abstractmethod
+    def fork(self, source: int, destination: Sequence[int], length: int) -> None:
+        """The first `length` tokens of one slot go to slots of new rows."""
+
+    @abstractmethod
+    def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
+        """Tokens of these slots are to be written, up to `stop` (left out: one more of each)."""
+
+    @abstractmethod
+    def drop(self, start: int, stop: int) -> None:
+        """No row is in slots start..stop-1 any longer."""
+
+    @abstractmethod
+    def wipe(self, slots: Sequence[int]) -> None:
+        """What is in these slots is not finite, and must not stay behind."""
 
 
 class Places:
@@ -69,16 +133,24 @@ class Places:
             self._flat[(kv_heads, capacity)] = known
         return known
 
+    def in_blocks(self, table: Tensor, block_size: int) -> Tensor:
+        """Place of each token in a layer seen as [blocks * block_size, KV, D], by the blocks [slots, n] of each slot: [N] int64."""
+        known = self._flat.get((0, block_size))
+        if known is None:
+            blocks = table[self.slots, torch.div(self.positions, block_size, rounding_mode="floor")].long()
+            known = self._flat[(0, block_size)] = blocks * block_size + self.positions % block_size
+        return known
+
 
 @dataclass(frozen=True)
-class SlotCopy:
+class SlotCopy(RowCopy):
     """Keys [KV, L, D] and values [KV, L, Dv] of the first tokens of a row, by layer."""
 
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
 
 
-class SlotCache:
+class SlotCache(KVCache):
     """Keys and values of `num_slots` rows of at most `capacity` tokens each; a slot in use holds zeros behind its row's tokens.
 
     Each layer has room in one flat piece of memory, which is seen as [slots, KV, capacity, D]. Another capacity is another way to see it:
@@ -88,8 +160,8 @@ class SlotCache:
 
     def __init__(self, shapes: dict[int, LayerShape], num_slots: int, capacity: int, device: torch.device | str = "cpu") -> None:
         self.num_slots = self.capacity = self.room = 0
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self._device = device
+        self.keys, self.values = {}, {}
         for layer, shape in shapes.items():
             self.keys[layer] = torch.zeros(0, shape.kv_heads, 0, shape.key_dim, dtype=shape.dtype, device=device)
             self.values[layer] = torch.zeros(0, shape.kv_heads, 0, shape.value_dim, dtype=shape.dtype, device=device)
@@ -141,11 +213,13 @@ class SlotCache:
         keys, values = ({layer: x[slot, :, :length].clone() for layer, x in stored.items()} for stored in (self.keys, self.values))
         return SlotCopy(keys, values)
 
-    def load(self, copy: SlotCopy, destination: Tensor, length: int) -> None:
-        """The first `length` tokens of a copy go to slots destination [n]."""
+    def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
+        """The first `length` tokens of a copy go to these slots."""
+        assert isinstance(copy, SlotCopy), f"slots cannot load {type(copy).__name__}"
+        index = torch.tensor(destination, device=self._device)
         for stored, kept in ((self.keys, copy.keys), (self.values, copy.values)):
             for layer, new in kept.items():
-                stored[layer][:, :, :length].index_copy_(0, destination, new[None, :, :length].expand(len(destination), -1, -1, -1))
+                stored[layer][:, :, :length].index_copy_(0, index, new[None, :, :length].expand(len(index), -1, -1, -1))
 
     def clear(self, start: int, stop: int) -> None:
         """Zeros in slots start..stop-1, for new rows."""
@@ -160,13 +234,29 @@ class SlotCache:
             flat = places.flat(stored.shape[1], stored.shape[2])
             stored.view(-1, stored.shape[-1]).index_copy_(0, flat, new.reshape(-1, stored.shape[-1]))
 
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots source [n] to slots destination [n]; the two share no slot."""
-        for stored in (*self.keys.values(), *self.values.values()):
-            stored.index_copy_(0, destination, stored.index_select(0, source))
+    def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """A copy of the first tokens of some slots."""
+        keys, values = (stored[layer][:, :, :length].index_select(0, slots) for stored in (self.keys, self.values))
+        return keys, values
 
-    def fork(self, source: int, destination: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of one slot to slots destination [n]."""
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Copy slots `source` to slots `destination`; the two share no slot."""
+        places, index = torch.tensor([source, destination], device=self._device)
+        for stored in (*self.keys.values(), *self.values.values()):
+            stored.index_copy_(0, index, stored.index_select(0, places))
+
+    def fork(self, source: int, destination: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of one slot to slots `destination`."""
+        index = torch.tensor(destination, device=self._device)
         for stored in (*self.keys.values(), *self.values.values()):
             used = stored[:, :, :length]
-            used.index_copy_(0, destination, used[source : source + 1].expand(len(destination), -1, -1, -1))
+            used.index_copy_(0, index, used[source : source + 1].expand(len(index), -1, -1, -1))
+
+    def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
+        """Slots have their room already."""
+
+    def drop(self, start: int, stop: int) -> None:
+        """What is there stays until the next row."""
+
+    def wipe(self, slots: Sequence[int]) -> None:
+        """The next row's slot is cleared in any case."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.models.attention import Kernel, Scores, masked_attention
-from hybridflow.models.kv_cache import Places, SlotCache
+from hybridflow.models.kv_cache import KVCache, Places
 
 
 class SlotLayout:
@@ -21,7 +21,7 @@ class SlotLayout:
     exact: Kernel | None = None
     """Attends instead of the device's own kernels; set in exact mode."""
 
-    def __init__(self, cache: SlotCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
+    def __init__(self, cache: KVCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
         """lengths [B] int64: tokens in each slot so far; `longest` is their maximum (told, so that nothing waits for the device).
 
         `num_keys`: attend over so many places of each slot, more than `longest`; left out: all of them on CPU, else up to the newest token.
@@ -41,7 +41,7 @@ class SlotLayout:
         batch, heads, num_queries, dim = query.shape
         assert batch == self.num_rows and num_queries == 1, f"slot layout of {self.num_rows} rows, query {tuple(query.shape)}"
         self.cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
-        keys, values = self.cache.keys[scores.layer_idx][:batch], self.cache.values[scores.layer_idx][:batch]
+        keys, values = self._stored(scores.layer_idx)
         window = scores.window(self.num_keys)
         if self.exact is not None:
             return self.exact.attend(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
@@ -60,6 +60,10 @@ class SlotLayout:
             weights = raw.softmax(-1, dtype=torch.promote_types(raw.dtype, torch.float32))
             attended = torch.bmm(weights.to(values.dtype), values.flatten(0, 1))
         return attended.reshape(batch, 1, heads, values.shape[-1])
+
+    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [B, KV, K, D] and values [B, KV, K, Dv] of the rows, at least `num_keys` of each."""
+        return self.cache.keys[layer][: self.num_rows], self.cache.values[layer][: self.num_rows]
 
     def _mask(self, window: int | None) -> Tensor:
         """[B, K] bool: positions up to the new token, and in the newest `window` of them."""

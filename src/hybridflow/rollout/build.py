@@ -37,6 +37,7 @@ def build_rollout_engine(
             enable_prefix_caching=config.enable_prefix_caching,
             enforce_eager=config.enforce_eager,
             cudagraph_capture_sizes=config.cudagraph_capture_sizes,
+            kv_cache=config.kv_cache,
             source=source,
             replica=replica,
             decode=decode,

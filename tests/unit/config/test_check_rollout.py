@@ -59,5 +59,8 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
     assert any("compilation_config" in note for note in prepare_config(PPOConfig, [*base, VLLM, *sizes]).notes)
     others = prepare_config(PPOConfig, [*base, SGLANG, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"])
     assert any("engine_kwargs.vllm: not read" in note for note in others.notes)
+    blocks = [f"{ROLLOUT}.kv_cache=paged"]
+    assert not any("kv_cache" in note for note in prepare_config(PPOConfig, [*base, *blocks]).notes)
+    assert any("has blocks of its own" in note for note in prepare_config(PPOConfig, [*base, VLLM, *blocks]).notes)
     rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
     assert any("rounded weights" in note for note in rounded.notes)

@@ -39,10 +39,10 @@ def test_pieces_go_to_each_of_their_slots() -> None:
 
 def test_moving_and_forking_copy_whole_slots_up_to_a_length() -> None:
     cache, before = filled(), filled()
-    cache.move(torch.tensor([4, 3]), torch.tensor([0, 2]))
+    cache.move([4, 3], [0, 2])
     assert torch.equal(cache.keys[0][0], before.keys[0][4]) and torch.equal(cache.values[3][2], before.values[3][3])
     assert torch.equal(cache.values[3][1], before.values[3][1])
-    cache.fork(4, torch.tensor([1, 2, 3]), length=6)
+    cache.fork(4, [1, 2, 3], length=6)
     assert all(torch.equal(cache.keys[3][slot, :, :6], before.keys[3][4, :, :6]) for slot in (1, 2, 3))
 
 
@@ -112,7 +112,7 @@ def test_a_copy_outlives_its_slot() -> None:
     copy = cache.read(1, 5)
     cache.clear(1, 3)
     assert not cache.keys[0][1:3].any() and torch.equal(cache.keys[0][3], before.keys[0][3])
-    cache.load(copy, torch.tensor([0, 4]), 4)
+    cache.load(copy, [0, 4], 4)
     for slot in (0, 4):
         assert torch.equal(cache.values[3][slot, :, :4], before.values[3][1, :, :4])
         assert torch.equal(cache.values[3][slot, :, 4:], before.values[3][slot, :, 4:])

@@ -104,5 +104,5 @@ def test_a_prompt_that_shares_half_of_it_waits_for_the_pass_that_computes_it() -
 
 def test_memory_bounds_who_enters() -> None:
     scheduler = Line(requests_for([(4,) * 6, (5,) * 20], n=3), max_rows=8, max_batched_tokens=99)
-    batch = scheduler.next_batch(0, lambda length: 100 // length, longest=3)
+    batch = scheduler.next_batch(0, lambda taken, batch, context, prefix: 100 // (len(context) + 1) - taken)
     assert [len(a.entering) for a in batch] == [3, 1]

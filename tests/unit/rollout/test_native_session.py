@@ -13,7 +13,6 @@ from hybridflow.models.kv_cache import bytes_per_token
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native import engine as engine_module
-from hybridflow.rollout.native import generation as generation_module
 from hybridflow.rollout.native import memory as memory_module
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.session import Session
@@ -309,8 +308,7 @@ def test_random_sequences_give_what_each_request_gets_alone(kind: str, tokens: i
     oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
     engine = tiny_engine(kind, torch.float64, max_num_seqs=5, max_num_batched_tokens=24)
     limit_memory(engine, tokens, monkeypatch)
-    for module in (generation_module, memory_module):
-        monkeypatch.setattr(module, "AHEAD", 4)
+    monkeypatch.setattr(memory_module, "AHEAD", 4)
     monkeypatch.setattr(memory_module, "KEYS", 2)
     session = engine.open()
     known: dict[int, GenerationRequest] = {}

@@ -9,25 +9,34 @@ open() ──► Session: requests join at any time
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hybridflow.distributed.replica import Replica
 from hybridflow.errors import HybridFlowError, RolloutError
-from hybridflow.models.attention import PackedLayout
+from hybridflow.models.attention import PackedLayout, Scores
+from hybridflow.models.flat_decoder import ScoresSeen
 from hybridflow.models.kv_cache import LayerShape
-from hybridflow.models.policy import PolicyModel
+from hybridflow.models.paged_layout import BLOCK_SIZE, kernel_problem, varlen_kernel
+from hybridflow.models.policy import PolicyModel, run_backbone
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
 from hybridflow.rollout.native.generation import BatchSettings, Generation, Weights
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
-from hybridflow.rollout.native.memory import SlotMemory, free_memory
+from hybridflow.rollout.native.memory import KVMemory, SlotMemory, free_memory
+from hybridflow.rollout.native.paged_memory import PagedMemory
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import refused, request_problem
 from hybridflow.rollout.unused_memory import give_back
+
+logger = logging.getLogger(__name__)
+
+CacheKind = Literal["auto", "slots", "paged"]
 
 
 class NativeEngine:
@@ -38,6 +47,7 @@ class NativeEngine:
     `recompute_on_update`: when weights change while rows run, the keys and values of these rows are computed again; else they stay.
     `decode`: token ids to text, for requests with stop texts; left out, such a request gives an error.
     `enforce_eager`: no CUDA graphs; `cudagraph_capture_sizes`: numbers of rows to make them for; left out: few, up to `max_num_seqs`.
+    `kv_cache`: rows in slots or in blocks; auto: blocks on CUDA, where a kernel reads them. `block_size`: tokens of a block.
     """
 
     def __init__(
@@ -55,6 +65,8 @@ class NativeEngine:
         decode: Decode | None = None,
         enforce_eager: bool | None = None,
         cudagraph_capture_sizes: Sequence[int] | None = None,
+        kv_cache: CacheKind = "auto",
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.policy, self.source, self.replica = policy, source, replica or Replica()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
@@ -67,8 +79,10 @@ class NativeEngine:
         self._stats = RolloutStats()
         self._asleep = source is not None
         self._session: Session | None = None
-        self._memory: SlotMemory | None = None
+        self._memory: KVMemory | None = None
         self._shapes: dict[int, LayerShape] | None = None
+        self.kv_cache, self.block_size = kv_cache, block_size
+        self._paged = False
         self.enforce_eager, self.cudagraph_capture_sizes = enforce_eager, cudagraph_capture_sizes
         self.graphs: GraphDecoder | None = None
         """Decode steps that are recorded; None before the first use, and where they are not."""
@@ -203,11 +217,12 @@ class NativeEngine:
             sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None
         )
 
-    def _slots(self) -> SlotMemory:
+    def _slots(self) -> KVMemory:
         """The KV cache, empty at first, and how large it may become."""
         if self._memory is None:
             if self._shapes is None:
-                self._shapes = layer_shapes(self.policy)
+                self._shapes, scores = layer_facts(self.policy)
+                self._paged = self._chosen(self._shapes, scores)
                 self.graphs = graph_decoder(
                     self.policy,
                     max_rows=self.max_num_seqs,
@@ -216,9 +231,32 @@ class NativeEngine:
                     ranks=self.replica.size,
                 )
             budget = self.replica.smallest(int(self.gpu_memory_utilization * free_memory(self.policy.device)))
-            self._memory = SlotMemory(self._shapes, budget, self.policy.device)
+            self._memory = self._new_memory(self._shapes, budget)
         self._memory.exact = self.policy.exact
         return self._memory
+
+    def _new_memory(self, shapes: dict[int, LayerShape], budget: int) -> KVMemory:
+        device = self.policy.device
+        if not self._paged:
+            return SlotMemory(shapes, budget, device)
+        kernel = varlen_kernel() if device.type == "cuda" else None
+        return PagedMemory(shapes, budget, device, max_rows=self.max_num_seqs, block_size=self.block_size, kernel=kernel)
+
+    def _chosen(self, shapes: dict[int, LayerShape], scores: dict[int, Scores]) -> bool:
+        """Whether rows are in blocks; RolloutError where they are to be, and no kernel of the device reads them. Ranks agree."""
+        device = self.policy.device
+        if self.kv_cache == "slots" or (self.kv_cache == "auto" and (device.type != "cuda" or self.policy.exact is not None)):
+            return False
+        if device.type != "cuda":  # no kernel: rows are gathered, which is right and slow
+            return True
+        problem = kernel_problem(shapes, scores, device, self.block_size)
+        if self.replica.smallest(int(problem is None)) == 1:
+            return True
+        problem = problem or "another rank has no kernel for them"
+        if self.kv_cache == "paged":
+            raise RolloutError(f"actor_rollout_ref.rollout.kv_cache=paged: {problem}; set it to slots")
+        logger.info("the KV cache is in slots: %s", problem)
+        return False
 
     def _open(self, max_rows: int, *, lasting: bool) -> Session:
         """A session of at most `max_rows` rows at once. A `lasting` one gives running rows their next token after each prefill pass,
@@ -266,13 +304,19 @@ def _most_tokens(request: GenerationRequest) -> int:
 
 
 @torch.no_grad()
-def layer_shapes(policy: PolicyModel) -> dict[int, LayerShape]:
-    """What each layer stores per token, seen in a pass over one token."""
+def layer_facts(policy: PolicyModel) -> tuple[dict[int, LayerShape], dict[int, Scores]]:
+    """What each layer stores per token, and how it scores keys, seen in a pass over one token."""
     shapes: dict[int, LayerShape] = {}
 
     def look(layer: int, key: Tensor, value: Tensor) -> None:
         shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=policy.device)
-    policy.hidden(token, token, PackedLayout.build([1], policy.device, kv_sink=look))
-    return shapes
+    seen = ScoresSeen(PackedLayout.build([1], policy.device, kv_sink=look))
+    run_backbone(policy.hf.base_model, token, token, seen)
+    return shapes, seen.of_layer
+
+
+def layer_shapes(policy: PolicyModel) -> dict[int, LayerShape]:
+    """What each layer stores per token."""
+    return layer_facts(policy)[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from hybridflow.models.attention import PackedLayout
 from hybridflow.models.chunk_layout import ChunkLayout
-from hybridflow.models.kv_cache import Places, SlotCache
+from hybridflow.models.kv_cache import KVCache, Places
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
 from hybridflow.rollout.native.graphs import GraphDecoder, decode_rows
-from hybridflow.rollout.native.memory import AHEAD, Size, SlotMemory
+from hybridflow.rollout.native.memory import KVMemory, Running
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixStore
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Aside, Scheduler, Waiting
@@ -72,7 +73,7 @@ class Generation:
     def __init__(
         self,
         policy: PolicyModel,
-        memory: SlotMemory,
+        memory: KVMemory,
         settings: BatchSettings,
         *,
         weights: Callable[[], Weights],
@@ -91,11 +92,16 @@ class Generation:
         self._pieces_weights = self._seen.state  # state of the weights that computed the first piece of the prompt in pieces
         self._longest = 0  # most tokens in any slot in use
         self._longest_ever = 0  # that any request may come to
+        memory.begin(self.prefixes)
 
     @property
-    def cache(self) -> SlotCache:
-        """The slots."""
+    def cache(self) -> KVCache:
+        """The slots, or the blocks of each."""
         return self.memory.cache
+
+    @property
+    def _running(self) -> Running:
+        return Running(self.rows.count, self._longest, self._longest_ever, self.scheduler.tokens_in_pieces)
 
     @property
     def done(self) -> bool:
@@ -120,6 +126,7 @@ class Generation:
         """Admit what may enter, decode one token for every row, and return the rows that finished."""
         started = perf_counter()
         self._follow_weights()
+        self._drop_pieces()
         outputs = self._admit()
         if self.rows.count:
             self._make_room()
@@ -135,8 +142,14 @@ class Generation:
         running = [row for row, request in enumerate(self.rows.requests) if request.request_id in request_ids]
         if running:
             outputs += self._leave(running, aborted=True)
+        self._drop_pieces()
         self.stats.generated_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
+
+    def close(self) -> None:
+        """Nothing of it is needed any longer."""
+        self.prefixes.clear()
+        self.cache.drop(0, self.cache.num_slots)
 
     def _stops(self, request: GenerationRequest) -> tuple[int, ...]:
         return request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else self.settings.eos_token_ids)
@@ -182,7 +195,7 @@ class Generation:
     def _admit(self) -> list[GenerationOutput]:
         outputs: list[GenerationOutput] = []
         while self.scheduler.in_pieces or self.scheduler.may_enter(self.rows.count):
-            batch = self.scheduler.next_batch(self.rows.count, self._rows_of, self._longest, self._find)
+            batch = self.scheduler.next_batch(self.rows.count, partial(self.memory.free_rows, self._running), self._find)
             if not batch:
                 break
             outputs += self._enter(batch)
@@ -196,7 +209,8 @@ class Generation:
         entering = [one for admission in batch for one in admission.entering]
         longest = max(self._longest, *(len(admission.prompt) for admission in batch))
         used = start + len(entering)
-        apart = self.scheduler.in_pieces or (batch[0].continues and used < min(self.settings.max_rows, self._rows_of(longest + 1)))
+        slots = self.memory.rows_of(self._running.ahead(longest + 1))
+        apart = self.scheduler.in_pieces or (batch[0].continues and used < min(self.settings.max_rows, slots))
         self._resize(used + int(apart), longest + 1, in_pieces=batch[0].continues)
         weights = [self._pieces_weights if admission.continues else self._seen.state for admission in batch]
         if self.scheduler.in_pieces:
@@ -232,34 +246,37 @@ class Generation:
         if self.scheduler.in_pieces and not batch[-1].continues:
             self.cache.clear(last, last + 1)
         pieces: list[_Piece] = []
-        for admission, own in zip(batch, _slots(batch, start)):
-            slots = own if own and not admission.continues else [last]
-            if admission.prefix is not None:
-                self._copy(admission.prefix, slots)
+        filled = [self._filled(admission, own) for admission, own in zip(batch, _slots(batch, start))]
+        for admission, slots in zip(batch, filled):
+            if (prefix := admission.prefix) is not None and prefix.kept is not None:
+                self.cache.load(prefix.kept.copy, slots, prefix.length)
+            elif prefix is not None and prefix.slot is not None:
+                self.cache.fork(prefix.slot, slots, prefix.length)
             if admission.start < admission.stop:
                 pieces.append(_Piece(admission.prompt[admission.start : admission.stop], admission.start, slots))
-        computed = iter(self._compute(pieces).split(1) if pieces else ())
-        others = [slot for slot in _slots(batch, start)[0] if slot != last]
-        if batch[0].continues and others:
-            self.cache.fork(last, self._index(others), batch[0].stop)
-        states = []
-        for admission in batch:
+        computed, states = iter(self._compute(pieces).split(1) if pieces else ()), []
+        for admission, own, slots in zip(batch, _slots(batch, start), filled):
+            if own and slots[0] not in own:  # the slot of the pieces becomes free
+                self.cache.move(slots, own[:1])
+                slots = own[:1]
+            if others := [slot for slot in own if slot not in slots]:
+                self.cache.fork(slots[0], others, admission.stop)
             kept = None if admission.prefix is None else admission.prefix.state
             states.append(next(computed) if kept is None else kept)
         return states
 
-    def _copy(self, prefix: Prefix, slots: list[int]) -> None:
-        """What is at hand of a prompt, to its slots."""
-        if prefix.kept is not None:
-            self.cache.load(prefix.kept.copy, self._index(slots), prefix.length)
-        else:
-            assert prefix.slot is not None
-            self.cache.fork(prefix.slot, self._index(slots), prefix.length)
+    def _filled(self, admission: Admission, own: list[int]) -> list[int]:
+        """Slots that get what is at hand and what is computed; the others of its `own` get it from the first of these."""
+        if admission.continues or not own:
+            return [self.cache.num_slots - 1]
+        return own[:1] if self.cache.shares else own
 
     def _compute(self, pieces: Sequence[_Piece]) -> Tensor:
         """One packed pass over pieces, whose keys and values go to their slots; last hidden state [n, H] of each."""
         device = self.policy.device
         lengths, starts = [len(piece.tokens) for piece in pieces], [piece.start for piece in pieces]
+        for piece in pieces:
+            self.cache.extend(piece.slots, piece.start + len(piece.tokens))
         places = Places.of_pieces(lengths, starts, [piece.slots for piece in pieces], device)
         layout: PackedLayout | ChunkLayout
         if any(starts):
@@ -274,10 +291,7 @@ class Generation:
         position_ids = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths)])[None].to(device)
         hidden = self.policy.hidden(input_ids, position_ids, layout)[0]
         self.stats.prefill_tokens += len(hidden)
-        return hidden.index_select(0, self._index(lengths).cumsum(0) - 1)
-
-    def _index(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, device=self.policy.device)
+        return hidden.index_select(0, torch.tensor(lengths, device=device).cumsum(0) - 1)
 
     def _keep_prompt(self, admission: Admission, own: list[int], state: Tensor) -> None:
         """Keep the prompt where more requests of it wait, and let it go where none does."""
@@ -291,39 +305,31 @@ class Generation:
 
     def _makes_room_for(self, num_tokens: int) -> bool:
         """Whether so many tokens more can be kept beside the slots; older ones go for them."""
-        room = self.memory.max_tokens - self.memory.num_tokens - num_tokens
+        room = self.memory.max_kept - num_tokens
         self.prefixes.shrink(max(0, room))
         return room >= 0
 
-    def _rows_of(self, length: int) -> int:
-        """How many rows of `length` tokens may run; with some room, so that they do not have to leave at once."""
-        return self.memory.rows_of(max(length, min(length + AHEAD, self._longest_ever)))
-
     def _resize(self, rows: int, length: int, *, in_pieces: bool) -> None:
         """See that there are slots for `rows` of `length` tokens; the rows and the prompt `in_pieces` stay."""
-        live = rows + self.scheduler.num_waiting
-        size = self.memory.size_for(rows, length, wanted=min(self.settings.max_rows, live), longest=self._longest_ever)
-        assert size is not None, f"{rows} rows of {length} tokens were let in, but memory holds {self.memory.max_tokens} tokens"
-        now = Size(self.cache.num_slots, self.cache.capacity, self.cache.room)
-        if size != now:
-            self.prefixes.shrink(max(0, self.memory.max_tokens - size.room))
-            kept = min(now.capacity, size.capacity)
-            self.cache.resize(size.slots, size.capacity, rows=self.rows.count, length=kept, last=in_pieces, room=size.room)
+        live = min(self.settings.max_rows, rows + self.scheduler.num_waiting)
+        self.memory.fit(self._running, rows, length, live=live, in_pieces=in_pieces, prefixes=self.prefixes)
 
     def _make_room(self) -> None:
         """See that each row has room for one more token: if there is none, the prompt in pieces begins anew, then the newest rows leave."""
-        while self.rows.count + int(self.scheduler.in_pieces) > self.memory.rows_of(self._needed):
+        while not self.memory.has_next(self._running):
             if self.scheduler.in_pieces:
                 self.scheduler.begin_anew()
             else:
                 self._put_aside()
-        in_pieces = self.scheduler.in_pieces
-        self._resize(self.rows.count + int(in_pieces), self._needed, in_pieces=in_pieces)
+            self._drop_pieces()
+        now, in_pieces = self._running, self.scheduler.in_pieces
+        self._resize(now.rows + int(in_pieces), max(now.longest, now.in_pieces) + 1, in_pieces=in_pieces)
+        self.cache.extend(range(self.rows.count))
 
-    @property
-    def _needed(self) -> int:
-        """Tokens that every slot needs room for: the longest row, or the prompt in pieces, and one more."""
-        return max(self._longest, self.scheduler.tokens_in_pieces) + 1
+    def _drop_pieces(self) -> None:
+        """Where no prompt is in pieces any longer, nothing is in their slot."""
+        if not self.scheduler.in_pieces:
+            self.cache.drop(max(self.rows.count, self.cache.num_slots - 1), self.cache.num_slots)
 
     def _put_aside(self) -> None:
         """The row that entered last waits, with what it has, until there is room again."""
@@ -358,6 +364,7 @@ class Generation:
         broken = [row for row, output in zip(leaving, outputs) if output.error is not None]
         if broken:  # what is kept may be not finite either
             self.prefixes.clear()
+            self.cache.wipe(broken)
         elif self.settings.keep_finished:
             for row, output in zip(leaving, outputs):
                 tokens = self.rows.requests[row].prompt_token_ids + tuple(output.token_ids[:-1])
@@ -371,9 +378,11 @@ class Generation:
         """The last rows move into the slots of those that go."""
         for row in rows:
             del self._entered[self.rows.requests[row].request_id]
-        moves = self.rows.remove(rows)
-        if moves is not None:
-            self.cache.move(*moves)
+        count = self.rows.count
+        source, destination = self.rows.remove(rows)
+        if source:
+            self.cache.move(source, destination)
+        self.cache.drop(self.rows.count, count)
         self._longest = int(self.rows.length[: self.rows.count].max()) if self.rows.count else 0
 
 

@@ -1,7 +1,7 @@
 """A decode step as a CUDA graph: recorded once for each bucket of rows and keys, then replayed with a single call.
 
     tokens, lengths [B] ──copy──► buffers [R ≥ B] ──replay (embedding … last hidden state)──► states [R, H] ──first B──► logits, sampling
-                                                     ▲ reads and writes the slots, reads the weights: by their addresses
+                                                     ▲ reads and writes slots or blocks, reads the weights: by their addresses
 
 The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or slots have moved, all graphs are dropped.
 Rows of a bucket beyond the real ones are slots that no row is in: they write to the first position, as a row of one token would, and what
@@ -19,7 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.models.kv_cache import SlotCache
+from hybridflow.models.kv_cache import KVCache
+from hybridflow.models.paged_cache import PagedCache
+from hybridflow.models.paged_layout import PagedLayout
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.slot_layout import SlotLayout
 
@@ -90,13 +92,13 @@ def _refuse_waiting(run: Callable[[], Tensor]) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def decode_rows(
-    policy: PolicyModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int, num_keys: int | None = None
-) -> Tensor:
+def decode_rows(policy: PolicyModel, cache: KVCache, tokens: Tensor, lengths: Tensor, longest: int, num_keys: int | None = None) -> Tensor:
     """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, of lengths [B] tokens, `longest` at most.
 
     `num_keys`: as `SlotLayout` has it.
     """
+    if isinstance(cache, PagedCache):
+        return policy.decode(tokens[:, None], lengths[:, None], PagedLayout(cache, lengths, longest, num_keys))[:, 0]
     return policy.decode(tokens[:, None], lengths[:, None], SlotLayout(cache, lengths, longest, num_keys))[:, 0]
 
 
@@ -121,7 +123,7 @@ class GraphDecoder:
         """Graphs that are kept now."""
         return len(self._graphs)
 
-    def __call__(self, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int, slots: int) -> Tensor:
+    def __call__(self, cache: KVCache, tokens: Tensor, lengths: Tensor, longest: int, slots: int) -> Tensor:
         """Arguments and result of `decode_rows`; the result is overwritten by the next call.
 
         Of the first `slots` slots, those behind the rows are free: nothing is in them that counts.
@@ -186,11 +188,13 @@ class GraphDecoder:
             problem,
         )
 
-    def _drop_stale(self, cache: SlotCache) -> None:
+    def _drop_stale(self, cache: KVCache) -> None:
         """Graphs hold addresses: drop them where slots or weights have others now."""
         if self._weights is None:
             self._weights = [*self.policy.parameters(), *self.policy.buffers()]
-        held = (*cache.keys.values(), *cache.values.values(), *self._weights)
+        held = [*cache.keys.values(), *cache.values.values(), *self._weights]
+        if isinstance(cache, PagedCache):
+            held.append(cache.table)
         addresses = [cache.num_slots, cache.capacity, *(tensor.data_ptr() for tensor in held)]
         if addresses != self._addresses:
             if self._graphs:

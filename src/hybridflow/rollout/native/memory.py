@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from hybridflow.models.exact import ExactMode
-from hybridflow.models.kv_cache import LayerShape, SlotCache, bytes_per_token
+from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token
+
+if TYPE_CHECKING:
+    from hybridflow.rollout.native.prefixes import Prefix, PrefixStore
+    from hybridflow.rollout.native.scheduler import Admission
 
 
 def free_memory(device: torch.device) -> int:
@@ -63,18 +69,34 @@ class Size(NamedTuple):
     """Tokens in each layer."""
 
 
-class SlotMemory:
-    """The KV cache between a start and `sleep`: it grows with the rows and their longest, within a bound in tokens."""
+class Running(NamedTuple):
+    """The rows that decode."""
 
+    rows: int
+    longest: int
+    """Tokens of the longest one."""
+    longest_ever: int
+    """That any request may come to."""
+    in_pieces: int = 0
+    """Tokens of a prompt that is prefilled in part; 0: there is none."""
+
+    def ahead(self, length: int) -> int:
+        """A row of `length` tokens with some room, so that it does not have to leave at once."""
+        return max(length, min(length + AHEAD, self.longest_ever))
+
+
+class KVMemory(ABC):
+    """The KV cache between a start and `sleep`, and who fits into it; within a bound in tokens."""
+
+    cache: KVCache
     exact: ExactMode | None = None
-    """Set: slots have the very number of keys that this mode attends over."""
+    """The mode that attends over what is stored."""
 
     def __init__(self, shapes: dict[int, LayerShape], budget: int, device: torch.device) -> None:
-        """`budget`: bytes that slots and kept prefixes may take together."""
+        """`budget`: bytes that rows and kept prefixes may take together."""
         self.shapes, self.device = shapes, device
         self.bytes_per_token = bytes_per_token(shapes)
         self.max_tokens = budget // self.bytes_per_token
-        self.cache = SlotCache(shapes, 0, 0, device)
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +113,74 @@ class SlotMemory:
             f"{self.max_tokens * self.bytes_per_token / 2**20:.1f} MiB: shorten data.max_prompt_length or data.max_response_length, or "
             "raise actor_rollout_ref.rollout.gpu_memory_utilization"
         )
+
+    @abstractmethod
+    def capacity_for(self, length: int) -> int:
+        """Tokens that one row of `length` tokens takes room for."""
+
+    @abstractmethod
+    def rows_of(self, length: int) -> int:
+        """How many slots there can be for rows of `length` tokens."""
+
+    @abstractmethod
+    def begin(self, prefixes: PrefixStore) -> None:
+        """A session begins, which keeps such prefixes."""
+
+    @abstractmethod
+    def free_rows(self, now: Running, taken: int, batch: Sequence[Admission], context: Sequence[int], prefix: Prefix | None) -> int:
+        """How many rows with this context may enter after `batch`; `taken`: slots that rows have, `prefix`: what is at hand of it."""
+
+    @abstractmethod
+    def has_next(self, now: Running) -> bool:
+        """Whether every running row has room for one more token."""
+
+    @abstractmethod
+    def fit(self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore) -> None:
+        """See that there are slots for `rows` of `length` tokens, which do fit; what runs and the last slot, if `in_pieces`, stay.
+
+        `live`: how many rows there will be."""
+
+    @property
+    @abstractmethod
+    def max_kept(self) -> int:
+        """Tokens that kept prefixes may have now."""
+
+
+class SlotMemory(KVMemory):
+    """Slots that grow with the rows and their longest. In exact mode they have the very number of keys that it attends over."""
+
+    cache: SlotCache
+
+    def __init__(self, shapes: dict[int, LayerShape], budget: int, device: torch.device) -> None:
+        super().__init__(shapes, budget, device)
+        self.cache = SlotCache(shapes, 0, 0, device)
+
+    @property
+    def max_kept(self) -> int:
+        """Tokens that kept prefixes may have: their copies take what slots leave."""
+        return max(0, self.max_tokens - self.num_tokens)
+
+    def begin(self, prefixes: PrefixStore) -> None:
+        """Slots are cleared as rows enter."""
+
+    def free_rows(self, now: Running, taken: int, batch: Sequence[Admission], context: Sequence[int], prefix: Prefix | None) -> int:
+        """As many as there can be slots, all as long as the longest row."""
+        longest = max(now.longest, len(context), *(len(one.prompt) for one in batch), 0)
+        return self.rows_of(now.ahead(longest + 1)) - taken
+
+    def has_next(self, now: Running) -> bool:
+        """Whether there can be slots for the longest row, or the prompt in pieces, and one token more."""
+        return now.rows + int(now.in_pieces > 0) <= self.rows_of(max(now.longest, now.in_pieces) + 1)
+
+    def fit(self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore) -> None:
+        """Give slots the size that is asked for; kept prefixes make room for them."""
+        size = self.size_for(rows, length, wanted=live, longest=now.longest_ever)
+        assert size is not None, f"{rows} rows of {length} tokens were let in, but memory holds {self.max_tokens} tokens"
+        cache = self.cache
+        if size != Size(cache.num_slots, cache.capacity, cache.room):
+            prefixes.shrink(max(0, self.max_tokens - size.room))
+            kept = min(cache.capacity, size.capacity)
+            cache.resize(size.slots, size.capacity, rows=now.rows, length=kept, last=in_pieces, room=size.room)
 
     def rows_of(self, length: int) -> int:
         """How many rows of `length` tokens fit."""

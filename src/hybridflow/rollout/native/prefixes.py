@@ -15,7 +15,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from hybridflow.models.kv_cache import SlotCopy
+from hybridflow.models.kv_cache import RowCopy
 
 LEAST = 16
 """Fewer common tokens are computed again: a copy would hardly be cheaper."""
@@ -42,7 +42,7 @@ class Kept:
     """Keys and values of tokens outside of the slots."""
 
     tokens: tuple[int, ...]
-    copy: SlotCopy
+    copy: RowCopy
     state: Tensor | None
     pinned: bool
     """Requests of this very prompt wait."""
@@ -67,7 +67,7 @@ class PrefixStore:
         """Whether nothing of this prompt is left to compute."""
         return prompt in self._kept and self._kept[prompt].state is not None
 
-    def keep(self, tokens: tuple[int, ...], copy: SlotCopy, state: Tensor | None = None, *, pinned: bool = False) -> None:
+    def keep(self, tokens: tuple[int, ...], copy: RowCopy, state: Tensor | None = None, *, pinned: bool = False) -> None:
         """Keep these tokens; a kept prefix that is the beginning of them is no longer needed."""
         blocks = _blocks(tokens)
         for kept in self._beginnings(tokens, blocks):
@@ -122,6 +122,12 @@ class PrefixStore:
     def shrink(self, num_tokens: int) -> None:
         """Drop until at most so many tokens are kept, the least recently used first and those that are waited for last."""
         self._shrink_to(num_tokens, len(self._kept), pinned=(False, True))
+
+    def drop_one(self) -> bool:
+        """Drop the least recently used one, of those that are waited for last; False: there is none."""
+        had = bool(self._kept)
+        self._shrink_to(self.num_tokens, len(self._kept) - 1, pinned=(False, True))
+        return had
 
     def clear(self) -> None:
         """Drop all."""

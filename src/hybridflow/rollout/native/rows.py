@@ -280,8 +280,8 @@ class RowTable:
             )
         return outputs
 
-    def remove(self, rows: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Drop rows; the last ones move into the holes. (source, destination) of the moves [n] int64, None if there are none."""
+    def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Drop rows; the last ones move into the holes. Source and destination of the moves."""
         leaving, kept = set(rows), self.count - len(rows)
         holes = [row for row in rows if row < kept]
         tail = [row for row in range(kept, self.count) if row not in leaving]
@@ -292,8 +292,8 @@ class RowTable:
                 fact[hole] = fact[row]
             del fact[kept:]
         if not holes:
-            return None
+            return tail, holes
         source, destination = torch.tensor([tail, holes], device=self.device)
         for column in self._columns.values():
             column.index_copy_(0, destination, column.index_select(0, source))
-        return source, destination
+        return tail, holes

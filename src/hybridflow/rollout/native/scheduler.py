@@ -78,6 +78,13 @@ class Admission:
         return self.start > 0 and self.prefix is None
 
 
+FreeRows = Callable[[int, Sequence[Admission], Sequence[int], Prefix | None], int]
+"""From the slots that are taken, the batch so far, the next context and what is at hand of it: how many rows of it may enter."""
+
+Find = Callable[[tuple[int, ...]], Prefix | None]
+"""Which beginning of a prompt is at hand."""
+
+
 def _nothing(context: tuple[int, ...]) -> Prefix | None:
     return None
 
@@ -144,28 +151,25 @@ class Scheduler:
         free = self.max_rows - running
         return running == 0 or free >= max(1, self.max_rows // 16)
 
-    def next_batch(
-        self,
-        running: int,
-        rows_of: Callable[[int], int] | None = None,
-        longest: int = 0,
-        find: Callable[[tuple[int, ...]], Prefix | None] = _nothing,
-    ) -> list[Admission]:
+    def next_batch(self, running: int, free_rows: FreeRows | None = None, find: Find = _nothing) -> list[Admission]:
         """Take groups for one prefill pass of at most `max_batched_tokens` new tokens, while `running` rows decode.
 
-        `rows_of(length)`: how many rows of that length the memory holds; `longest`: tokens of the longest one that runs;
-        `find`: which beginning of a prompt is at hand.
+        `free_rows`: how many more the memory holds.
         """
         batch: list[Admission] = []
         left, rows = self.max_batched_tokens, running
         while self._groups and left >= 0:
             group = self._groups[0]
             size = len(group.context)
-            longest = max(longest, size)
-            free = self.max_rows - rows if rows_of is None else min(self.max_rows, rows_of(longest + 1)) - rows
+            prefix = None if group.computed else find(group.context)
+            free = self.max_rows - rows
+            if free_rows is not None:
+                room = free_rows(rows, batch, group.context, prefix)
+                if room <= 0 and prefix is not None:  # what is kept of it may take more room than it saves
+                    prefix, room = None, free_rows(rows, batch, group.context, None)
+                free = min(free, room)
             if free <= 0:
                 break
-            prefix = None if group.computed else find(group.context)
             start = group.computed if prefix is None else prefix.length
             if start < size and size - start <= self.max_batched_tokens and not group.computed:
                 if batch and (size - start > left or _worth_waiting_for(batch, group.context, start)):

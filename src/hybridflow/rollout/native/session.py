@@ -103,6 +103,7 @@ class Session:
         self._open = False
         for module in self._training:
             module.training = True
+        self._generation.close()
         self._closed(self._broken)
 
     def _check_open(self) -> None:

@@ -1,0 +1,230 @@
+"""Keys and values of the running rows in blocks: [blocks, tokens of a block, KV, D] in each layer, and a table of the blocks of each slot.
+
+    slot 0  [ 4 | 7 | 2 ]        blocks that are full, or only read, may be in several slots and in what is kept: they count who has them
+    slot 1  [ 4 | 7 | 9 ]        the last block of a row is its own, so that it can be written
+    kept    [ 4 | 7 | 2 ]
+
+Which blocks a row has is known on the host, which never waits for the device. Block 0 is no row's: unused places of the table point to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.kv_cache import KVCache, LayerShape, Places, RowCopy
+
+PagedKernel = Callable[..., Any]
+"""Attends over blocks where they lie: `torch.nn.attention.varlen.varlen_attn`, or what has its arguments."""
+
+LEAST_BLOCKS = 16
+"""Memory is taken for so many at least."""
+
+
+class BlockPool:
+    """Which blocks are free, and how many have each of the others."""
+
+    def __init__(self) -> None:
+        self.counts = [1]
+        self.free: list[int] = []
+
+    @property
+    def size(self) -> int:
+        """Blocks that there are, block 0 among them."""
+        return len(self.counts)
+
+    def grow(self, size: int) -> None:
+        """Have `size` blocks."""
+        self.free += range(self.size, size)
+        self.counts += [0] * (size - self.size)
+
+    def take(self, count: int) -> list[int]:
+        """So many free blocks, for one who has each."""
+        assert count <= len(self.free), f"{count} blocks were asked for, and {len(self.free)} are free"
+        taken = [self.free.pop() for _ in range(count)]
+        self.hold(taken)
+        return taken
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more has these blocks."""
+        for block in blocks:
+            self.counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One less has them; those that nobody has are free."""
+        for block in blocks:
+            self.counts[block] -= 1
+            if self.counts[block] == 0:
+                self.free.append(block)
+
+
+class HeldBlocks(RowCopy):
+    """The first tokens of a row, in blocks that stay as long as this object does."""
+
+    def __init__(self, pool: BlockPool, blocks: Sequence[int]) -> None:
+        self.blocks, self._pool = tuple(blocks), pool
+        pool.hold(self.blocks)
+
+    def __del__(self) -> None:
+        self._pool.release(self.blocks)
+
+
+class PagedCache(KVCache):
+    """Rows in blocks, at most `max_blocks`; memory for them grows by doubling, and then `evict` is asked to let kept ones go."""
+
+    shares = True
+    kernel: PagedKernel | None = None
+    """How decoding attends; None: the tokens of each row are gathered, and attended over as in slots."""
+
+    def __init__(
+        self, shapes: dict[int, LayerShape], num_slots: int, max_blocks: int, block_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.num_slots, self.max_blocks, self.block_size, self.device = num_slots, max_blocks, block_size, torch.device(device)
+        self.room, self.capacity = 0, block_size
+        self.pool = BlockPool()
+        self.blocks: list[list[int]] = [[] for _ in range(num_slots)]
+        self.lengths = [0] * num_slots
+        """Tokens of each slot."""
+        self.evict: Callable[[], bool] = lambda: False
+        """Lets go of something that is kept; False: nothing is."""
+        self.table = torch.zeros(num_slots, 1, dtype=torch.int32, device=device)
+        self._stale: set[int] = set()  # slots whose blocks the table does not say yet
+        self.keys, self.values = {}, {}
+        for layer, shape in shapes.items():
+            self.keys[layer] = torch.zeros(1, block_size, shape.kv_heads, shape.key_dim, dtype=shape.dtype, device=device)
+            self.values[layer] = torch.zeros(1, block_size, shape.kv_heads, shape.value_dim, dtype=shape.dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return sum(x.nbytes for x in (*self.keys.values(), *self.values.values(), self.table))
+
+    def num_blocks(self, length: int) -> int:
+        """Blocks of a row of `length` tokens."""
+        return -(-length // self.block_size)
+
+    def num_obtainable(self, beside: Iterable[int] = ()) -> int:
+        """Blocks that could be free: those that neither a row nor `beside` has."""
+        return self.max_blocks - 1 - len(set(beside).union(*self.blocks))
+
+    def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
+        """See that these slots have blocks for tokens up to `stop` (left out: for one more each), which are to be written."""
+        for slot in slots:
+            length = self.lengths[slot] + 1 if stop is None else stop
+            missing = self.num_blocks(length) - len(self.blocks[slot])
+            if missing > 0:
+                self.blocks[slot] += self._take(missing)
+                self._stale.add(slot)
+            self.lengths[slot] = max(self.lengths[slot], length)
+        self._upload()
+
+    def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
+        """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
+        flat = places.in_blocks(self.table, self.block_size)
+        for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
+            if places.source is not None:
+                new = new.index_select(0, places.source)
+            stored.flatten(0, 1).index_copy_(0, flat, new)
+
+    def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The first tokens of some slots, gathered."""
+        blocks = self.table[:, : self.num_blocks(length)].index_select(0, slots)
+        keys, values = (
+            stored[layer].index_select(0, blocks.flatten()).unflatten(0, blocks.shape).flatten(1, 2)[:, :length].transpose(1, 2)
+            for stored in (self.keys, self.values)
+        )
+        return keys, values
+
+    def read(self, slot: int, length: int) -> HeldBlocks:
+        """Keep the blocks of the first tokens. The row may go on to write behind them."""
+        return HeldBlocks(self.pool, self.blocks[slot][: self.num_blocks(length)])
+
+    def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
+        """The first `length` tokens of what is kept, to slots of new rows."""
+        assert isinstance(copy, HeldBlocks), f"blocks cannot load {type(copy).__name__}"
+        self._share(copy.blocks, destination, length)
+
+    def fork(self, source: int, destination: Sequence[int], length: int) -> None:
+        """The first `length` tokens of one slot, to slots of new rows."""
+        self._share(self.blocks[source], destination, length)
+
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """The blocks of slots `source` are those of slots `destination` now."""
+        for old, new in zip(source, destination, strict=True):
+            self.drop(new, new + 1)
+            self.blocks[new], self.blocks[old] = self.blocks[old], []
+            self.lengths[new], self.lengths[old] = self.lengths[old], 0
+            self._stale |= {old, new}
+
+    def clear(self, start: int, stop: int) -> None:
+        """Slots start..stop-1 have no blocks."""
+        self.drop(start, stop)
+
+    def drop(self, start: int, stop: int) -> None:
+        """Slots start..stop-1 have no blocks any longer."""
+        for slot in range(start, stop):
+            if self.blocks[slot]:
+                self.pool.release(self.blocks[slot])
+                self.blocks[slot], self.lengths[slot] = [], 0
+                self._stale.add(slot)
+
+    def wipe(self, slots: Sequence[int]) -> None:
+        """Zeros in the blocks that only these slots have: what a mask hides still has to be finite."""
+        own = {block for slot in slots for block in self.blocks[slot] if self.pool.counts[block] == 1}
+        index = torch.tensor([0, *own], device=self.device)
+        for stored in (*self.keys.values(), *self.values.values()):
+            stored.index_fill_(0, index, 0)
+
+    def _share(self, blocks: Sequence[int], destination: Sequence[int], length: int) -> None:
+        """Whole blocks are shared; of the last one, if it is not whole, each slot gets a copy to go on in."""
+        whole = blocks[: length // self.block_size]
+        last = self._take(len(destination)) if length % self.block_size else []
+        for number, slot in enumerate(destination):
+            assert not self.blocks[slot], f"slot {slot} is in use"
+            self.pool.hold(whole)
+            self.blocks[slot] = [*whole, *last[number : number + 1]]
+            self.lengths[slot] = length
+        self._stale.update(destination)
+        if last:
+            index, source = torch.tensor(last, device=self.device), blocks[len(whole)]
+            for stored in (*self.keys.values(), *self.values.values()):
+                stored.index_copy_(0, index, stored[source].clone().expand(len(last), -1, -1, -1))
+
+    def _take(self, count: int) -> list[int]:
+        """Free blocks: there is memory for them, or what is kept makes room."""
+        missing = count - len(self.pool.free)
+        if missing > 0:
+            self._grow(min(self.max_blocks, max(self.pool.size + missing, 2 * self.pool.size, LEAST_BLOCKS)))
+        while len(self.pool.free) < count and self.evict():
+            pass
+        return self.pool.take(count)
+
+    def _grow(self, num_blocks: int) -> None:
+        """Have memory for so many blocks; those in use stay what they are. One layer at a time is there twice."""
+        if num_blocks <= self.pool.size:
+            return
+        for tensors in (self.keys, self.values):
+            for layer, old in tensors.items():
+                tensors[layer] = old.new_zeros(num_blocks, *old.shape[1:])
+                tensors[layer][: len(old)] = old
+        self.pool.grow(num_blocks)
+        self.room = num_blocks * self.block_size
+
+    def _upload(self) -> None:
+        """Bring the table up to date: rows of it that have changed, in one copy that nothing waits for."""
+        if not self._stale:
+            return
+        width = max(len(self.blocks[slot]) for slot in self._stale)
+        if width > self.table.shape[1]:
+            self.table = self.table.new_zeros(self.num_slots, max(width, 2 * self.table.shape[1]))
+            self.capacity = self.table.shape[1] * self.block_size
+            self._stale = set(range(self.num_slots))
+        slots, width = sorted(self._stale), self.table.shape[1]
+        rows = torch.tensor([[slot, *self.blocks[slot], *[0] * (width - len(self.blocks[slot]))] for slot in slots], dtype=torch.int32)
+        if self.device.type == "cuda":
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+        self.table.index_copy_(0, rows[:, 0].long(), rows[:, 1:])
+        self._stale.clear()

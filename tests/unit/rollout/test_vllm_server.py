@@ -20,7 +20,7 @@ import torch
 from hybridflow.config.actor_rollout_ref import RolloutConfig, RolloutServerConfig
 from hybridflow.errors import RolloutError
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import Receiver
 from hybridflow.rollout.remote import guard
 from hybridflow.rollout.remote import process as process_module
@@ -124,6 +124,7 @@ def engine() -> Iterator[VLLMEngine]:
     made.close()
     server.shutdown()
     server.server_close()
+    SILENT.clear()
 
 
 def request(number: int, first: int = 5, **sampling: Any) -> GenerationRequest:
@@ -166,6 +167,22 @@ def test_abort_hangs_up_on_a_server_that_says_nothing(engine: VLLMEngine) -> Non
         assert isinstance(engine.runner, Server)
         engine.runner._pool.shutdown()
         assert time.monotonic() - began < 5, "and not only when the call has taken its 10 seconds"
+    finally:
+        SILENT.set()
+
+
+def test_another_thread_may_abort_all_that_run(engine: VLLMEngine) -> None:
+    running = engine.generate([request(0, 6), request(1)])
+    try:
+        assert next(running).request_id == 1
+        partials: list[GenerationOutput] = []
+        timer = threading.Timer(0.2, lambda: partials.extend(engine.abort([0, 1])))
+        timer.start()
+        began = time.monotonic()
+        assert list(running) == []
+        assert time.monotonic() - began < 5
+        timer.join()
+        assert [output.request_id for output in partials] == [0] and not SILENT.is_set()
     finally:
         SILENT.set()
 

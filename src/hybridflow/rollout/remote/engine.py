@@ -145,7 +145,7 @@ class PushedEngine:
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End requests of the running `generate`; their partial responses come back here and not there."""
-        rows = [self._running.pop(request_id) for request_id in set(request_ids) & set(self._running)]
+        rows = [row for request_id in set(request_ids) if (row := self._running.pop(request_id, None)) is not None]
         if rows:
             self.runner.abort([row.request.request_id for row in rows])
         return [row.abandoned() for row in rows]
@@ -209,8 +209,8 @@ class PushedEngine:
                         continue
                     row.add(piece)
                     self._stats.generated_tokens += len(piece.token_ids)
-                    if piece.finish is not None:
-                        done.append(self._running.pop(piece.request_id).done(piece))
+                    if piece.finish is not None and self._running.pop(piece.request_id, None) is not None:
+                        done.append(row.done(piece))
                 yield from done
         except EngineDied as error:
             lost, self._running = list(self._running.values()), {}

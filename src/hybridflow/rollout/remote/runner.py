@@ -61,7 +61,7 @@ class Runner(Protocol):
         ...
 
     def poll(self) -> list[Piece]:
-        """Wait for what comes next; EngineDied."""
+        """Wait for what comes next, but not for ever where nothing comes; EngineDied."""
         ...
 
     def abort(self, request_ids: Iterable[int]) -> None:

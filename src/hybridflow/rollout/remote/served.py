@@ -17,7 +17,7 @@ from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 
 _LOCAL = (LOOPBACK, "localhost")
-_POLL_S = 1.0
+_POLL_S = 0.5
 
 
 class Stream(Protocol):
@@ -84,13 +84,12 @@ class Served:
             self._pool.submit(self._stream, submission, self._pieces)
 
     def poll(self) -> list[Piece]:
-        """What has come, at least one piece; EngineDied."""
-        while True:
-            try:
-                found = [self._pieces.get(timeout=_POLL_S)]
-                break
-            except queue.Empty:
-                self._alive()
+        """What has come, perhaps nothing: another thread may have aborted all that could; EngineDied."""
+        try:
+            found = [self._pieces.get(timeout=_POLL_S)]
+        except queue.Empty:
+            self._alive()
+            return []
         found += [self._pieces.get() for _ in range(self._pieces.qsize())]  # and not until it is empty: more may come all the time
         pieces = [each for each in found if isinstance(each, Piece)]
         gone = [each for each in found if isinstance(each, ServerGone)]

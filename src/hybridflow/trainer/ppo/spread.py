@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.models.lora import LoraSettings
-from hybridflow.protocol.balancing import Workload
+from hybridflow.protocol.balancing import Workload, even_in_groups
 from hybridflow.trainer.models import row_cost
+
+logger = logging.getLogger(__name__)
 
 
 def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelConfig]:
@@ -40,6 +44,22 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
     # engines with weights of their own spread a model by themselves
     tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
     return ("dp", world_size // tensor), ("tp", tensor)
+
+
+def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
+    """Columns by which rows are dealt to `parts` ranks: with shared prompts by group, since only rows of one rank can share."""
+    if not actor.use_prefix_grouper:
+        return []
+    if even_in_groups(actor.ppo_mini_batch_size, parts):
+        return ["group_ids"]
+    logger.info(
+        "actor.use_prefix_grouper: the %d prompts of a mini-batch are not dealt whole to %d ranks, which would be uneven, so fewer rows "
+        "share theirs: set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of %d",
+        actor.ppo_mini_batch_size,
+        parts,
+        parts,
+    )
+    return []
 
 
 def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Mapping[str, MeshInfo]:

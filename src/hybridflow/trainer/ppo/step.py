@@ -12,7 +12,6 @@ from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.balancing import even_in_groups
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
 from hybridflow.trainer.ppo.exact import ExactState
@@ -20,6 +19,7 @@ from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.trainer.ppo.spread import dealt_by
 from hybridflow.workers.bridge import (
     KLController,
     apply_kl_penalty,
@@ -44,9 +44,7 @@ class PPOStep:
         # once: a user's file may be edited while the run goes on
         self.estimator, self.loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
         squares = "sum_pi_squared" in self.estimator.needs
-        actor = config.actor_rollout_ref.actor
-        meet = actor.use_prefix_grouper and even_in_groups(actor.ppo_mini_batch_size, roles.actor.mesh.num_parts)
-        self.dealt_by = ["group_ids"] if meet else []  # rows share their prompt only where one rank has them
+        self.dealt_by = dealt_by(config.actor_rollout_ref.actor, roles.actor.mesh.num_parts)
         self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares, also=self.dealt_by)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:

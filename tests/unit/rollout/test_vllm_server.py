@@ -139,6 +139,15 @@ def test_streams_become_outputs(engine: VLLMEngine) -> None:
     assert found[1].top_log_probs == [[(7, -0.5)]] * 3 and found[0].top_log_probs is None
 
 
+def test_weights_of_another_run_are_none(engine: VLLMEngine) -> None:
+    assert isinstance(engine.runner, Server)
+    other = VLLMEngine(Server(engine.runner.address, None, max_streams=4, timeout=10, bucket_bytes=1 << 16), eos_token_ids=[2])
+    assert (engine.policy_version, other.policy_version) == (3, -1)
+    with pytest.raises(RolloutError, match="update_weights must come first"):
+        list(other.generate([request(0)]))
+    other.close()
+
+
 def test_a_refused_request_is_an_error_of_its_own_and_a_cut_stream_is_the_engines_end(engine: VLLMEngine) -> None:
     refused, served = sorted(engine.generate([request(0, 4), request(1)]), key=lambda output: output.request_id)
     assert "vllm refused it" in str(refused.error) and served.finish_reason == "length"
@@ -261,6 +270,14 @@ def worker_of(file: Path) -> int:
     return int(file.read_text())
 
 
+def wait_until_nothing_is_left(group: int) -> None:
+    """A killed process takes a moment to be gone."""
+    deadline = time.monotonic() + 10
+    while guard.others(group):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_the_guard_ends_the_server_of_a_process_that_was_killed_and_its_workers(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     short = f"import sys; import {guard.__name__} as guard; guard._STOP_S = 0.5; sys.exit(guard.main(sys.argv[1:]))"
@@ -271,7 +288,7 @@ def test_the_guard_ends_the_server_of_a_process_that_was_killed_and_its_workers(
     assert around.stdin is not None and worker in guard.others(around.pid)
     around.stdin.close()  # what the end of its parent does
     assert around.wait(20) != 0
-    assert guard.others(around.pid) == []
+    wait_until_nothing_is_left(around.pid)
 
 
 def test_stopping_a_server_ends_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,10 +298,7 @@ def test_stopping_a_server_ends_its_workers(tmp_path: Path, monkeypatch: pytest.
     assert worker_of(file) in guard.others(process.pid)
     process.stop()
     assert process.exit_code() is not None and not process.log.exists()
-    deadline = time.monotonic() + 10  # a killed process takes a moment to be gone
-    while guard.others(process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_nothing_is_left(process.pid)
 
 
 def test_an_engine_that_cannot_be_had_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:

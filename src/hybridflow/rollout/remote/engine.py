@@ -80,14 +80,14 @@ class PushedEngine:
             raise
         self._stats = RolloutStats()
         self._running: dict[int, _Row] = {}
-        self._busy = False
+        self._busy = self._pushed = False
         self._slept = 0
         self._said_nothing_sleeps = False
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights, asked of the engine's own process; -1 before the first whole push."""
-        return self.runner.version()
+        """Version of the weights, asked of the engine's own process; -1 before the first whole push, whatever another run has pushed."""
+        return self.runner.version() if self._pushed else NOTHING
 
     @property
     def stats(self) -> RolloutStats:
@@ -112,6 +112,7 @@ class PushedEngine:
             raise RolloutError("update_weights() was called while generate() is running: read its outputs to the end first")
         if self._slept:
             self._wake(["weights"])
+        self._pushed = True
 
     def _confirm(self, version: int) -> None:
         reported = self.runner.version()
@@ -173,7 +174,7 @@ class PushedEngine:
             return
         if self._busy:  # both were asked for before either began
             raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
-        version = self.runner.version()
+        version = self.policy_version
         if version == NOTHING:
             raise RolloutError(f"{self.runner.name} has no weights yet, or only a part of a push came: update_weights must come first")
         began = time.perf_counter()

@@ -9,6 +9,7 @@ Which blocks a row has is known on the host, which never waits for the device. B
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -172,8 +173,9 @@ class PagedCache(KVCache):
                 self._stale.add(slot)
 
     def wipe(self, slots: Sequence[int]) -> None:
-        """Zeros in the blocks that only these slots have: what a mask hides still has to be finite."""
-        own = {block for slot in slots for block in self.blocks[slot] if self.pool.counts[block] == 1}
+        """Zeros in the blocks that only these slots have, shared among them or not: what a mask hides still has to be finite."""
+        held = Counter(block for slot in slots for block in self.blocks[slot])
+        own = [block for block, count in held.items() if self.pool.counts[block] == count]
         index = torch.tensor([0, *own], device=self.device)
         for stored in (*self.keys.values(), *self.values.values()):
             stored.index_fill_(0, index, 0)

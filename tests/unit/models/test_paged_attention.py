@@ -88,6 +88,20 @@ def test_kernel_gathered_blocks_and_slots_agree(scores: Scores, heads: int) -> N
         assert torch.allclose(PagedLayout(paged, torch.tensor(lengths), 23, num_keys).attend(query, key, value, scores), wanted)
 
 
+def test_blocks_that_only_wiped_slots_share_are_wiped_too() -> None:
+    cache = PagedCache({0: LayerShape(1, 2, 2, torch.float32)}, 4, 9, 4)
+    cache.extend([0], 6)
+    cache.fork(0, [1, 2], 4)  # the first block is that of three slots
+    for stored in (cache.keys[0], cache.values[0]):
+        stored.fill_(float("nan"))
+    shared = cache.blocks[0][0]
+    assert cache.blocks[1] == cache.blocks[2] == [shared]
+    cache.wipe([0, 1])
+    assert not cache.keys[0][[0, cache.blocks[0][1]]].any() and cache.keys[0][shared].isnan().all(), "slot 2 has it, too"
+    cache.wipe([0, 1, 2])
+    assert not cache.keys[0][shared].any() and not cache.values[0][shared].any()
+
+
 def test_what_the_kernel_does_not_know_is_gathered() -> None:
     torch.manual_seed(0)
     paged, slots = filled([9, 3], 4, torch.float64)

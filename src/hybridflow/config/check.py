@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from hybridflow.config.check_algorithm import PROCESS, algorithm_problems
-from hybridflow.config.check_cluster import cluster_notes, ppo_cluster_problems, sft_cluster_problems
+from hybridflow.config.check_cluster import cluster_notes, pool_sizes, ppo_cluster_problems, sft_cluster_problems
 from hybridflow.config.check_engine import engine_problems
 from hybridflow.config.check_kernels import kernel_problems
 from hybridflow.config.check_notes import has_validation, ppo_notes
@@ -143,6 +143,11 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
         f"{ACTOR}.use_prefix_grouper": config.actor_rollout_ref.actor.use_prefix_grouper,
         "algorithm.rollout_correction.bypass_mode": config.algorithm.rollout_correction.bypass_mode,
     }
+    if rollout.exact is True and (processes := sum(pool_sizes(config.trainer, "actor"))) > 1:
+        yield (
+            f"{ROLLOUT}.exact=true with an actor on {processes} processes, which compute with parts of the model: give it one "
+            f"(trainer.placement.actor), or leave {ROLLOUT}.exact out"
+        )
     for key in (key for key, asked in others.items() if asked and rollout.exact is True):
         yield f"{ROLLOUT}.exact=true with {key}=true: log-probs would not be equal to the bit, or not be compared: leave one of them out"
     if "" in rollout.stop:

@@ -59,10 +59,18 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """What is set and means less than it seems."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in WITH_WEIGHTS:
-        unread = VLLM_KEYS if rollout.name == "native" else (*VLLM_KEYS, *NATIVE_KEYS)
-        odd = [f"{ROLLOUT}.{name}" for name in unread if is_given(f"{ROLLOUT}.{name}", given)]
+        odd = [f"{ROLLOUT}.{name}" for name in VLLM_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
         if odd:
             yield f"{', '.join(odd)}: settings of a separate engine; {ROLLOUT}.name={rollout.name} needs none"
+        if rollout.dtype == "bfloat16":
+            yield (
+                f"{ROLLOUT}.dtype=bfloat16: read by vllm and sglang; {ROLLOUT}.name={rollout.name} generates in the dtype of the module "
+                "that trains (actor_rollout_ref.model.dtype)"
+            )
+    if rollout.name == "hf":
+        odd = [f"{ROLLOUT}.{name}" for name in NATIVE_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
+        if odd:
+            yield f"{', '.join(odd)}: read by the native engine; {ROLLOUT}.name=hf needs none"
     other = {"vllm": "sglang", "sglang": "vllm"}.get(rollout.name)
     if other is not None and getattr(rollout.engine_kwargs, other):
         yield f"{ROLLOUT}.engine_kwargs.{other}: not read with {ROLLOUT}.name={rollout.name}, which has engine_kwargs.{rollout.name}"

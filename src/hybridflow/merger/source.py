@@ -136,6 +136,7 @@ def _write_part(target: Path, batch: dict[str, Tensor], places: dict[str, str]) 
         apart[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     save_file(apart, target / name, metadata={"format": "pt"})
+    (target / name).chmod(0o644)  # safetensors makes it the owner's alone
     places |= dict.fromkeys(batch, name)
     batch.clear()
 

@@ -131,6 +131,7 @@ BAD = [
         ["actor_rollout_ref.rollout.exact=true", "algorithm.rollout_correction.bypass_mode=true"],
         "exact=true with algorithm.rollout_correction.bypass_mode=true",
     ),
+    (["trainer.nnodes=2", "actor_rollout_ref.rollout.exact=true"], "exact=true with an actor on 2 processes"),
     (["trainer.nnodes=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
     (["trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"], "does not divide the 2 processes that generate"),
     (["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=0"], "fsdp_size=0"),

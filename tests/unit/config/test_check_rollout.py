@@ -62,5 +62,9 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
     blocks = [f"{ROLLOUT}.kv_cache=paged"]
     assert not any("kv_cache" in note for note in prepare_config(PPOConfig, [*base, *blocks]).notes)
     assert any("has blocks of its own" in note for note in prepare_config(PPOConfig, [*base, VLLM, *blocks]).notes)
+    assert any(
+        "kv_cache: read by the native engine" in note for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *blocks]).notes
+    )
+    assert any("dtype of the module" in note for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.dtype=bfloat16"]).notes)
     rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
     assert any("rounded weights" in note for note in rounded.notes)

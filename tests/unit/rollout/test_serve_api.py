@@ -180,20 +180,22 @@ def test_one_call_where_one_is_wanted(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "told", "status"),
     [
-        ('{"name": "add"', "made none of it .ask again"),
-        ('{"name": "sub"}</tool_call>', "the model called 'sub'"),
-        ("x" * 99, "raise max_tokens"),
+        ('{"name": "add"', "made none of it .ask again", 500),
+        ('{"name": "sub"}</tool_call>', "the model called 'sub'", 500),
+        ("x" * 99, "raise max_tokens", 400),
     ],
 )
-def test_what_has_to_be_a_call_is_one_or_an_error(reply: str, told: str, stream: bool) -> None:
+def test_what_has_to_be_a_call_is_one_or_an_error(reply: str, told: str, status: int, stream: bool) -> None:
     with serve_script(lambda request: ids(reply), model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}) as server:
-        with pytest.raises(openai.APIError, match=told):
+        with pytest.raises(openai.APIError, match=told) as caught:
             answer = server.openai.chat.completions.create(
                 model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=50, stream=stream
             )
             list(answer)
+        if isinstance(caught.value, openai.APIStatusError):  # a stream has begun with 200
+            assert caught.value.status_code == status
         server.wait_idle()
 
 

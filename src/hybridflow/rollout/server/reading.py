@@ -98,8 +98,11 @@ class ChoiceReader:
             )
         if self.num_calls or piece.calls:
             return
-        why = "max_tokens ended the call before it was whole: raise max_tokens" if piece.finish_reason == "length" else "ask again"
-        raise ApiError(500, f"tool_choice: the model began a call as it was told to, and made none of it ({why})", code="no_tool_call")
+        cut = piece.finish_reason == "length"  # the caller's doing: the same again would end the same way
+        why = "max_tokens ended the call before it was whole: raise max_tokens" if cut else "ask again"
+        raise ApiError(
+            400 if cut else 500, f"tool_choice: the model began a call as it was told to, and made none of it ({why})", code="no_tool_call"
+        )
 
     def _parts(self, text: str, done: bool) -> list[str | ToolCall]:
         parts, self._first = self._first, []

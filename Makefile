@@ -26,7 +26,7 @@ learn: setup  ## every recipe on three seeds, resumable, one to two hours on 2 c
 
 BENCHMARKS := generation grpo_step training weights start transport
 
-bench: $(VENV)/.bench  ## speed and memory on this machine's CPU, rivals in turn, about 20 minutes (QUICK=1: a dry run, which writes nothing); writes benchmarks/results
+bench: $(VENV)/.bench  ## speed and memory on this machine's CPU, rivals in turn, about an hour (QUICK=1: a dry run, which writes nothing); writes benchmarks/results
 	for each in $(BENCHMARKS); do $(BIN)/python benchmarks/$$each.py $(if $(QUICK),--quick) || exit 1; done
 
 $(VENV)/.bench: $(READY)

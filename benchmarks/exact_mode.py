@@ -1,6 +1,6 @@
 """Exact mode: does it hold over a run, in any company and after a resume, does a flipped bit stop it, and what does it cost?
 
-    python benchmarks/exact_mode.py [--steps 20] [--only run,company,resume,bit,price]        (`make exact`; about 6 minutes)
+    python benchmarks/exact_mode.py [--steps 20] [--only run,company,resume,bit,price]        (`make exact`; about 10 minutes)
 
 Prints a table, writes `benchmarks/results/exact_mode.json` and `.md`, and ends with status 1 where anything differs that must not. One
 thread. The model is the demo's, warmed up for a few steps so that rewards vary. Prices are CPU seconds, exact and fast in turn.
@@ -38,21 +38,9 @@ from hybridflow.trainer.ppo.build import build
 RESULT = Path(__file__).parent / "results" / "exact_mode"
 PARTS = ("run", "company", "resume", "bit", "price")
 LONGEST = 80
+PLANTS = Path(__file__).parents[1] / "tests" / "e2e"
+"""Where `plant_a_bit` is, which flips the bit."""
 """Tokens of the tiny task's longest row."""
-PLANT = """
-import functools, torch
-from hybridflow.workers.rollout import RolloutWorker
-real = RolloutWorker.update_weights
-
-@functools.wraps(real)
-def update_weights(self, *args, **named):
-    real(self, *args, **named)
-    if named.get("version") == 1 and hasattr(self.engine, "policy"):
-        weight = dict(self.engine.policy.named_parameters())["hf.model.layers.0.mlp.down_proj.weight"]
-        weight.detach().view(torch.int32)[3, 5] ^= 1
-
-RolloutWorker.update_weights = update_weights
-"""
 PAGE = """# Exact mode
 
 {date} · `{command}` · {machine}
@@ -205,7 +193,6 @@ def joining(engine: NativeEngine, asked: Sequence[GenerationRequest]) -> dict[in
 
 def flipped_bit(model: Path, folder: Path) -> str:
     """What a run says whose replica, in a process of its own, has one bit flipped after its first push of weights."""
-    (folder / "plant_a_bit.py").write_text(PLANT)
     more = [
         "actor_rollout_ref.model.external_lib=plant_a_bit",
         "trainer.controller=ray",
@@ -215,7 +202,7 @@ def flipped_bit(model: Path, folder: Path) -> str:
     ]
     command = [sys.executable, "-m", "hybridflow.cli.main", "train", "--recipe", "tiny/grpo", *keys(model, folder / "bit", *more, steps=4)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLANTS)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     said = [line for line in (done.stdout + done.stderr).splitlines() if "exact mode, step" in line]
     return said[-1].strip() if done.returncode == 1 and said else f"NOT STOPPED (status {done.returncode})"

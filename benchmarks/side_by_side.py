@@ -193,10 +193,15 @@ def facts(packages: Sequence[str], command: str | None = None) -> dict[str, str]
     """Command, date, machine and versions of this run."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return {
-        "command": command or " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command or " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_anywhere, sys.argv[1:])]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}",
     }
+
+
+def _anywhere(argument: str) -> str:
+    """An argument of the command; a place on this machine means nothing on another."""
+    return "PATH" if Path(argument).is_absolute() else argument
 
 
 def _processor() -> str:

@@ -10,26 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_run import Inputs, metrics_of, small_run
 
-PLANT = """
-import functools, torch
-from hybridflow.workers.rollout import RolloutWorker
-real = RolloutWorker.update_weights
-
-@functools.wraps(real)
-def update_weights(self, *args, **named):
-    real(self, *args, **named)
-    if named.get("version") == 1 and hasattr(self.engine, "policy"):
-        weight = dict(self.engine.policy.named_parameters())["hf.model.layers.0.mlp.down_proj.weight"]
-        weight.detach().view(torch.int32)[3, 5] ^= 1
-
-RolloutWorker.update_weights = update_weights
-"""
-
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ray")
 def test_a_bit_that_changes_in_another_process_stops_the_run(inputs: Inputs, tmp_path: Path) -> None:
-    (tmp_path / "plant_a_bit.py").write_text(PLANT)
     keys = [
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.exact=true",
@@ -40,7 +24,7 @@ def test_a_bit_that_changes_in_another_process_stops_the_run(inputs: Inputs, tmp
         "ray_kwargs.ray_init.num_cpus=2",
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-m", "hybridflow.trainer.main_ppo", *small_run(inputs, tmp_path / "run", *keys)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from vllm_models import EOS, greedy, log_probs, prompts, requests_for, tiny, weights
+from vllm_models import EOS, PROMPTS, TOLERANCE, check_spoilt_pushes, furthest, greedy, requests_for, run, tiny, weights
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.sglang.build import build_sglang_engine
 from hybridflow.rollout.sglang.engine import SGLangEngine
 from hybridflow.rollout.sglang.server import Server
-
-PROMPTS = prompts(64)
-TOLERANCE = 1e-4
-
-
-def run(engine: SGLangEngine, **sampling: Any) -> list[GenerationOutput]:
-    found = {output.request_id: output for output in engine.generate(requests_for(PROMPTS, **sampling))}
-    return [found[number] for number in range(len(PROMPTS))]
-
-
-def furthest(hf: Any, outputs: list[GenerationOutput], temperature: float = 1.0) -> float:
-    apart = [
-        (torch.tensor(output.log_probs) - log_probs(hf, prompt, output.token_ids, temperature)).abs().max()
-        for prompt, output in zip(PROMPTS, outputs, strict=True)
-    ]
-    return float(torch.stack(apart).max())
 
 
 @pytest.mark.parametrize(("version", "seed"), [(1, 0), (2, 1)])
@@ -77,27 +58,7 @@ def test_a_server_that_runs_already_takes_weights_too(engine: SGLangEngine, fold
 
 
 def test_a_push_that_loses_a_weight_or_does_not_come_is_found(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.update_weights(weights(tiny(0)), 6)
-    with monkeypatch.context() as dropping:
-        dropping.setattr(engine.runner, "push", lambda weights, version: None)
-        with pytest.raises(RolloutError, match="which says it has version 6"):
-            engine.update_weights(weights(tiny(1)), 7)
-    assert engine.policy_version == 6
-
-    def broken() -> Iterator[tuple[str, Tensor]]:
-        yield from weights(tiny(1))[:5]
-        raise RolloutError("the sender broke")
-
-    with pytest.raises(RolloutError):
-        engine.update_weights(broken(), 7)
-    assert engine.policy_version == -1
-    with pytest.raises(RolloutError, match="only a part of a push came"):
-        list(engine.generate(requests_for(PROMPTS[:1])))
-    with pytest.raises(RolloutError, match="tensors that an earlier push had are not in this one"):
-        engine.update_weights(weights(tiny(1))[:-1], 7)
-    hf = tiny(1)
-    engine.update_weights(weights(hf), 8)
-    assert furthest(hf, run(engine, greedy=True)) < TOLERANCE
+    check_spoilt_pushes(engine, monkeypatch)
 
 
 def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: SGLangEngine) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -13,7 +15,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.remote.engine import PushedEngine
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.rollout.vllm.engine import VLLMEngine
@@ -88,3 +92,47 @@ def build(folder: str, *, server: bool) -> VLLMEngine:
     config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64)
     config = replace(config, server=replace(config.server, enable=server, start_timeout=300, push_timeout=60))
     return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1)
+
+
+PROMPTS = prompts(64)
+TOLERANCE = 1e-4
+
+
+def run(engine: PushedEngine, **sampling: Any) -> list[GenerationOutput]:
+    """The outputs of PROMPTS, in their order."""
+    found = {output.request_id: output for output in engine.generate(requests_for(PROMPTS, **sampling))}
+    return [found[number] for number in range(len(PROMPTS))]
+
+
+def furthest(hf: Any, outputs: list[GenerationOutput], temperature: float = 1.0) -> float:
+    """How far log-probs are from transformers' at most."""
+    apart = [
+        (torch.tensor(output.log_probs) - log_probs(hf, prompt, output.token_ids, temperature)).abs().max()
+        for prompt, output in zip(PROMPTS, outputs, strict=True)
+    ]
+    return float(torch.stack(apart).max())
+
+
+def check_spoilt_pushes(engine: PushedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push that does not come, breaks off, or lacks a weight is found, and a whole one mends it."""
+    engine.update_weights(weights(tiny(0)), 6)
+    with monkeypatch.context() as dropping:
+        dropping.setattr(engine.runner, "push", lambda weights, version: None)
+        with pytest.raises(RolloutError, match="which says it has version 6"):
+            engine.update_weights(weights(tiny(1)), 7)
+    assert engine.policy_version == 6
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from weights(tiny(1))[:5]
+        raise RolloutError("the sender broke")
+
+    with pytest.raises(RolloutError):
+        engine.update_weights(broken(), 7)
+    assert engine.policy_version == -1
+    with pytest.raises(RolloutError, match="only a part of a push came"):
+        list(engine.generate(requests_for(PROMPTS[:1])))
+    with pytest.raises(RolloutError, match="tensors that an earlier push had are not in this one"):
+        engine.update_weights(weights(tiny(1))[:-1], 7)
+    hf = tiny(1)
+    engine.update_weights(weights(hf), 8)
+    assert furthest(hf, run(engine, greedy=True)) < TOLERANCE

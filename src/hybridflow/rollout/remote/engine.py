@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ class _Row:
         )
 
 
-class PushedEngine:
+class PushedEngine(ABC):
     """A `RolloutEngine` over a `Runner`; a subclass says how its engine is asked.
 
     Its weights come by `update_weights` only; before the first push it refuses to generate.
@@ -221,10 +222,10 @@ class PushedEngine:
         facts = self._facts
         return request_problem(request, vocabulary=facts["vocabulary"], positions=facts["positions"]) or self.cannot(request)
 
+    @abstractmethod
     def cannot(self, request: GenerationRequest) -> str | None:
         """Why this engine cannot serve a request that others can; None where it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def params(self, request: GenerationRequest) -> dict[str, Any]:
         """Its sampling parameters in the engine's own words."""
-        raise NotImplementedError

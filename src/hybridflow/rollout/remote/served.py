@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from hybridflow.rollout.push.sender import LOOPBACK, Transport, address_towards
+from torch import Tensor
+
+from hybridflow.rollout.push.sender import LOOPBACK, CallWorkers, Transport, address_towards, push
 from hybridflow.rollout.remote.http import Address, ServerGone
 from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
@@ -32,7 +35,7 @@ class Stream(Protocol):
         ...
 
 
-class Served:
+class Served(ABC):
     """What runners over a server share. `process`: the one that was started for it, None: it was there already.
 
     `max_streams`: connections at a time. `timeout`: seconds for one call. `transport`: None to choose by where the server is.
@@ -70,9 +73,9 @@ class Served:
         """The address of this machine that the server reaches."""
         return LOOPBACK if self.address.host in _LOCAL else address_towards(self.address.host, self.address.port)
 
+    @abstractmethod
     def open(self, submission: Submission) -> Stream:
         """Begin a response; ServerGone."""
-        raise NotImplementedError
 
     def start(self, submissions: Sequence[Submission]) -> None:
         """Queue these; EngineDied."""
@@ -137,6 +140,20 @@ class Served:
                 pieces.put(error)
         except Exception as error:  # an answer that nobody foresaw must not leave the caller waiting
             pieces.put(Piece(request_id, finish="error", error=f"{type(error).__name__}: {error}"))
+
+    def _push(self, call: CallWorkers, weights: Iterable[tuple[str, Tensor]], version: int, workers: int, **more: Any) -> None:
+        """Weights to all workers, which `call` asks to receive them; RolloutError where they did not arrive."""
+        push(
+            call,
+            weights,
+            version,
+            workers=workers,
+            transport=self.transport,
+            host=self.own_host,
+            bucket_bytes=self.bucket_bytes,
+            timeout=self.timeout,
+            more=more,
+        )
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         self._alive()

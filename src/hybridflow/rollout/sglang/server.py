@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Listener
 from hybridflow.rollout.push.receiver import NOTHING
-from hybridflow.rollout.push.sender import Transport, push
+from hybridflow.rollout.push.sender import Transport
 from hybridflow.rollout.remote.http import Address, Refused
 from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.remote.runner import Submission
@@ -102,16 +102,7 @@ class Server(Served):
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {"selector": "target"})
         try:
-            push(
-                self._call,
-                weights,
-                version,
-                workers=self._workers,
-                transport=self.transport,
-                host=self.own_host,
-                bucket_bytes=self.bucket_bytes,
-                timeout=self.timeout,
-            )
+            self._push(self._call, weights, version, self._workers)
         except BaseException:  # what is told is why, and not that it cannot be ended either
             with contextlib.suppress(RolloutError):
                 self._post("/end_weight_update", {})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.receiver import Part
-from hybridflow.rollout.push.sender import Transport, push
+from hybridflow.rollout.push.sender import Transport
 from hybridflow.rollout.remote.http import Address, Refused
 from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.remote.runner import Submission
@@ -100,17 +100,7 @@ class Server(Served):
     ) -> None:
         """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not arrive."""
         self._alive()
-        push(
-            self._call,
-            weights,
-            version,
-            workers=self._workers,
-            transport=self.transport,
-            host=self.own_host,
-            bucket_bytes=self.bucket_bytes,
-            timeout=self.timeout,
-            more={"part": part, "adapter": adapter},
-        )
+        self._push(self._call, weights, version, self._workers, part=part, adapter=adapter)
         emptied = self._guarded(lambda: self.address.call("/reset_prefix_cache", {}, timeout=self.timeout))
         if isinstance(emptied, dict) and not emptied.get("success", True):
             raise RolloutError(f"{self.name} could not empty its prefix cache after a push of weights: does someone else use it?")

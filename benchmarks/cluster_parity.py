@@ -1,17 +1,23 @@
-"""Do two processes learn what one learns? Each way of spreading a model, by GRPO and PPO, against one process.
+"""Do two processes learn what one learns? Each way of spreading a model, by GRPO and PPO, against one
+process.
 
-    python benchmarks/cluster_parity.py [--only grpo/fsdp …] [--steps 20]     (`make cluster-parity`; about an hour on 2 cores)
+    python benchmarks/cluster_parity.py [--only grpo/fsdp …] [--steps 20]     (`make cluster-parity`; about an
+    hour on 2 cores)
 
 From one warm model (the demo's), comparisons of a run on two processes under Ray with the same run on one:
 
-  step      the first step on the same rollouts: |Δloss| ≤ 1e-5, gradient norm 1e-4 relative, updated weights 1e-5
+  step      the first step on the same rollouts: |Δloss| ≤ 1e-5, gradient norm 1e-4 relative, updated weights
+  1e-5
   step64    the same in float64, where rounding cannot hide a mistake
-  replay    20 steps in float64 on the rollouts of the one process: gradient norm 1e-3 relative, |Δloss| ≤ 1e-4. In float32 the order of
-            sums decides in time which tokens are clipped: one process with other micro-batches then moves the norm by as much
+  replay    20 steps in float64 on the rollouts of the one process: gradient norm 1e-3 relative, |Δloss| ≤
+  1e-4. In float32 the order of
+            sums decides in time which tokens are clipped: one process with other micro-batches then moves the
+            norm by as much
   tokens    5 steps running freely, where only the sharding differs: the same tokens
   curve     20 steps running freely: the mean score of the steps within 0.05
 
-Prints a table, writes `benchmarks/results/cluster_parity.json` and `.md`, and ends with status 1 where a bar is missed.
+Prints a table, writes `benchmarks/results/cluster_parity.json` and `.md`, and ends with status 1 where a bar
+is missed.
 """
 
 from __future__ import annotations
@@ -46,17 +52,34 @@ ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref
 SPREADS: dict[str, tuple[str, ...]] = {
     "fsdp": (),
     "hsdp": (f"{ACTOR}.fsdp_config.fsdp_size=1", f"{CRITIC}.fsdp_config.fsdp_size=1"),
-    "offload": tuple(f"{role}.fsdp_config.{key}=true" for role in (ACTOR, CRITIC) for key in ("param_offload", "optimizer_offload")),
-    "offload_policy": (f"{ACTOR}.fsdp_config.offload_policy=true", f"{CRITIC}.fsdp_config.offload_policy=true"),
+    "offload": tuple(
+        f"{role}.fsdp_config.{key}=true"
+        for role in (ACTOR, CRITIC)
+        for key in ("param_offload", "optimizer_offload")
+    ),
+    "offload_policy": (
+        f"{ACTOR}.fsdp_config.offload_policy=true",
+        f"{CRITIC}.fsdp_config.offload_policy=true",
+    ),
     "ulysses": (f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{CRITIC}.ulysses_sequence_parallel_size=2"),
     "tp": (f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{CRITIC}.fsdp_config.tensor_parallel_size=2"),
     "lora": (),
 }
 ONLY_SHARDED = ("fsdp", "hsdp", "offload", "offload_policy", "lora")
 """Where only the sharding differs, so that free runs give the same tokens at first."""
-LORA = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16", f"{ACTOR}.optim.lr=3e-3")
+LORA = (
+    "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.model.lora_alpha=16",
+    f"{ACTOR}.optim.lr=3e-3",
+)
 FLOAT64 = ("actor_rollout_ref.model.dtype=float64",)  # the critic's model follows the actor's
-SIZE = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=8", "trainer.test_freq=-1", "data.task.val_size=0", "trainer.logger=[]")
+SIZE = (
+    "data.train_batch_size=16",
+    f"{ACTOR}.ppo_mini_batch_size=8",
+    "trainer.test_freq=-1",
+    "data.task.val_size=0",
+    "trainer.logger=[]",
+)
 LOSSES = ("actor/pg_loss", "critic/vf_loss")
 NORMS = ("actor/grad_norm", "critic/grad_norm")
 SCORE = "critic/score/mean"
@@ -74,9 +97,16 @@ class Run:
     """The actor's and the critic's parameters after the last step."""
 
 
-def overrides(algorithm: str, spread: str, model: Path, folder: Path, steps: int, processes: int) -> list[str]:
+def overrides(
+    algorithm: str, spread: str, model: Path, folder: Path, steps: int, processes: int
+) -> list[str]:
     """The run's keys; only those of `spread` differ between one process and two."""
-    keys = [*SIZE, f"actor_rollout_ref.model.path='{model}'", f"trainer.default_local_dir='{folder}'", "trainer.seed=0"]
+    keys = [
+        *SIZE,
+        f"actor_rollout_ref.model.path='{model}'",
+        f"trainer.default_local_dir='{folder}'",
+        "trainer.seed=0",
+    ]
     keys += [f"trainer.total_training_steps={steps}", "trainer.resume_mode=disable", "trainer.save_freq=-1"]
     keys += LORA if spread == "lora" else ()
     if algorithm == "ppo":
@@ -89,7 +119,9 @@ def overrides(algorithm: str, spread: str, model: Path, folder: Path, steps: int
     return keys
 
 
-def execute(algorithm: str, keys: Sequence[str], *, replay: Path | None = None, record: Path | None = None) -> Run:
+def execute(
+    algorithm: str, keys: Sequence[str], *, replay: Path | None = None, record: Path | None = None
+) -> Run:
     """One run; `record`: keep its rollouts there, `replay`: train on those in place of its own."""
     config = prepare_config(PPOConfig, list(keys), recipe=f"tiny/{algorithm}").config
     run = Run()
@@ -117,7 +149,9 @@ def execute(algorithm: str, keys: Sequence[str], *, replay: Path | None = None, 
         saved = trainer.state.save(trainer.store)
     for role in ("actor", "critic"):
         if (saved / role).is_dir():
-            run.weights |= {f"{role}/{name}": tensor for name, tensor in read_tensors(saved / role, MODEL).items()}
+            run.weights |= {
+                f"{role}/{name}": tensor for name, tensor in read_tensors(saved / role, MODEL).items()
+            }
     return run
 
 
@@ -145,7 +179,9 @@ def same_tokens(one: Run, other: Run, steps: int) -> int:
     return min(steps, len(one.tokens))
 
 
-def one_process(algorithm: str, spread: str, model: Path, folder: Path, rollouts: Path, steps: int) -> dict[str, Run]:
+def one_process(
+    algorithm: str, spread: str, model: Path, folder: Path, rollouts: Path, steps: int
+) -> dict[str, Run]:
     """The runs that two processes are compared with; the first of them leaves its rollouts for the others."""
 
     def one(name: str, steps: int, *more: str, **where: Path) -> Run:
@@ -160,7 +196,9 @@ def one_process(algorithm: str, spread: str, model: Path, folder: Path, rollouts
     }
 
 
-def compare(algorithm: str, spread: str, model: Path, folder: Path, base: dict[str, Run], rollouts: Path, steps: int) -> dict[str, Any]:
+def compare(
+    algorithm: str, spread: str, model: Path, folder: Path, base: dict[str, Run], rollouts: Path, steps: int
+) -> dict[str, Any]:
     """The four comparisons of one cell."""
 
     def two(name: str, steps: int, replay: Path | None, *more: str) -> Run:
@@ -206,7 +244,15 @@ def missed(row: dict[str, Any], steps: int) -> list[str]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The cells as Markdown."""
-    names = ("step_loss", "step_grad_norm", "step_weights", "step64_weights", "replay_loss", "replay_grad_norm", "curve")
+    names = (
+        "step_loss",
+        "step_grad_norm",
+        "step_weights",
+        "step64_weights",
+        "replay_loss",
+        "replay_grad_norm",
+        "curve",
+    )
     lines = ["| run | " + " | ".join(names) + " | same tokens |", "|---|" + "---|" * (len(names) + 1)]
     for row in rows:
         numbers = " | ".join(f"{row[name]:.1e}" for name in names)
@@ -222,7 +268,9 @@ def cells(only: Sequence[str]) -> list[tuple[str, str]]:
 
 def main() -> int:
     """Exit status: 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[], help="cells such as grpo/fsdp; left out: all")
     parser.add_argument("--steps", type=int, default=20, help="steps of the longer runs")
     options = parser.parse_args()
@@ -231,7 +279,9 @@ def main() -> int:
     rows, problems = [], []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = warm_up(create_tiny_model(folder / "tiny", seed=0), folder / "sft", seed=0, options=WarmUpOptions(0.5)).model
+        model = warm_up(
+            create_tiny_model(folder / "tiny", seed=0), folder / "sft", seed=0, options=WarmUpOptions(0.5)
+        ).model
         base: dict[tuple[str, bool], dict[str, Run]] = {}
         for algorithm, spread in cells(options.only):
             key = (algorithm, spread == "lora")
@@ -253,8 +303,13 @@ def main() -> int:
             "steps": options.steps,
         }
         RESULT.write_text(json.dumps({**about, "problems": problems, "cells": rows}, indent=1) + "\n")
-        heading = f"Two processes against one, {options.steps} steps; {about['date']}, torch {about['torch']}: `{about['command']}`"
-        RESULT.with_suffix(".md").write_text(f"{heading}\n\n{table(rows)}\n\n" + "\n".join(problems or ["Every bar is met."]) + "\n")
+        heading = (
+            f"Two processes against one, {options.steps} steps; {about['date']}, torch "
+            f"{about['torch']}: `{about['command']}`"
+        )
+        RESULT.with_suffix(".md").write_text(
+            f"{heading}\n\n{table(rows)}\n\n" + "\n".join(problems or ["Every bar is met."]) + "\n"
+        )
     return 1 if problems else 0
 
 

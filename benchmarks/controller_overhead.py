@@ -1,11 +1,14 @@
-"""The time of a training step that is not spent in workers, measured on few of them and simulated for up to 1,024.
+"""The time of a training step that is not spent in workers, measured on few of them and simulated for up to
+1,024.
 
-    python benchmarks/controller_overhead.py [--steps 7] [--only local,ray,simulated]        (about 2 minutes; needs the extra `ray`)
+    python benchmarks/controller_overhead.py [--steps 7] [--only local,ray,simulated]        (about 2 minutes;
+    needs the extra `ray`)
 
-A step makes the calls of GRPO on workers that compute nothing: one generate, two log-probs, four mini-batches of an update. So nearly all
-of its time is the controller's: cutting, dealing, sending, collecting. Prints tables, writes `benchmarks/results/controller_overhead.json`
-and `.md`. The simulation runs the driver's own code and its encoding for many ranks that answer at once; what Ray adds for each message is
-taken from the measurement.
+A step makes the calls of GRPO on workers that compute nothing: one generate, two log-probs, four mini-batches
+of an update. So nearly all of its time is the controller's: cutting, dealing, sending, collecting. Prints
+tables, writes `benchmarks/results/controller_overhead.json` and `.md`. The simulation runs the driver's own
+code and its encoding for many ranks that answer at once; what Ray adds for each message is taken from the
+measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from controller_workers import MINI_BATCHES, RESPONSES, Simulated, TinyGroup, TinyWorker, Work, make_tiny, make_work, run_step
+from controller_workers import (
+    MINI_BATCHES,
+    RESPONSES,
+    Simulated,
+    TinyGroup,
+    TinyWorker,
+    Work,
+    make_tiny,
+    make_work,
+    run_step,
+)
 
 from hybridflow.config.cluster import RayConfig, RayInitConfig
 from hybridflow.controller import Backend, LocalBackend, MeshInfo, Placement
@@ -145,16 +158,29 @@ def on_ray(most: int) -> Iterator[Callable[[int], Backend]]:
 
 def measured_rows(only: set[str], steps: int) -> list[dict[str, Any]]:
     """One row for each backend and number of workers."""
-    work, metadata, rows = make_work(PROMPTS, PROMPT_WIDTH, RESPONSE_WIDTH), make_work(PROMPTS_A_RANK * max(WORKERS), 8, 56), []
+    work, metadata, rows = (
+        make_work(PROMPTS, PROMPT_WIDTH, RESPONSE_WIDTH),
+        make_work(PROMPTS_A_RANK * max(WORKERS), 8, 56),
+        [],
+    )
     calls = 3 + MINI_BATCHES
     if "local" in only:
-        rows.append({"backend": "local", "workers": 1, "messages": 0, **measure(LocalBackend(make_tiny), work, steps)})
+        rows.append(
+            {"backend": "local", "workers": 1, "messages": 0, **measure(LocalBackend(make_tiny), work, steps)}
+        )
         print(line_of(rows[-1]), flush=True)
     if "ray" in only:
         with on_ray(sum(WORKERS)) as start:  # the devices of one backend come free a while after it has ended
             for workers in WORKERS:
                 backend = start(workers)
-                rows.append({"backend": "ray", "workers": workers, "messages": 2 * calls * workers, **measure(backend, work, steps)})
+                rows.append(
+                    {
+                        "backend": "ray",
+                        "workers": workers,
+                        "messages": 2 * calls * workers,
+                        **measure(backend, work, steps),
+                    }
+                )
                 rows[-1]["metadata_cpu_s"] = measure(backend, metadata, steps)["driver_cpu_s"]
                 backend.shutdown()
                 print(line_of(rows[-1]), flush=True)
@@ -162,7 +188,9 @@ def measured_rows(only: set[str], steps: int) -> list[dict[str, Any]]:
 
 
 def message_seconds(rows: list[dict[str, Any]]) -> float:
-    """CPU seconds of the driver for one more message on Ray, with metadata only: the slope from the fewest workers to the most."""
+    """CPU seconds of the driver for one more message on Ray, with metadata only: the slope from the fewest
+    workers to the most.
+    """
     ray = [row for row in rows if row["backend"] == "ray"]
     if len(ray) < 2:
         return 0.0
@@ -176,7 +204,8 @@ def line_of(row: dict[str, Any]) -> str:
     found = row["overhead_s"]
     return (
         f"| {row['backend']} | {row['workers']} | {row['messages']} | {1e3 * found['median']:.1f} ms | "
-        f"{1e3 * found['min']:.1f} – {1e3 * found['max']:.1f} ms | {1e3 * row['driver_cpu_s']['median']:.1f} ms |"
+        f"{1e3 * found['min']:.1f} – {1e3 * found['max']:.1f} ms | "
+        f"{1e3 * row['driver_cpu_s']['median']:.1f} ms |"
     )
 
 
@@ -197,7 +226,8 @@ def breaks(simulated: list[dict[str, Any]], message_s: float) -> str:
     own, messages = most["driver_s"]["median"], most["messages"] * message_s
     coding = (most["encode_s"] + most["decode_s"]) / own
     many = (own + messages) * 67 / (3 + MINI_BATCHES)
-    wide = (8 + 1 + 8 * 0.8) * 16_384  # bytes of a row of 16k tokens on its way to log-probs: ids, mask, responses
+    # bytes of a row of 16k tokens on its way to log-probs: ids, mask, responses
+    wide = (8 + 1 + 8 * 0.8) * 16_384
     return f"""At {most["ranks"]:,} ranks a step costs the driver {own:.1f} s of its own work and {messages:.1f} s of messages. From 8 ranks
 on both grow with ranks × calls: {coding:.0%} of the own work is packing and unpacking for each rank, most of the rest is cutting and
 joining. One thread does it all, and the mini-batches of an update wait for each other, so short steps with many mini-batches suffer
@@ -211,18 +241,26 @@ that the driver holds lengths and scores only."""
 
 def main() -> int:
     """Measure, simulate, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=7, help="steps of each median")
-    parser.add_argument("--only", default="local,ray,simulated", help="parts to run; the results are written when all are")
+    parser.add_argument(
+        "--only", default="local,ray,simulated", help="parts to run; the results are written when all are"
+    )
     arguments = parser.parse_args()
     only = set(arguments.only.split(","))
     torch.set_num_threads(1)
-    head = "| backend | workers | messages a step | overhead a step | range | driver CPU |\n|---|---|---|---|---|---|"
+    head = (
+        "| backend | workers | messages a step | overhead a step | range | driver CPU "
+        "|\n|---|---|---|---|---|---|"
+    )
     print(head)
     rows = measured_rows(only, arguments.steps)
     message_s = message_seconds(rows)
     head_simulated = (
-        "| ranks | rows | messages a step | sent | received | driver a step | of it encoding | decoding | with Ray, estimated |\n"
+        "| ranks | rows | messages a step | sent | received | driver a step | of it encoding | decoding | "
+        "with Ray, estimated |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )
     simulated = []
@@ -236,7 +274,10 @@ def main() -> int:
     facts = {
         "command": f"python benchmarks/controller_overhead.py --steps {arguments.steps}",
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, ray {ray_version()}, one thread a process",
+        "machine": (
+            f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, ray "
+            f"{ray_version()}, one thread a process"
+        ),
     }
     RESULT.parent.mkdir(exist_ok=True)
     result = {**facts, "measured": rows, "ray_message_s": message_s, "simulated": simulated}

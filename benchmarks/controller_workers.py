@@ -1,4 +1,6 @@
-"""What `controller_overhead.py` measures: the calls of a GRPO step on workers that compute nothing, and ranks without processes."""
+"""What `controller_overhead.py` measures: the calls of a GRPO step on workers that compute nothing, and ranks
+without processes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from typing import Any, TypeVar
 import torch
 
 from hybridflow.algorithms.aggregation import LossScale
-from hybridflow.controller import Call, Dispatch, Factories, MeshInfo, RankInfo, Worker, WorkerGroup, WorkerHost, register
+from hybridflow.controller import (
+    Call,
+    Dispatch,
+    Factories,
+    MeshInfo,
+    RankInfo,
+    Worker,
+    WorkerGroup,
+    WorkerHost,
+    register,
+)
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
@@ -76,7 +88,9 @@ class TinyGroup(WorkerGroup[TinyWorker]):
     """The calls of a step, as the typed groups of the package make them."""
 
     def log_probs(self, batch: DataProto, name: str) -> DataProto:
-        return self.call(TinyWorker.log_probs, batch.select(["input_ids", "attention_mask", "responses"], []), name=name)
+        return self.call(
+            TinyWorker.log_probs, batch.select(["input_ids", "attention_mask", "responses"], []), name=name
+        )
 
     def update(self, batch: DataProto, step: int) -> Metrics:
         prompts = len(batch) // RESPONSES
@@ -84,7 +98,15 @@ class TinyGroup(WorkerGroup[TinyWorker]):
         def one(mini: DataProto, scale: LossScale) -> Metrics:
             return self.call(TinyWorker.update_mini_batch, mini, scale=scale)
 
-        columns = ["input_ids", "attention_mask", "responses", "response_mask", "loss_mask", "old_log_probs", "advantages"]
+        columns = [
+            "input_ids",
+            "attention_mask",
+            "responses",
+            "response_mask",
+            "loss_mask",
+            "old_log_probs",
+            "advantages",
+        ]
         plan = MiniBatchPlan(max(1, prompts // MINI_BATCHES), 1, True, 0, step)
         return update_by_mini_batches(batch, columns, plan, one, name="actor")
 
@@ -110,7 +132,11 @@ def make_work(prompts: int, prompt_width: int, response_width: int) -> Work:
     """RESPONSES rows a prompt with log-normal lengths (mean 0.4 of the longest)."""
     draw = torch.Generator().manual_seed(0)
     rows = prompts * RESPONSES
-    lengths = (torch.randn(rows, generator=draw).mul(0.6).exp() * 0.33 * response_width).clamp(1, response_width).long()
+    lengths = (
+        (torch.randn(rows, generator=draw).mul(0.6).exp() * 0.33 * response_width)
+        .clamp(1, response_width)
+        .long()
+    )
     response_mask = torch.arange(response_width)[None, :] < lengths[:, None]
     tensors = {
         "input_ids": torch.randint(0, 32_000, (rows, prompt_width + response_width), generator=draw),
@@ -122,7 +148,9 @@ def make_work(prompts: int, prompt_width: int, response_width: int) -> Work:
     tensors["responses"] = tensors["input_ids"][:, prompt_width:].contiguous()
     uids = [f"uid-{row // RESPONSES}" for row in range(rows)]
     ids = tuple(range(prompt_width))
-    requests = [Request(row, ids, row // RESPONSES, float(prompt_width + response_width)) for row in range(rows)]
+    requests = [
+        Request(row, ids, row // RESPONSES, float(prompt_width + response_width)) for row in range(rows)
+    ]
     return Work(requests, DataProto.from_dict(tensors, {"uid": uids}))
 
 
@@ -138,8 +166,9 @@ def run_step(groups: dict[str, TinyGroup], work: Work, step: int) -> None:
 class Simulated:
     """A backend of any number of ranks without processes, which answer at once.
 
-    What the driver of a cluster does itself happens here as there: it encodes what each rank is given, once for those that share it, and
-    decodes what each returns. `seconds` says for how long; `worker_seconds` is what the answers took, which is not the driver's time.
+    What the driver of a cluster does itself happens here as there: it encodes what each rank is given, once
+    for those that share it, and decodes what each returns. `seconds` says for how long; `worker_seconds` is
+    what the answers took, which is not the driver's time.
     """
 
     def __init__(self, mesh: MeshInfo) -> None:

@@ -2,9 +2,9 @@
 
     python benchmarks/demo_seeds.py [--jobs 2]        (`make demo-seeds`; about 10 minutes on 2 cores)
 
-Each run is a `hybridflow demo` in a process of its own, two side by side. Prints a table, writes `benchmarks/results/demo_seeds.json` and
-ends with status 1 where a bar is missed: greedy accuracy up by 0.20 and sampled by 0.15 on each seed, sampled by 0.25 on average, the
-control up by 0.02 at most.
+Each run is a `hybridflow demo` in a process of its own, two side by side. Prints a table, writes
+`benchmarks/results/demo_seeds.json` and ends with status 1 where a bar is missed: greedy accuracy up by 0.20
+and sampled by 0.15 on each seed, sampled by 0.25 on average, the control up by 0.02 at most.
 """
 
 from __future__ import annotations
@@ -60,9 +60,13 @@ def run(algorithm: str, seed: int, reward: str, folder: Path) -> dict[str, Any]:
     ]
     log = out.with_suffix(".log")
     with log.open("w") as file:
-        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=DEADLINE, check=False).returncode
+        status = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, timeout=DEADLINE, check=False
+        ).returncode
     if status:
-        raise SystemExit(f"demo {algorithm} {seed} {reward} ended with status {status}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"demo {algorithm} {seed} {reward} ended with status {status}:\n{log.read_text()[-3000:]}"
+        )
     summary = json.loads((out / algorithm / "summary.json").read_text())
     return {"algorithm": algorithm, "seed": seed, "reward": reward} | {key: summary[key] for key in KEPT}
 
@@ -75,7 +79,9 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
         for name, bar in (("greedy", 0.20), ("sampled", 0.15)):
             gain = row[f"{name}_after"] - row[f"{name}_before"]
             if gain < bar:
-                found.append(f"{row['algorithm']} seed {row['seed']}: {name} accuracy rose by {gain:.3f}, wanted {bar}")
+                found.append(
+                    f"{row['algorithm']} seed {row['seed']}: {name} accuracy rose by {gain:.3f}, wanted {bar}"
+                )
     gains = [row["sampled_after"] - row["sampled_before"] for row in learned if row["algorithm"] == "grpo"]
     if sum(gains) / len(gains) < 0.25:
         found.append(f"grpo: sampled accuracy rose by {sum(gains) / len(gains):.3f} on average, wanted 0.25")
@@ -89,13 +95,18 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     """Run all, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="demos side by side")
     jobs = parser.parse_args().jobs
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         rows = list(pool.map(lambda chosen: run(*chosen, Path(folder)), RUNS))
     for row in rows:
-        change = ", ".join(f"{name} {row[f'{name}_before']:.3f} -> {row[f'{name}_after']:.3f}" for name in ("greedy", "sampled"))
+        change = ", ".join(
+            f"{name} {row[f'{name}_before']:.3f} -> {row[f'{name}_after']:.3f}"
+            for name in ("greedy", "sampled")
+        )
         print(f"{row['algorithm']:5} seed {row['seed']} {row['reward']:17} {change}, {row['seconds']:.0f} s")
     problems = missed(rows)
     RESULT.parent.mkdir(exist_ok=True)
@@ -104,7 +115,10 @@ def main() -> int:
             {
                 "command": f"python benchmarks/demo_seeds.py --jobs {jobs}",
                 "date": datetime.date.today().isoformat(),
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread a run",
+                "machine": (
+                    f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one "
+                    "thread a run"
+                ),
                 "runs": rows,
                 "missed": problems,
             },

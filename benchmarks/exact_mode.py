@@ -1,9 +1,12 @@
-"""Exact mode: does it hold over a run, in any company and after a resume, does a flipped bit stop it, and what does it cost?
+"""Exact mode: does it hold over a run, in any company and after a resume, does a flipped bit stop it, and
+what does it cost?
 
-    python benchmarks/exact_mode.py [--steps 20] [--only run,company,resume,bit,price]        (`make exact`; about 10 minutes)
+    python benchmarks/exact_mode.py [--steps 20] [--only run,company,resume,bit,price]        (`make exact`;
+    about 10 minutes)
 
-Prints a table, writes `benchmarks/results/exact_mode.json` and `.md`, and ends with status 1 where anything differs that must not. One
-thread. The model is the demo's, warmed up for a few steps so that rewards vary. Prices are CPU seconds, exact and fast in turn.
+Prints a table, writes `benchmarks/results/exact_mode.json` and `.md`, and ends with status 1 where anything
+differs that must not. One thread. The model is the demo's, warmed up for a few steps so that rewards vary.
+Prices are CPU seconds, exact and fast in turn.
 """
 
 from __future__ import annotations
@@ -108,19 +111,45 @@ def check_run(steps: dict[str, Any], wanted: int) -> list[tuple[str, Any, Any]]:
     return [
         ("steps", len(lines), wanted),
         ("rows checked, of all steps", sum(line["training/rollout_rows_checked"] for line in lines), rows),
-        ("max of |rollout − training log-prob|", max(line["training/rollout_log_probs_diff_max"] for line in lines), 0.0),
-        ("steps without a pass for old log-probs", sum(line["training/old_log_probs_from_rollout"] for line in lines), len(lines)),
-        ("smallest ratio at the first mini-batch", min(line["training/first_ratio_min"] for line in lines), 1.0),
-        ("largest ratio at the first mini-batch", max(line["training/first_ratio_max"] for line in lines), 1.0),
+        (
+            "max of |rollout − training log-prob|",
+            max(line["training/rollout_log_probs_diff_max"] for line in lines),
+            0.0,
+        ),
+        (
+            "steps without a pass for old log-probs",
+            sum(line["training/old_log_probs_from_rollout"] for line in lines),
+            len(lines),
+        ),
+        (
+            "smallest ratio at the first mini-batch",
+            min(line["training/first_ratio_min"] for line in lines),
+            1.0,
+        ),
+        (
+            "largest ratio at the first mini-batch",
+            max(line["training/first_ratio_max"] for line in lines),
+            1.0,
+        ),
         ("max of |actor/ppo_kl|", max(abs(line["actor/ppo_kl"]) for line in lines), 0.0),
-        ("steps whose rewards vary", sum(line["critic/score/max"] > line["critic/score/min"] for line in lines), len(lines)),
-        ("the section old_log_prob takes under 2 % of the time of the steps", _share(lines, "old_log_prob") < 0.02, True),
+        (
+            "steps whose rewards vary",
+            sum(line["critic/score/max"] > line["critic/score/min"] for line in lines),
+            len(lines),
+        ),
+        (
+            "the section old_log_prob takes under 2 % of the time of the steps",
+            _share(lines, "old_log_prob") < 0.02,
+            True,
+        ),
     ]
 
 
 def _share(lines: list[dict[str, Any]], section: str) -> float:
     """Of the time of whole steps."""
-    return float(sum(line[f"timing_s/{section}"] for line in lines) / sum(line["timing_s/step"] for line in lines))
+    return float(
+        sum(line[f"timing_s/{section}"] for line in lines) / sum(line["timing_s/step"] for line in lines)
+    )
 
 
 def check_resume(model: Path, run: Path, steps: dict[str, Any], folder: Path) -> list[tuple[str, Any, Any]]:
@@ -131,7 +160,17 @@ def check_resume(model: Path, run: Path, steps: dict[str, Any], folder: Path) ->
         if path.name != "global_step_10":
             shutil.rmtree(path)
     (again / "latest_checkpointed_iteration.txt").write_text("10")
-    command = [sys.executable, __file__, "--train", str(model), str(again), "--steps", "12", "--out", str(folder / "resumed.json")]
+    command = [
+        sys.executable,
+        __file__,
+        "--train",
+        str(model),
+        str(again),
+        "--steps",
+        "12",
+        "--out",
+        str(folder / "resumed.json"),
+    ]
     subprocess.run(command, check=True)
     found = json.loads((folder / "resumed.json").read_text())
     same = [step for step in ("11", "12") if found.get(step, {}).get("sampled") == steps[step]["sampled"]]
@@ -142,7 +181,9 @@ def check_resume(model: Path, run: Path, steps: dict[str, Any], folder: Path) ->
 
 
 def company(model: Path) -> list[tuple[str, Any, Any]]:
-    """512 rows together; some alone, all in another order, in few slots, with prompts in pieces, and joining late."""
+    """512 rows together; some alone, all in another order, in few slots, with prompts in pieces, and joining
+    late.
+    """
     policy = policy_of(model)
     engine = NativeEngine(policy, eos_token_ids=(2,), max_num_seqs=512)
     mode = choose_exact_mode(engine, policy, longest=LONGEST, temperature=1.0)
@@ -153,7 +194,9 @@ def company(model: Path) -> list[tuple[str, Any, Any]]:
     found = []
     alone = {row: out for one in asked[::16] for row, out in answers(engine.generate([one])).items()}
     found.append(("alone", alone))
-    found.append(("in another order", answers(engine.generate([asked[(place * 37) % 512] for place in range(512)]))))
+    found.append(
+        ("in another order", answers(engine.generate([asked[(place * 37) % 512] for place in range(512)])))
+    )
     few = NativeEngine(policy, eos_token_ids=(2,), max_num_seqs=40, max_num_batched_tokens=24)
     found.append(("in 40 slots, prompts in pieces of 24 tokens", answers(few.generate(asked[::-1]))))
     found.append(("joining a session two at a step", joining(engine, asked)))
@@ -161,7 +204,12 @@ def company(model: Path) -> list[tuple[str, Any, Any]]:
     found.append(("by two threads", answers(engine.generate(asked))))
     torch.set_num_threads(1)
     return [
-        (f"rows that are as among 512: {what}", sum(together[row] == one for row, one in rows.items()), len(rows)) for what, rows in found
+        (
+            f"rows that are as among 512: {what}",
+            sum(together[row] == one for row, one in rows.items()),
+            len(rows),
+        )
+        for what, rows in found
     ]
 
 
@@ -180,7 +228,9 @@ def answers(outputs: Iterable[GenerationOutput]) -> dict[int, tuple[list[int], l
     return {output.request_id: (output.token_ids, output.log_probs) for output in outputs}
 
 
-def joining(engine: NativeEngine, asked: Sequence[GenerationRequest]) -> dict[int, tuple[list[int], list[float]]]:
+def joining(
+    engine: NativeEngine, asked: Sequence[GenerationRequest]
+) -> dict[int, tuple[list[int], list[float]]]:
     """Rows that enter while others run."""
     session, left, outputs = engine.open(), list(asked[:128]), []
     while left or not session.idle:
@@ -192,7 +242,9 @@ def joining(engine: NativeEngine, asked: Sequence[GenerationRequest]) -> dict[in
 
 
 def flipped_bit(model: Path, folder: Path) -> str:
-    """What a run says whose replica, in a process of its own, has one bit flipped after its first push of weights."""
+    """What a run says whose replica, in a process of its own, has one bit flipped after its first push of
+    weights.
+    """
     more = [
         "actor_rollout_ref.model.external_lib=plant_a_bit",
         "trainer.controller=ray",
@@ -200,7 +252,15 @@ def flipped_bit(model: Path, folder: Path) -> str:
         "trainer.placement={rollout: generate}",
         "ray_kwargs.ray_init.num_cpus=2",
     ]
-    command = [sys.executable, "-m", "hybridflow.cli.main", "train", "--recipe", "tiny/grpo", *keys(model, folder / "bit", *more, steps=4)]
+    command = [
+        sys.executable,
+        "-m",
+        "hybridflow.cli.main",
+        "train",
+        "--recipe",
+        "tiny/grpo",
+        *keys(model, folder / "bit", *more, steps=4),
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PLANTS)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -211,7 +271,9 @@ def flipped_bit(model: Path, folder: Path) -> str:
 def measure(parts: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
     """What the chosen parts find."""
     tiny = create_tiny_model(folder / "model", seed=0)
-    model = warm_up(tiny, folder / "sft", seed=0, options=WarmUpOptions(first_check=10**6, max_steps=90)).model
+    model = warm_up(
+        tiny, folder / "sft", seed=0, options=WarmUpOptions(first_check=10**6, max_steps=90)
+    ).model
     facts: list[tuple[str, Any, Any]] = []
     result: dict[str, Any] = {"message": "", "price": []}
     if "run" in parts or "resume" in parts:
@@ -223,16 +285,29 @@ def measure(parts: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
         facts += company(model)
     if "bit" in parts:
         result["message"] = flipped_bit(model, folder)
-        told = "exact mode, step 2: rollout rank 0 has generated with another model.layers.0.mlp.down_proj.weight"
-        facts.append(("a flipped bit in a replica's process stops step 2 and is named", told in result["message"], True))
+        told = (
+            "exact mode, step 2: rollout rank 0 has generated with another "
+            "model.layers.0.mlp.down_proj.weight"
+        )
+        facts.append(
+            (
+                "a flipped bit in a replica's process stops step 2 and is named",
+                told in result["message"],
+                True,
+            )
+        )
     if "price" in parts:
         result["price"] = price(model, folder)
-    return result | {"facts": [{"what": what, "measured": found, "wanted": wanted} for what, found, wanted in facts]}
+    return result | {
+        "facts": [{"what": what, "measured": found, "wanted": wanted} for what, found, wanted in facts]
+    }
 
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--train", nargs=2, metavar=("MODEL", "RUN"), help="only this run, to --out")
@@ -264,14 +339,21 @@ def main() -> int:
 def write_page(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     facts = [
-        f"| {fact['what']} | {fact['measured']} | {fact['wanted']} | {'yes' if fact['measured'] == fact['wanted'] else '**NO**'} |"
+        f"| {fact['what']} | {fact['measured']} | {fact['wanted']} | "
+        f"{'yes' if fact['measured'] == fact['wanted'] else '**NO**'} |"
         for fact in result["facts"]
     ]
     rows = [
-        f"| {line['what']} | {line['fast']:.4f} | {line['exact']:.4f} | {line['exact'] / line['fast']:.2f} |" for line in result["price"]
+        f"| {line['what']} | {line['fast']:.4f} | {line['exact']:.4f} | {line['exact'] / line['fast']:.2f} |"
+        for line in result["price"]
     ]
     table = "\n".join(["| what | fast, s | exact, s | ratio |", "|---|---|---|---|", *rows])
-    shown = {**result, "facts": "\n".join(facts), "price": table, "repeats": result["price"][0]["repeats"] if result["price"] else 0}
+    shown = {
+        **result,
+        "facts": "\n".join(facts),
+        "price": table,
+        "repeats": result["price"][0]["repeats"] if result["price"] else 0,
+    }
     return PAGE.format(**shown)
 
 

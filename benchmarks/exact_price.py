@@ -1,4 +1,6 @@
-"""What exact mode costs: generation, forward and update at some lengths, and whole steps of the demo. Read by exact_mode.py."""
+"""What exact mode costs: generation, forward and update at some lengths, and whole steps of the demo. Read by
+exact_mode.py.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,15 @@ def _at(model: Path, length: int) -> list[dict[str, Any]]:
     mode = choose_exact_mode(engine, policy, longest=length, temperature=1.0)
     assert isinstance(mode, ExactMode), mode
     sampling = SamplingParams(max_tokens=length - PROMPT, ignore_eos=True)
-    requests = [GenerationRequest(row, tuple(3 + (row + place) % 90 for place in range(PROMPT)), sampling, seed=row) for row in range(ROWS)]
+    requests = [
+        GenerationRequest(row, tuple(3 + (row + place) % 90 for place in range(PROMPT)), sampling, seed=row)
+        for row in range(ROWS)
+    ]
     outputs = {output.request_id: output for output in engine.generate(requests)}
     responses = [outputs[row].token_ids for row in range(ROWS)]
-    packed = pack(DataProto.from_dict(make_rows([one.prompt_token_ids for one in requests], responses, pad_id=0)))
+    packed = pack(
+        DataProto.from_dict(make_rows([one.prompt_token_ids for one in requests], responses, pad_id=0))
+    )
 
     def forward() -> None:
         with torch.no_grad():
@@ -60,7 +67,10 @@ def _at(model: Path, length: int) -> list[dict[str, Any]]:
         policy.train()(packed).log_probs.sum().backward()
 
     works = {"generation": lambda: list(engine.generate(requests)), "forward": forward, "update": update}
-    return [_in_turn(policy, mode, f"{what}, {ROWS} rows of {length} tokens", work) for what, work in works.items()]
+    return [
+        _in_turn(policy, mode, f"{what}, {ROWS} rows of {length} tokens", work)
+        for what, work in works.items()
+    ]
 
 
 def _in_turn(policy: PolicyModel, mode: ExactMode, what: str, work: Callable[[], Any]) -> dict[str, Any]:
@@ -78,8 +88,15 @@ def _in_turn(policy: PolicyModel, mode: ExactMode, what: str, work: Callable[[],
 
 
 def _steps(model: Path, folder: Path) -> list[dict[str, Any]]:
-    """Steps of the demo's recipe with and without exact mode, each on the same prompts; both learn, so rows grow apart a little."""
-    sections = {"gen": "generation", "old_log_prob": "old log-probs", "update_actor": "update", "step": "whole step"}
+    """Steps of the demo's recipe with and without exact mode, each on the same prompts; both learn, so rows
+    grow apart a little.
+    """
+    sections = {
+        "gen": "generation",
+        "old_log_prob": "old log-probs",
+        "update_actor": "update",
+        "step": "whole step",
+    }
     best = {section: {"fast": float("inf"), "exact": float("inf")} for section in sections}
     with ExitStack() as stack:
         trainers = {}
@@ -100,4 +117,7 @@ def _steps(model: Path, folder: Path) -> list[dict[str, Any]]:
                 trainer._one(prompts, step, 0)
                 for section in sections if step > 1 else ():
                     best[section][name] = min(best[section][name], trainer.timer.seconds(section))
-    return [{"what": f"step of the demo: {what}", **best[section], "repeats": STEPS} for section, what in sections.items()]
+    return [
+        {"what": f"step of the demo: {what}", **best[section], "repeats": STEPS}
+        for section, what in sections.items()
+    ]

@@ -1,16 +1,18 @@
-"""Generation on this machine's CPU: our engine, transformers' `generate` and vLLM's CPU build, in turn on the same work.
+"""Generation on this machine's CPU: our engine, transformers' `generate` and vLLM's CPU build, in turn on the
+same work.
 
     python benchmarks/generation.py [--rows 64,128,512] [--threads 1,2] [--rounds 5] [--vllm PYTHON] [--quick]
 
-A model of 4.3 M parameters (hidden 256, 4 layers, vocabulary 262), prompts of 15 tokens, eight responses each, at most 64 tokens, no end
-token. Two patterns of lengths, the same length for each row on all sides:
+A model of 4.3 M parameters (hidden 256, 4 layers, vocabulary 262), prompts of 15 tokens, eight responses
+each, at most 64 tokens, no end token. Two patterns of lengths, the same length for each row on all sides:
 
     uniform   64 tokens each
     life      log-normal, mean 0.4 of the maximum; `generate` works until its longest row has ended
 
-Each side is a process of its own, idle while another is asked; each round asks all, in an order that turns. `floor` is the time of the
-matrix products alone, at the rate that the native side's process reaches with them. `generate_batch`, transformers' continuous batching, is
-not among the sides: benchmarks/NOTES.md has what it takes here. Writes `benchmarks/results/generation.json` and `.md`.
+Each side is a process of its own, idle while another is asked; each round asks all, in an order that turns.
+`floor` is the time of the matrix products alone, at the rate that the native side's process reaches with
+them. `generate_batch`, transformers' continuous batching, is not among the sides: benchmarks/NOTES.md has
+what it takes here. Writes `benchmarks/results/generation.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,16 @@ import side_by_side as kit
 
 WORKER = Path(__file__).parent / "generation_vllm.py"
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
-HEAD = ("threads", "rows", "lengths", "native, tokens/s", "transformers", "vLLM", "native against the best", "of the floor")
+HEAD = (
+    "threads",
+    "rows",
+    "lengths",
+    "native, tokens/s",
+    "transformers",
+    "vLLM",
+    "native against the best",
+    "of the floor",
+)
 TEXT = """4.3 M parameters, prompts of {prompt} tokens, {group} responses each, at most {most} tokens. Tokens per second: medians of
 {rounds} rounds in turn, with the smallest and the largest. `life`: log-normal lengths, mean 0.4 of the maximum. "Of the floor": of what
 the matrix products alone would allow, at {rates}.
@@ -44,7 +55,10 @@ Goals: at least 2 times (uniform) and 4 times (life) the best rival, and half of
 def make_prompts(rows: int) -> list[list[int]]:
     """The prompt of each row; a group has the same one."""
     draw = random.Random(0)
-    prompts = [[draw.randrange(3, kit.SIZES["vocab_size"]) for _ in range(kit.PROMPT)] for _ in range(rows // kit.GROUP)]
+    prompts = [
+        [draw.randrange(3, kit.SIZES["vocab_size"]) for _ in range(kit.PROMPT)]
+        for _ in range(rows // kit.GROUP)
+    ]
     return [prompts[row // kit.GROUP] for row in range(rows)]
 
 
@@ -54,7 +68,9 @@ def native(folder: Path, rows: int) -> Callable[[list[list[int]], list[int]], fl
     from hybridflow.rollout.base import GenerationRequest, SamplingParams
     from hybridflow.rollout.native.engine import NativeEngine
 
-    engine = NativeEngine(build_policy(folder, device="cpu", dtype="float32"), eos_token_ids=[], max_num_seqs=rows)
+    engine = NativeEngine(
+        build_policy(folder, device="cpu", dtype="float32"), eos_token_ids=[], max_num_seqs=rows
+    )
     engine.wake_up()
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> float:
@@ -83,7 +99,12 @@ def transformers(folder: Path) -> Callable[[list[list[int]], list[int]], float]:
         started = time.perf_counter()
         with torch.no_grad():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, min_new_tokens=most, max_new_tokens=most
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=most,
+                max_new_tokens=most,
             )
         seconds = time.perf_counter() - started
         assert tuple(out.shape) == (len(lengths), kit.PROMPT + most)
@@ -108,7 +129,9 @@ def matrix_rate(rows: int) -> float:
 
 
 def serve(side: str, folder: Path, rows: int) -> None:
-    """A side: the seconds of each batch that is asked for; the native one says the rate of matrix products first."""
+    """A side: the seconds of each batch that is asked for; the native one says the rate of matrix products
+    first.
+    """
     generate = native(folder, rows) if side == "native" else transformers(folder)
     kit.say({"rate": matrix_rate(rows) if side == "native" else None})
     while True:
@@ -116,9 +139,13 @@ def serve(side: str, folder: Path, rows: int) -> None:
         kit.say({"seconds": generate(asked["prompts"], asked["lengths"])})
 
 
-def measure(folder: Path, parameters: int, rows: int, threads: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    folder: Path, parameters: int, rows: int, threads: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Both patterns at a number of rows and threads."""
-    commands = {side: kit.own_command(__file__, "--side", side, folder, rows) for side in ("native", "transformers")}
+    commands = {
+        side: kit.own_command(__file__, "--side", side, folder, rows) for side in ("native", "transformers")
+    }
     if options.vllm:
         commands["vllm"] = [options.vllm, str(WORKER), str(folder), str(rows)]
     found = []
@@ -127,11 +154,21 @@ def measure(folder: Path, parameters: int, rows: int, threads: int, options: arg
         for pattern in kit.LENGTHS:
             lengths = kit.lengths_of(rows, pattern)
             question = {"prompts": make_prompts(rows), "lengths": lengths}
-            answers = kit.in_turn({name: partial(side.ask, question) for name, side in sides.items()}, options.rounds, warm_up=1)
-            case = {"threads": threads, "rows": rows, "lengths": pattern, "tokens": sum(lengths), "rate": rate}
+            answers = kit.in_turn(
+                {name: partial(side.ask, question) for name, side in sides.items()}, options.rounds, warm_up=1
+            )
+            case = {
+                "threads": threads,
+                "rows": rows,
+                "lengths": pattern,
+                "tokens": sum(lengths),
+                "rate": rate,
+            }
             case["vllm"] = sides["vllm"].first["version"] if "vllm" in sides else None
             case["floor_s"] = 2 * parameters * sum(lengths) / rate
-            case["seconds"] = {name: [answer["seconds"] for answer in given] for name, given in answers.items()}
+            case["seconds"] = {
+                name: [answer["seconds"] for answer in given] for name, given in answers.items()
+            }
             print(kit.line(cells(case)), flush=True)
             found.append(case)
     return found
@@ -140,9 +177,19 @@ def measure(folder: Path, parameters: int, rows: int, threads: int, options: arg
 def cells(case: dict[str, Any]) -> list[object]:
     """A row of the table."""
     medians = {name: statistics.median(seconds) for name, seconds in case["seconds"].items()}
-    speeds = {name: kit.spread([case["tokens"] / second for second in seconds], ",.0f") for name, seconds in case["seconds"].items()}
+    speeds = {
+        name: kit.spread([case["tokens"] / second for second in seconds], ",.0f")
+        for name, seconds in case["seconds"].items()
+    }
     best = min(seconds for name, seconds in medians.items() if name != "native")
-    row: list[object] = [case["threads"], case["rows"], case["lengths"], speeds["native"], speeds["transformers"], speeds.get("vllm", "–")]
+    row: list[object] = [
+        case["threads"],
+        case["rows"],
+        case["lengths"],
+        speeds["native"],
+        speeds["transformers"],
+        speeds.get("vllm", "–"),
+    ]
     return [*row, f"{best / medians['native']:.2f}", f"{case['floor_s'] / medians['native']:.2f}"]
 
 
@@ -164,7 +211,10 @@ def main() -> None:
         parameters = kit.make_model(Path(name))
         print(kit.line(HEAD), kit.line(["---"] * len(HEAD)), sep="\n", flush=True)
         found = [
-            case for threads in options.threads for rows in options.rows for case in measure(Path(name), parameters, rows, threads, options)
+            case
+            for threads in options.threads
+            for rows in options.rows
+            for case in measure(Path(name), parameters, rows, threads, options)
         ]
     rates = {(case["threads"], case["rows"]): case["rate"] for case in found}
     text = TEXT.format(
@@ -172,7 +222,10 @@ def main() -> None:
         group=kit.GROUP,
         most=kit.MAX_TOKENS,
         rounds=options.rounds,
-        rates=", ".join(f"{rate / 1e9:.0f} GFLOP/s ({threads} threads, {rows} rows)" for (threads, rows), rate in rates.items()),
+        rates=", ".join(
+            f"{rate / 1e9:.0f} GFLOP/s ({threads} threads, {rows} rows)"
+            for (threads, rows), rate in rates.items()
+        ),
         table=kit.table(HEAD, [cells(case) for case in found]),
     )
     facts = kit.facts(["torch", "transformers"])

@@ -13,7 +13,8 @@ import side_by_side as kit
 
 os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it takes a thread for each core, whatever OMP_NUM_THREADS says
+# else it takes a thread for each core, whatever OMP_NUM_THREADS says
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from vllm import LLM, SamplingParams, TokensPrompt, __version__
 
@@ -21,12 +22,23 @@ from vllm import LLM, SamplingParams, TokensPrompt, __version__
 def main() -> None:
     """Serve until standard input ends."""
     folder, rows = sys.argv[1], int(sys.argv[2])
-    engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=rows, skip_tokenizer_init=True, seed=0)
+    engine = LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=rows,
+        skip_tokenizer_init=True,
+        seed=0,
+    )
     kit.say({"version": __version__})
     while True:
         asked = kit.next_question()
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in asked["prompts"]]
-        sampling = [SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False) for length in asked["lengths"]]
+        sampling = [
+            SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
+            for length in asked["lengths"]
+        ]
         started = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started

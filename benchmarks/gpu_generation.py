@@ -1,15 +1,18 @@
 """Generation on one CUDA device: the native engine, and transformers' `generate` and `generate_batch`.
 
-    python benchmarks/gpu_generation.py [--sizes 0.5B,1.5B,7B] [--rows 64,128,256,512] [--rounds 3] [--sides native,generate]
+    python benchmarks/gpu_generation.py [--sizes 0.5B,1.5B,7B] [--rows 64,128,256,512] [--rounds 3] [--sides
+    native,generate]
     python benchmarks/gpu_generation.py --tiny --device cpu          (a dry run)
 
-Models of Qwen 2's architecture with random weights in bfloat16; prompts of 512 tokens, all different, 512 new tokens each, sampled at
-temperature 1 without an end token. `eager` is the native engine without CUDA graphs. The sides run one after the other, because the caches
-of two do not fit beside each other; each once to warm up.
+Models of Qwen 2's architecture with random weights in bfloat16; prompts of 512 tokens, all different, 512 new
+tokens each, sampled at temperature 1 without an end token. `eager` is the native engine without CUDA graphs.
+The sides run one after the other, because the caches of two do not fit beside each other; each once to warm
+up.
 
-The roofline of decoding: a step reads all weights that it multiplies with and the keys and values of all rows. These bytes over the
-bandwidth that a copy reaches on this device are the least time of decoding; it is compared with the time of a generation less that of
-one that ends with the first token (the prefill). Writes `benchmarks/results/gpu_generation.json` and `.md`.
+The roofline of decoding: a step reads all weights that it multiplies with and the keys and values of all
+rows. These bytes over the bandwidth that a copy reaches on this device are the least time of decoding; it is
+compared with the time of a generation less that of one that ends with the first token (the prefill). Writes
+`benchmarks/results/gpu_generation.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,14 @@ from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine, layer_shapes
 
 SIDES = ("native", "eager", "generate", "batch")
-HEAD = ("model", "rows", *(f"{side}, tokens/s" for side in SIDES), "native against the best", "native decode of the roofline", "graphs")
+HEAD = (
+    "model",
+    "rows",
+    *(f"{side}, tokens/s" for side in SIDES),
+    "native against the best",
+    "native decode of the roofline",
+    "graphs",
+)
 
 
 class Bench:
@@ -54,12 +64,22 @@ class Bench:
         name = f"{rows} {eager}"
         if name not in self.engines:
             self.drop_engines()
-            settings: dict[str, Any] = {"max_num_seqs": rows, "max_num_batched_tokens": 16_384, "gpu_memory_utilization": 0.8}
+            settings: dict[str, Any] = {
+                "max_num_seqs": rows,
+                "max_num_batched_tokens": 16_384,
+                "gpu_memory_utilization": 0.8,
+            }
             self.engines[name] = NativeEngine(self.policy, eos_token_ids=[], enforce_eager=eager, **settings)
         sampling = SamplingParams(max_tokens=new)
-        requests = [GenerationRequest(row, tuple(tokens), sampling, seed=row) for row, tokens in enumerate(self.prompts(rows))]
+        requests = [
+            GenerationRequest(row, tuple(tokens), sampling, seed=row)
+            for row, tokens in enumerate(self.prompts(rows))
+        ]
         outputs = list(self.engines[name].generate(requests))
-        assert all(output.error is None and len(output.token_ids) == new for output in outputs) and len(outputs) == rows
+        assert (
+            all(output.error is None and len(output.token_ids) == new for output in outputs)
+            and len(outputs) == rows
+        )
 
     def drop_engines(self) -> None:
         """Give their memory back."""
@@ -74,7 +94,9 @@ class Bench:
         ids = torch.tensor(self.prompts(rows), device=self.device)
         with torch.no_grad():
             lengths = {"min_new_tokens": new, "max_new_tokens": new}
-            out = self.hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **lengths)
+            out = self.hf.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, **lengths
+            )
         assert tuple(out.shape) == (rows, self.prompt + new)
 
     def batch(self, rows: int, new: int) -> None:
@@ -82,9 +104,13 @@ class Bench:
         from transformers import GenerationConfig
 
         self.hf.set_attn_implementation("sdpa")
-        config = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=kit.PAD)
+        config = GenerationConfig(
+            max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=kit.PAD
+        )
         outputs = self.hf.generate_batch(inputs=self.prompts(rows), generation_config=config)
-        assert len(outputs) == rows and all(len(output.generated_tokens) == new for output in outputs.values())
+        assert len(outputs) == rows and all(
+            len(output.generated_tokens) == new for output in outputs.values()
+        )
 
     def roofline(self, rows: int, bandwidth: float) -> float:
         """Least seconds of all decode steps but the first token's."""
@@ -95,7 +121,9 @@ class Bench:
         return sum(weights + rows * (self.prompt + step) * token for step in steps) / bandwidth
 
 
-def measure(options: argparse.Namespace, bench: Bench, size: str, rows: int, bandwidth: float) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, bench: Bench, size: str, rows: int, bandwidth: float
+) -> dict[str, Any]:
     """All sides, and our prefill alone."""
     ways: dict[str, Callable[[int, int], None]] = {
         "native": bench.native,
@@ -103,15 +131,28 @@ def measure(options: argparse.Namespace, bench: Bench, size: str, rows: int, ban
         "generate": bench.generate,
         "batch": bench.batch,
     }
-    case: dict[str, Any] = {"size": size, "rows": rows, "tokens": rows * bench.new, "seconds": {}, "first": {}, "failed": {}}
+    case: dict[str, Any] = {
+        "size": size,
+        "rows": rows,
+        "tokens": rows * bench.new,
+        "seconds": {},
+        "first": {},
+        "failed": {},
+    }
     for side in options.sides:
         work = partial(ways[side], rows, bench.new)
         try:
             case["first"][side] = gpu.seconds_of(work, bench.device)
             case["seconds"][side] = [gpu.seconds_of(work, bench.device) for _ in range(options.rounds)]
             if side == "native":
-                prefill = [gpu.seconds_of(lambda: bench.native(rows, 1), bench.device) for _ in range(options.rounds)]
-                case |= {"prefill_s": prefill, "roofline_s": bench.roofline(rows, bandwidth), **_graphs(bench)}
+                prefill = [
+                    gpu.seconds_of(lambda: bench.native(rows, 1), bench.device) for _ in range(options.rounds)
+                ]
+                case |= {
+                    "prefill_s": prefill,
+                    "roofline_s": bench.roofline(rows, bandwidth),
+                    **_graphs(bench),
+                }
         except Exception as error:  # a rival that cannot do it is told as such
             if side in ("native", "eager") and not isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -123,14 +164,19 @@ def measure(options: argparse.Namespace, bench: Bench, size: str, rows: int, ban
 
 def _graphs(bench: Bench) -> dict[str, Any]:
     graphs = next(iter(bench.engines.values())).graphs
-    return {"graphs": 0 if graphs is None else graphs.num_recorded, "graphs_problem": None if graphs is None else graphs.problem}
+    return {
+        "graphs": 0 if graphs is None else graphs.num_recorded,
+        "graphs_problem": None if graphs is None else graphs.problem,
+    }
 
 
 def line_of(case: dict[str, Any]) -> list[object]:
     """A row of the table."""
     medians = {side: gpu.median(values) for side, values in case["seconds"].items()}
     missing = {side: "failed" if side in case["failed"] else "–" for side in SIDES}
-    speeds = [f"{case['tokens'] / medians[side]:,.0f}" if side in medians else missing[side] for side in SIDES]
+    speeds = [
+        f"{case['tokens'] / medians[side]:,.0f}" if side in medians else missing[side] for side in SIDES
+    ]
     rivals = [medians[side] for side in ("generate", "batch") if side in medians]
     against = f"{min(rivals) / medians['native']:.1f} ×" if rivals and "native" in medians else "–"
     share = "–"
@@ -143,7 +189,11 @@ def main() -> None:
     """Measure, print, write."""
     parser = gpu.parser_of(__doc__, rounds=3, sizes=("0.5B", "1.5B", "7B"))
     parser.add_argument("--rows", type=kit.numbers, default=[64, 128, 256, 512])
-    parser.add_argument("--sides", type=lambda text: text.split(","), help=f"of {', '.join(SIDES)}; left out: all, in a dry run not batch")
+    parser.add_argument(
+        "--sides",
+        type=lambda text: text.split(","),
+        help=f"of {', '.join(SIDES)}; left out: all, in a dry run not batch",
+    )
     options = parser.parse_args()
     device = gpu.device_of(options)
     options.sides = options.sides or [side for side in SIDES if side != "batch" or not options.tiny]
@@ -158,7 +208,11 @@ def main() -> None:
         cases += [measure(options, bench, size, rows, bandwidth) for rows in options.rows]
         del bench
         gpu.free(device)
-    failures = "\n".join(f"- {case['size']}, {case['rows']} rows, {side}: {why}" for case in cases for side, why in case["failed"].items())
+    failures = "\n".join(
+        f"- {case['size']}, {case['rows']} rows, {side}: {why}"
+        for case in cases
+        for side, why in case["failed"].items()
+    )
     text = f"""Prompts of {prompt} tokens, {new} new tokens; tokens per second of the whole call, medians of {options.rounds}.
 A copy reaches {bandwidth / 1e9:,.0f} GB/s (read and written). Roofline: the bytes of weights, keys and values of each step over that,
 against the call less its prefill.

@@ -1,6 +1,8 @@
-"""What the GPU benchmarks share: models with random weights, the device's own ceilings, timing, and where results go.
+"""What the GPU benchmarks share: models with random weights, the device's own ceilings, timing, and where
+results go.
 
-`--tiny --device cpu` runs a benchmark end to end in seconds, to see that it works; its figures mean nothing and are not written.
+`--tiny --device cpu` runs a benchmark end to end in seconds, to see that it works; its figures mean nothing
+and are not written.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
 
 GIB = 2**30
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 SIZES = {
     "tiny": (64, 128, 2, 4, 2, 512),
     "0.5B": (896, 4864, 24, 14, 2, 151_936),
@@ -30,25 +39,36 @@ TIED = {"tiny", "0.5B", "1.5B", "3B"}
 
 def parser_of(document: str | None, *, rounds: int, sizes: Sequence[str]) -> argparse.ArgumentParser:
     """A parser with what every GPU benchmark has."""
-    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a dry run with a tiny model and few tokens; nothing is written")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a dry run with a tiny model and few tokens; nothing is written"
+    )
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--sizes", type=lambda text: text.split(","), default=list(sizes), help=f"of {', '.join(SIZES)}")
+    parser.add_argument(
+        "--sizes", type=lambda text: text.split(","), default=list(sizes), help=f"of {', '.join(SIZES)}"
+    )
     return parser
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
     """The device to measure; ends the program where it is not there or would take hours."""
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("this benchmark needs a CUDA device, and torch sees none; to see that it runs: --tiny --device cpu")
+        raise SystemExit(
+            "this benchmark needs a CUDA device, and torch sees none; to see that it runs: --tiny --device "
+            "cpu"
+        )
     if options.device == "cpu" and not options.tiny:
         raise SystemExit("on a CPU only --tiny runs: the models are too large for it")
     return torch.device(options.device)
 
 
 def make_hf(size: str, device: torch.device, **changes: Any) -> PreTrainedModel:
-    """A model of Qwen 2's architecture and of this size, with random weights, in bfloat16 (on CPU float32), without an end token."""
+    """A model of Qwen 2's architecture and of this size, with random weights, in bfloat16 (on CPU float32),
+    without an end token.
+    """
     config = Qwen2Config(
         **dict(zip(NAMES, SIZES[size], strict=True)),
         max_position_embeddings=32_768,
@@ -59,7 +79,9 @@ def make_hf(size: str, device: torch.device, **changes: Any) -> PreTrainedModel:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        hf: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+        hf: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
     hf.generation_config = GenerationConfig(pad_token_id=kit.PAD, eos_token_id=None)
     return hf.eval()
 

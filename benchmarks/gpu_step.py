@@ -1,12 +1,14 @@
-"""A PPO step on one CUDA device, of the shape of verl's quickstart: 0.5 B parameters, 256 prompts, 512 + 512 tokens, critic and reference.
+"""A PPO step on one CUDA device, of the shape of verl's quickstart: 0.5 B parameters, 256 prompts, 512 + 512
+tokens, critic and reference.
 
     python benchmarks/gpu_step.py [--sizes 0.5B] [--rounds 3] [--key key=value …]
     python benchmarks/gpu_step.py --tiny --device cpu          (a dry run)
 
-This project's trainer as `hybridflow train --recipe ppo` runs it, local controller, random weights; prompts of 512 tokens, every response
-512 tokens, mini-batches of 64. A step is the time from the end of one to the end of the next: loader, generation, reward, reference,
-values, both updates, logging; the first one, which warms up, does not count. verl publishes 68 s for its step.
-Writes `benchmarks/results/gpu_step.json` and `.md`.
+This project's trainer as `hybridflow train --recipe ppo` runs it, local controller, random weights; prompts
+of 512 tokens, every response 512 tokens, mini-batches of 64. A step is the time from the end of one to the
+end of the next: loader, generation, reward, reference, values, both updates, logging; the first one, which
+warms up, does not count. verl publishes 68 s for its step. Writes `benchmarks/results/gpu_step.json` and
+`.md`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def make_work(folder: Path, size: str, device: torch.device, prompts: int, lengt
     kit.make_tokenizer(folder / "tokenizer")
     draw = random.Random(0)
     texts = ["".join(draw.choices(kit.characters(), k=length)) for _ in range(prompts)]
-    rows = [{"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}} for text in texts]
+    rows = [
+        {"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}} for text in texts
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     gpu.free(device)
 
@@ -78,7 +82,9 @@ def keys_of(options: argparse.Namespace, work: Path, shape: dict[str, int]) -> l
     ]
 
 
-def measure(options: argparse.Namespace, size: str, device: torch.device, shape: dict[str, int]) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, size: str, device: torch.device, shape: dict[str, int]
+) -> dict[str, Any]:
     """The steps of one run."""
     seconds: list[float] = []
     logged: list[dict[str, float]] = []
@@ -102,7 +108,14 @@ def measure(options: argparse.Namespace, size: str, device: torch.device, shape:
             trainer.fit(after_step=stepped)
     memory = torch.cuda.max_memory_allocated(device) / gpu.GIB if device.type == "cuda" else 0.0
     parts = {key: gpu.median([step.get(key, 0.0) for step in logged[1:]]) for key in sorted(logged[-1])}
-    return {"size": size, **shape, "first_s": seconds[0], "seconds": seconds[1:], "parts": parts, "memory_gib": memory}
+    return {
+        "size": size,
+        **shape,
+        "first_s": seconds[0],
+        "seconds": seconds[1:],
+        "parts": parts,
+        "memory_gib": memory,
+    }
 
 
 def main() -> None:
@@ -113,10 +126,21 @@ def main() -> None:
     device = gpu.device_of(options)
     shape = {"prompts": 256, "length": 512, "mini": 64, "tokens": 16_384}
     if options.tiny:
-        options.sizes, options.rounds, shape = ["tiny"], 1, {"prompts": 4, "length": 6, "mini": 2, "tokens": 64}
+        options.sizes, options.rounds, shape = (
+            ["tiny"],
+            1,
+            {"prompts": 4, "length": 6, "mini": 2, "tokens": 64},
+        )
     cases = [measure(options, size, device, shape) for size in options.sizes]
-    parts = [[case["size"], name.removeprefix("timing_s/"), f"{value:.2f}"] for case in cases for name, value in case["parts"].items()]
-    steps = [[case["size"], kit.spread(case["seconds"]), f"{case['first_s']:.1f}", f"{case['memory_gib']:.1f}"] for case in cases]
+    parts = [
+        [case["size"], name.removeprefix("timing_s/"), f"{value:.2f}"]
+        for case in cases
+        for name, value in case["parts"].items()
+    ]
+    steps = [
+        [case["size"], kit.spread(case["seconds"]), f"{case['first_s']:.1f}", f"{case['memory_gib']:.1f}"]
+        for case in cases
+    ]
     text = f"""{shape["prompts"]} prompts and responses of {shape["length"]} tokens, mini-batches of {shape["mini"]},
 critic and reference; median (fastest–slowest) of {options.rounds} steps after the first.
 
@@ -126,7 +150,9 @@ critic and reference; median (fastest–slowest) of {options.rounds} steps after
 
 verl publishes {PUBLISHED:.0f} s for the step of its quickstart, on a machine of its own and with responses that may end early.
 Goal: at most 10 s."""
-    gpu.write(options, "gpu_step", gpu.facts(device) | {"cases": cases}, "A PPO step on one CUDA device", text)
+    gpu.write(
+        options, "gpu_step", gpu.facts(device) | {"cases": cases}, "A PPO step on one CUDA device", text
+    )
 
 
 if __name__ == "__main__":

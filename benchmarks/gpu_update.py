@@ -1,14 +1,17 @@
-"""Training on one CUDA device: the share of the device's matrix rate that log-probs and updates on packed micro-batches reach.
+"""Training on one CUDA device: the share of the device's matrix rate that log-probs and updates on packed
+micro-batches reach.
 
     python benchmarks/gpu_update.py [--sizes 0.5B,1.5B,3B] [--rounds 5] [--tokens 8192] [--checkpointing 3B]
     python benchmarks/gpu_update.py --tiny --device cpu          (a dry run)
 
-Models of Qwen 2's architecture with random weights in bfloat16, float32 masters and AdamW moments; a mini-batch is four micro-batches of
-8,192 packed tokens, in rows of 512 + 512 (`uniform`) or with log-normal responses (`life`). An update is the whole of it: packing, forward,
-backward, gradient norm, optimizer. 7 B parameters with their optimizer take more memory than one device has.
+Models of Qwen 2's architecture with random weights in bfloat16, float32 masters and AdamW moments; a
+mini-batch is four micro-batches of 8,192 packed tokens, in rows of 512 + 512 (`uniform`) or with log-normal
+responses (`life`). An update is the whole of it: packing, forward, backward, gradient norm, optimizer. 7 B
+parameters with their optimizer take more memory than one device has.
 
-The ceiling is the rate of a large bfloat16 matrix product, measured here. FLOPs are those of `hybridflow.models.flops`: what gradient
-checkpointing computes again does not count. Writes `benchmarks/results/gpu_update.json` and `.md`.
+The ceiling is the rate of a large bfloat16 matrix product, measured here. FLOPs are those of
+`hybridflow.models.flops`: what gradient checkpointing computes again does not count. Writes
+`benchmarks/results/gpu_update.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -37,7 +40,17 @@ from hybridflow.protocol.packing import make_rows
 from hybridflow.workers.actor import policy_forward
 
 MICRO_BATCHES = 4
-HEAD = ("model", "lengths", "checkpointing", "log-probs, MFU", "update, MFU", "update, of the peak", "update, s", "tokens/s", "memory, GiB")
+HEAD = (
+    "model",
+    "lengths",
+    "checkpointing",
+    "log-probs, MFU",
+    "update, MFU",
+    "update, of the peak",
+    "update, s",
+    "tokens/s",
+    "memory, GiB",
+)
 
 
 def rows_of(tokens: int, width: int, pattern: str, vocabulary: int) -> tuple[DataProto, list[int]]:
@@ -52,7 +65,9 @@ def rows_of(tokens: int, width: int, pattern: str, vocabulary: int) -> tuple[Dat
         prompts.append([draw.randrange(3, vocabulary) for _ in range(width)])
         responses.append([draw.randrange(3, vocabulary) for _ in range(size)])
         left -= width + size
-    return DataProto.from_dict(make_rows(prompts, responses, kit.PAD)), [width + len(row) for row in responses]
+    return DataProto.from_dict(make_rows(prompts, responses, kit.PAD)), [
+        width + len(row) for row in responses
+    ]
 
 
 def loss_of(count: int) -> Any:
@@ -64,7 +79,9 @@ def loss_of(count: int) -> Any:
     return loss
 
 
-def measure(options: argparse.Namespace, size: str, device: torch.device, width: int, rate: float) -> list[dict[str, Any]]:
+def measure(
+    options: argparse.Namespace, size: str, device: torch.device, width: int, rate: float
+) -> list[dict[str, Any]]:
     """One model on both patterns."""
     hf = gpu.make_hf(size, device)
     without_dropout(hf)
@@ -87,9 +104,19 @@ def measure(options: argparse.Namespace, size: str, device: torch.device, width:
             if turn:
                 seconds["log_probs"].append(scored)
                 seconds["update"].append(updated)
-        case = {"size": size, "lengths": pattern, "checkpointing": checkpointing, "tokens": sum(lengths), "seconds": seconds, "rate": rate}
+        case = {
+            "size": size,
+            "lengths": pattern,
+            "checkpointing": checkpointing,
+            "tokens": sum(lengths),
+            "seconds": seconds,
+            "rate": rate,
+        }
         case |= {"forward_flops": forward_flops(hf.config, parameters, lengths), "peak": peak_flops(device)}
-        case |= {"training_flops": training_flops(hf.config, parameters, lengths), "memory_gib": memory(device)}
+        case |= {
+            "training_flops": training_flops(hf.config, parameters, lengths),
+            "memory_gib": memory(device),
+        }
         print(kit.line(line_of(case)), flush=True)
         cases.append(case)
     return cases
@@ -107,14 +134,25 @@ def line_of(case: dict[str, Any]) -> list[object]:
     peak = f"{achieved / case['peak']:.2f}" if case["peak"] else "–"
     shares = [f"{case['forward_flops'] / scored / case['rate']:.2f}", f"{achieved / case['rate']:.2f}", peak]
     start = [case["size"], case["lengths"], "yes" if case["checkpointing"] else "no"]
-    return [*start, *shares, kit.spread(case["seconds"]["update"]), f"{case['tokens'] / updated:,.0f}", f"{case['memory_gib']:.1f}"]
+    return [
+        *start,
+        *shares,
+        kit.spread(case["seconds"]["update"]),
+        f"{case['tokens'] / updated:,.0f}",
+        f"{case['memory_gib']:.1f}",
+    ]
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = gpu.parser_of(__doc__, rounds=5, sizes=("0.5B", "1.5B", "3B"))
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
-    parser.add_argument("--checkpointing", type=lambda text: text.split(","), default=["3B"], help="sizes that compute activations again")
+    parser.add_argument(
+        "--checkpointing",
+        type=lambda text: text.split(","),
+        default=["3B"],
+        help="sizes that compute activations again",
+    )
     options = parser.parse_args()
     device, width = gpu.device_of(options), 512
     if options.tiny:
@@ -132,7 +170,13 @@ MFU: of the {rate / 1e12:,.0f} TFLOP/s that a large matrix product reaches here;
 {kit.table(HEAD, [line_of(case) for case in cases])}
 
 Goals: an MFU of the update of at least 0.5 from 1.5 B on and 0.35 at 0.5 B."""
-    gpu.write(options, "gpu_update", gpu.facts(device) | {"matrix_flops": rate, "cases": cases}, "Training on one CUDA device", text)
+    gpu.write(
+        options,
+        "gpu_update",
+        gpu.facts(device) | {"matrix_flops": rate, "cases": cases},
+        "Training on one CUDA device",
+        text,
+    )
 
 
 if __name__ == "__main__":

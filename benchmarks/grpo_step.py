@@ -1,23 +1,30 @@
-"""A GRPO step on this machine's CPU: this project's trainer against TRL's `GRPOTrainer`, the same work, in turn.
+"""A GRPO step on this machine's CPU: this project's trainer against TRL's `GRPOTrainer`, the same work, in
+turn.
 
-    python benchmarks/grpo_step.py [--threads 1,2] [--rounds 5] [--patterns uniform,life] [--quick]       (needs the extra `bench`)
+    python benchmarks/grpo_step.py [--threads 1,2] [--rounds 5] [--patterns uniform,life] [--quick]
+    (needs the extra `bench`)
 
-A model of 4.3 M parameters with random weights (Qwen 2, hidden 256, 4 layers, vocabulary 262, tied), 16 prompts of 15 tokens, eight
-responses each, at most 64 tokens, float32, one AdamW step a batch, no KL term. Two patterns of lengths, the same for all sides row by row:
+A model of 4.3 M parameters with random weights (Qwen 2, hidden 256, 4 layers, vocabulary 262, tied), 16
+prompts of 15 tokens, eight responses each, at most 64 tokens, float32, one AdamW step a batch, no KL term.
+Two patterns of lengths, the same for all sides row by row:
 
     uniform   64 tokens each
     life      log-normal, mean 0.4 of the maximum
 
-    ours         `SyncTrainer.fit`, what `hybridflow train` runs (local controller): the rollout's log-probs stand for the old
-                 ones where 16 rows differ by at most 1e-3 nats, and a prompt is computed once for its responses (`use_prefix_grouper`)
-    ours-exact   the same in exact mode: the log-probs of rollout and training are equal to the bit, so each row has its own prompt
+    ours         `SyncTrainer.fit`, what `hybridflow train` runs (local controller): the rollout's log-probs
+    stand for the old
+                 ones where 16 rows differ by at most 1e-3 nats, and a prompt is computed once for its
+                 responses (`use_prefix_grouper`)
+    ours-exact   the same in exact mode: the log-probs of rollout and training are equal to the bit, so each
+    row has its own prompt
     trl          `GRPOTrainer.train` with all 128 rows in one forward pass
     trl-16       the same with 16 rows at a time and 8 accumulation steps, which takes less memory
 
-In TRL a row that is to have n tokens samples n - 1 and then the end token: generation goes on until the longest row has ended, as in life.
-A step is the time from the end of one to the end of the next: loader, generation, decoding, reward, training, metrics, logging.
-Each side runs in a process of its own; its peak is that of its resident memory after all imports, less what was resident then.
-Writes `benchmarks/results/grpo_step.json` and `.md`.
+In TRL a row that is to have n tokens samples n - 1 and then the end token: generation goes on until the
+longest row has ended, as in life. A step is the time from the end of one to the end of the next: loader,
+generation, decoding, reward, training, metrics, logging. Each side runs in a process of its own; its peak is
+that of its resident memory after all imports, less what was resident then. Writes
+`benchmarks/results/grpo_step.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -57,7 +64,12 @@ class Clock:
     def end(self) -> dict[str, Any]:
         """What the step took, with the memory of the process by now."""
         wall, cpu = self.began
-        return {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu, **self.parts, "memory": kit.memory()}
+        return {
+            "seconds": time.perf_counter() - wall,
+            "cpu": time.process_time() - cpu,
+            **self.parts,
+            "memory": kit.memory(),
+        }
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -111,7 +123,14 @@ def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
         f"actor_rollout_ref.rollout.max_num_seqs={ROWS}",
         "actor_rollout_ref.rollout.ignore_eos=true",
         f"actor_rollout_ref.rollout.exact={str(exact).lower()}",
-        *([] if exact else ["actor_rollout_ref.rollout.reuse_log_probs_within=1e-3", "actor_rollout_ref.actor.use_prefix_grouper=true"]),
+        *(
+            []
+            if exact
+            else [
+                "actor_rollout_ref.rollout.reuse_log_probs_within=1e-3",
+                "actor_rollout_ref.actor.use_prefix_grouper=true",
+            ]
+        ),
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         f"reward.custom_reward_function.path='{Path(__file__).with_name('letters_reward.py')}'",
         "reward.num_workers=0",
@@ -130,7 +149,10 @@ def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
         generate = rollout.generate
 
         def with_lengths(requests: Any, **keywords: Any) -> Any:
-            asked = [replace(one, sampling=replace(one.sampling, max_tokens=length)) for one, length in zip(requests, lengths, strict=True)]
+            asked = [
+                replace(one, sampling=replace(one.sampling, max_tokens=length))
+                for one, length in zip(requests, lengths, strict=True)
+            ]
             with clock.part("generation"):
                 return generate(asked, **keywords)
 
@@ -143,7 +165,13 @@ def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
         def stepped(step: int, metrics: dict[str, float]) -> bool:
             tokens = int(metrics["rollout/generated_tokens"])
             assert tokens == sum(lengths), f"{tokens} tokens were generated instead of {sum(lengths)}"
-            kit.say(clock.end() | {"tokens": tokens, "logged": {k: v for k, v in metrics.items() if k.startswith("timing_s/")}})
+            kit.say(
+                clock.end()
+                | {
+                    "tokens": tokens,
+                    "logged": {k: v for k, v in metrics.items() if k.startswith("timing_s/")},
+                }
+            )
             kit.next_question()
             clock.begin()
             return False
@@ -168,7 +196,11 @@ def run_trl(options: argparse.Namespace, *, rows: int) -> None:
     baseline = kit.memory()["now"]
     kit.forget_peak()
     torch.set_num_threads(options.threads[0])
-    work, clock, lengths = Path(options.folder), Clock(), torch.tensor(kit.lengths_of(ROWS, options.patterns[0]))
+    work, clock, lengths = (
+        Path(options.folder),
+        Clock(),
+        torch.tensor(kit.lengths_of(ROWS, options.patterns[0])),
+    )
 
     class Ends(LogitsProcessor):  # type: ignore[misc]
         """The end token stands where a row's last token is to be, and nowhere before."""
@@ -199,7 +231,9 @@ def run_trl(options: argparse.Namespace, *, rows: int) -> None:
             out = generate(*args, **keywords, logits_processor=LogitsProcessorList([Ends()]))
         ends = (out[:, kit.PROMPT :] == kit.END).int()
         found = torch.where(ends.any(1), ends.argmax(1) + 1, out.shape[1] - kit.PROMPT)
-        assert torch.equal(found, lengths), f"rows of {found.tolist()} tokens were generated instead of {lengths.tolist()}"
+        assert torch.equal(found, lengths), (
+            f"rows of {found.tolist()} tokens were generated instead of {lengths.tolist()}"
+        )
         return out
 
     model.generate = with_lengths
@@ -240,7 +274,10 @@ def make_work(folder: Path) -> None:
     """Model, tokenizer and prompts."""
     kit.make_model(folder / "model", end=kit.END)
     kit.make_tokenizer(folder / "tokenizer")
-    prompts = [{"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}} for text in kit.make_prompts(4 * PROMPTS)]
+    prompts = [
+        {"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}}
+        for text in kit.make_prompts(4 * PROMPTS)
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
 
 
@@ -251,12 +288,27 @@ def measure(options: argparse.Namespace, pattern: str, threads: int) -> dict[str
         make_work(Path(name))
         extra = ["--tokens", options.tokens, *(part for key in options.key for part in ("--key", key))]
         commands = {
-            side: kit.own_command(__file__, "--side", side, "--folder", name, "--patterns", pattern, "--threads", threads, *extra)
+            side: kit.own_command(
+                __file__,
+                "--side",
+                side,
+                "--folder",
+                name,
+                "--patterns",
+                pattern,
+                "--threads",
+                threads,
+                *extra,
+            )
             for side in options.sides
         }
         with kit.open_sides(commands, threads) as sides:
             baselines = {side: process.first["baseline"] for side, process in sides.items()}
-            steps = kit.in_turn({side: process.ask for side, process in sides.items()}, rounds, warm_up=1 if options.quick else 2)
+            steps = kit.in_turn(
+                {side: process.ask for side, process in sides.items()},
+                rounds,
+                warm_up=1 if options.quick else 2,
+            )
     found: dict[str, Any] = {"pattern": pattern, "threads": threads, "sides": {}}
     for side, answers in steps.items():
         peak = max(answer["memory"]["peak"] for answer in answers)
@@ -273,7 +325,19 @@ def measure(options: argparse.Namespace, pattern: str, threads: int) -> dict[str
     return found
 
 
-HEAD = ("threads", "lengths", "side", "s a step", "generation", "forward", "backward", "rest", "peak, MiB", "of them the step", "ours is")
+HEAD = (
+    "threads",
+    "lengths",
+    "side",
+    "s a step",
+    "generation",
+    "forward",
+    "backward",
+    "rest",
+    "peak, MiB",
+    "of them the step",
+    "ours is",
+)
 
 
 def lines_of(case: dict[str, Any]) -> list[list[str]]:
@@ -283,11 +347,16 @@ def lines_of(case: dict[str, Any]) -> list[list[str]]:
         seconds, memory = statistics.median(found["seconds"]), found["memory_mib"]
         parts = [found["parts"][part] for part in SHARES]
         line = [case["threads"], case["pattern"], side, kit.spread(found["seconds"])]
-        line += [f"{part:.2f}" for part in (*parts, seconds - sum(parts))] + [f"{memory['peak']:.0f}", f"{memory['step']:.0f}"]
+        line += [f"{part:.2f}" for part in (*parts, seconds - sum(parts))] + [
+            f"{memory['peak']:.0f}",
+            f"{memory['step']:.0f}",
+        ]
         against = ""
         if ours is not None and side.startswith("trl"):
             faster = seconds / statistics.median(ours["seconds"])
-            against = f"{faster:.2f} × as fast, {ours['memory_mib']['step'] / memory['step']:.2f} of the memory"
+            against = (
+                f"{faster:.2f} × as fast, {ours['memory_mib']['step'] / memory['step']:.2f} of the memory"
+            )
         lines.append([*map(str, line), against])
     return lines
 
@@ -303,14 +372,19 @@ def main() -> None:
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        (run_trl(options, rows=16 if options.side == "trl-16" else ROWS)) if options.side.startswith("trl") else run_ours(
-            options, exact=options.side == "ours-exact"
-        )
+        (run_trl(options, rows=16 if options.side == "trl-16" else ROWS)) if options.side.startswith(
+            "trl"
+        ) else run_ours(options, exact=options.side == "ours-exact")
         return
-    cases = [measure(options, pattern, threads) for threads in options.threads for pattern in options.patterns]
+    cases = [
+        measure(options, pattern, threads) for threads in options.threads for pattern in options.patterns
+    ]
     result = kit.facts(["torch", "transformers", "trl"]) | {"tokens_a_pass": options.tokens, "cases": cases}
     fast, memory = GOALS["life"]
-    goals = f"uniform at least {GOALS['uniform'][0]} × as fast; life at least {fast:.0f} × and at most {memory} of the memory"
+    goals = (
+        f"uniform at least {GOALS['uniform'][0]} × as fast; life at least {fast:.0f} × and at most "
+        f"{memory} of the memory"
+    )
     text = f"""4.3 M parameters, {PROMPTS} prompts × {kit.GROUP} responses of at most {kit.MAX_TOKENS} tokens. Seconds of a
 whole step, medians (fastest–slowest) of {options.quick or options.rounds} in turn. Memory: the peak of what is
 resident; "the step": less what was resident after the imports.

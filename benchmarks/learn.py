@@ -1,14 +1,18 @@
-"""Does every algorithm learn? Each recipe on three seeds, from the same warm start and with the same number of generated tokens.
+"""Does every algorithm learn? Each recipe on three seeds, from the same warm start and with the same number
+of generated tokens.
 
-    python benchmarks/learn.py [--algo grpo,rloo] [--seeds 0,1,2] [--jobs 2] [--again] [--check]      (`make learn`, `make learn ALGO=grpo`)
+    python benchmarks/learn.py [--algo grpo,rloo] [--seeds 0,1,2] [--jobs 2] [--again] [--check]      (`make
+    learn`, `make learn ALGO=grpo`)
 
-warm start of each seed ─► teacher, where one is asked for ─► recipe × seed, each in a process of one thread ─► table, curves, exit status
+warm start of each seed ─► teacher, where one is asked for ─► recipe × seed, each in a process of one thread
+─► table, curves, exit status
 
-A finished cell is not run again unless its recipe or the settings changed, or --again is given; a cell that fails keeps its log, is named
-in the table, and does not stop the rest. Writes OUT/learn/NAME_SEED.json, OUT/learn.json, learn.md and learn.svg, and, where OUT is
-benchmarks/results, refreshes the pages of docs/algorithms. With --check no table is written. Ends with status 1 where a cell that was
-asked for failed or a bar is missed: sampled held-out accuracy (grpo_passk: pass@8) up by 0.10 on average over the seeds, the control with
-random rewards by 0.02 at most.
+A finished cell is not run again unless its recipe or the settings changed, or --again is given; a cell that
+fails keeps its log, is named in the table, and does not stop the rest. Writes OUT/learn/NAME_SEED.json,
+OUT/learn.json, learn.md and learn.svg, and, where OUT is benchmarks/results, refreshes the pages of
+docs/algorithms. With --check no table is written. Ends with status 1 where a cell that was asked for failed
+or a bar is missed: sampled held-out accuracy (grpo_passk: pass@8) up by 0.10 on average over the seeds, the
+control with random rewards by 0.02 at most.
 """
 
 from __future__ import annotations
@@ -61,7 +65,11 @@ class Jobs:
             start = time.perf_counter()
             failure = self._process(job, cell)
             how = failure or self._gain(job, cell)
-            print(f"[{next(numbers)}/{len(cells)}] {job} {cell.label}: {how}, {time.perf_counter() - start:.0f} s", flush=True)
+            print(
+                f"[{next(numbers)}/{len(cells)}] {job} {cell.label}: {how}, "
+                f"{time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
             return failure
 
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -69,15 +77,33 @@ class Jobs:
         return {cell: failure for cell, failure in zip(cells, failures, strict=True) if failure}
 
     def _process(self, job: str, cell: Cell) -> str:
-        command = [sys.executable, str(Path(__file__).with_name("learn_cell.py")), job, "--name", cell.name, "--seed", str(cell.seed)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("learn_cell.py")),
+            job,
+            "--name",
+            cell.name,
+            "--seed",
+            str(cell.seed),
+        ]
         command += ["--work", str(self.work), "--out", str(self.out), "--budget", str(self.settings.budget)]
-        command += ["--max-steps", str(self.settings.max_steps), "--warm-accuracy", str(self.settings.warm_accuracy)]
+        command += [
+            "--max-steps",
+            str(self.settings.max_steps),
+            "--warm-accuracy",
+            str(self.settings.warm_accuracy),
+        ]
         log = self.work / "logs" / f"{job}_{cell.label}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file:
             try:
                 done = subprocess.run(
-                    command, stdout=file, stderr=subprocess.STDOUT, timeout=DEADLINE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+                    command,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=DEADLINE,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    check=False,
                 )
             except subprocess.TimeoutExpired:
                 return f"failed: not done after {DEADLINE} s (log: {log})"
@@ -86,18 +112,39 @@ class Jobs:
 
     def _gain(self, job: str, cell: Cell) -> str:
         result = read_result(self.out, cell) if job == "run" else None
-        return f"sampled {result['before']['sampled']:.3f} → {result['after']['sampled']:.3f}" if result else "done"
+        return (
+            f"sampled {result['before']['sampled']:.3f} → {result['after']['sampled']:.3f}"
+            if result
+            else "done"
+        )
 
 
 def run_cells(cells: list[Cell], jobs: Jobs) -> dict[Cell, str]:
-    """Warm starts first, then teachers, then the cells; gives those that failed. A cell whose start could not be made failed too."""
+    """Warm starts first, then teachers, then the cells; gives those that failed. A cell whose start could not
+    be made failed too.
+    """
     work, settings = jobs.work, jobs.settings
     warm = [Cell("warm", seed) for seed in sorted({cell.seed for cell in cells})]
-    failed = jobs.run("warm", [cell for cell in warm if not (warm_folder(work, cell.seed, settings) / "warm.json").is_file()])
+    failed = jobs.run(
+        "warm",
+        [cell for cell in warm if not (warm_folder(work, cell.seed, settings) / "warm.json").is_file()],
+    )
     teachers = [Cell("teacher", cell.seed) for cell in cells if cell.name == TEACHER]
-    failed |= jobs.run("teacher", [cell for cell in teachers if not (teacher_folder(work, cell.seed, settings) / "teacher.json").is_file()])
+    failed |= jobs.run(
+        "teacher",
+        [
+            cell
+            for cell in teachers
+            if not (teacher_folder(work, cell.seed, settings) / "teacher.json").is_file()
+        ],
+    )
     broken = {(cell.name, cell.seed): failure for cell, failure in failed.items()}
-    lost = {cell: broken.get(("warm", cell.seed), broken.get(("teacher", cell.seed), "") if cell.name == TEACHER else "") for cell in cells}
+    lost = {
+        cell: broken.get(
+            ("warm", cell.seed), broken.get(("teacher", cell.seed), "") if cell.name == TEACHER else ""
+        )
+        for cell in cells
+    }
     lost = {cell: failure for cell, failure in lost.items() if failure}
     lost |= jobs.run("run", [cell for cell in cells if cell not in lost])
     for cell, failure in lost.items():
@@ -105,8 +152,12 @@ def run_cells(cells: list[Cell], jobs: Jobs) -> dict[Cell, str]:
     return lost
 
 
-def collect(names: list[str], seeds: list[int], out: Path, settings: Settings) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """The finished cells of each recipe, and a sentence on each cell that is missing, failed or of another recipe or setting."""
+def collect(
+    names: list[str], seeds: list[int], out: Path, settings: Settings
+) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """The finished cells of each recipe, and a sentence on each cell that is missing, failed or of another
+    recipe or setting.
+    """
     results: dict[str, list[dict[str, Any]]] = {}
     problems = []
     for name in names:
@@ -124,7 +175,9 @@ def collect(names: list[str], seeds: list[int], out: Path, settings: Settings) -
 
 
 def write_table(out: Path, seeds: list[int], settings: Settings, facts: dict[str, str]) -> None:
-    """learn.json, learn.md and learn.svg of all results there are, and the pages of the algorithms where `out` is the project's."""
+    """learn.json, learn.md and learn.svg of all results there are, and the pages of the algorithms where
+    `out` is the project's.
+    """
     from learn_plot import plot_all
 
     results, problems = collect(all_names(), seeds, out, settings)
@@ -133,7 +186,9 @@ def write_table(out: Path, seeds: list[int], settings: Settings, facts: dict[str
     write_json(out / "learn.json", {**facts, "budget": settings.budget, "rows": rows, "problems": problems})
     (out / "learn.md").write_text(page(rows, facts, settings, problems))
     if results:
-        plot_all(out / "learn.svg", {name: [cell["curves"] for cell in cells] for name, cells in results.items()})
+        plot_all(
+            out / "learn.svg", {name: [cell["curves"] for cell in cells] for name, cells in results.items()}
+        )
     if out.resolve() == RESULTS:
         subprocess.run([sys.executable, str(ROOT / "scripts" / "algorithm_docs.py")], check=True)
     print(f"wrote {out / 'learn.md'}")
@@ -142,14 +197,20 @@ def write_table(out: Path, seeds: list[int], settings: Settings, facts: dict[str
 def arguments() -> argparse.Namespace:
     """The command line."""
     default = Settings()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algo", help="recipes, by comma (default: all, and the control grpo_random)")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs side by side, one thread each")
+    parser.add_argument(
+        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs side by side, one thread each"
+    )
     parser.add_argument("--again", action="store_true", help="run finished cells again, too")
     parser.add_argument("--check", action="store_true", help="write no table")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--work", type=Path, default=ROOT / "learn", help="folder of warm starts, runs and logs")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "learn", help="folder of warm starts, runs and logs"
+    )
     parser.add_argument("--budget", type=int, default=default.budget, help="generated tokens of a run")
     parser.add_argument("--max-steps", type=int, default=default.max_steps)
     parser.add_argument("--warm-accuracy", type=float, default=default.warm_accuracy)
@@ -159,7 +220,9 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run what is missing, print, write."""
     options = arguments()
-    settings = replace(Settings(), budget=options.budget, max_steps=options.max_steps, warm_accuracy=options.warm_accuracy)
+    settings = replace(
+        Settings(), budget=options.budget, max_steps=options.max_steps, warm_accuracy=options.warm_accuracy
+    )
     names = options.algo.split(",") if options.algo else all_names()
     if unknown := sorted(set(names) - set(all_names())):
         raise SystemExit(f"no such recipe: {', '.join(unknown)}; there are {', '.join(all_names())}")

@@ -1,8 +1,11 @@
-"""One job of the learn table in a process of its own: make a warm start, make a teacher, or run a recipe from the warm start.
+"""One job of the learn table in a process of its own: make a warm start, make a teacher, or run a recipe from
+the warm start.
 
-    python benchmarks/learn_cell.py {warm,teacher,run} --seed N [--name RECIPE] --work FOLDER --out FOLDER …     (learn.py starts these)
+    python benchmarks/learn_cell.py {warm,teacher,run} --seed N [--name RECIPE] --work FOLDER --out FOLDER …
+    (learn.py starts these)
 
-tiny model ──SFT──► warm start ──recipe, until the budget of generated tokens is spent──► held-out accuracy ──► OUT/learn/NAME_SEED.json
+tiny model ──SFT──► warm start ──recipe, until the budget of generated tokens is spent──► held-out accuracy
+──► OUT/learn/NAME_SEED.json
 """
 
 from __future__ import annotations
@@ -57,16 +60,28 @@ def make_warm_start(seed: int, work: Path, settings: Settings) -> None:
 
 
 def make_teacher(seed: int, work: Path, settings: Settings) -> None:
-    """The same warm-up from the same random weights, carried on until the greedy accuracy is TEACHER_ACCURACY."""
+    """The same warm-up from the same random weights, carried on until the greedy accuracy is
+    TEACHER_ACCURACY.
+    """
     folder = teacher_folder(work, seed, settings)
     model = create_tiny_model(folder / "model", seed=seed)
     options = WarmUpOptions(TEACHER_ACCURACY, check_every=25, max_steps=TEACHER_MAX_STEPS)
     teacher = warm_up(model, folder / "sft", seed=seed, options=options)
     shutil.copytree(teacher.model, folder / "teacher", dirs_exist_ok=True)
-    write_json(folder / "teacher.json", {"greedy": teacher.accuracy, "sft_steps": teacher.steps, "seconds": teacher.seconds})
+    write_json(
+        folder / "teacher.json",
+        {"greedy": teacher.accuracy, "sft_steps": teacher.steps, "seconds": teacher.seconds},
+    )
 
 
-def run(cell: Cell, work: Path, out: Path, settings: Settings, before: dict[str, Any], teacher: dict[str, Any] | None) -> None:
+def run(
+    cell: Cell,
+    work: Path,
+    out: Path,
+    settings: Settings,
+    before: dict[str, Any],
+    teacher: dict[str, Any] | None,
+) -> None:
     """Train from the warm start until the budget is spent, measure, write the result."""
     start = time.perf_counter()
     folder = work / "runs" / cell.label
@@ -86,7 +101,9 @@ def run(cell: Cell, work: Path, out: Path, settings: Settings, before: dict[str,
         spent += metrics["rollout/generated_tokens"]
         curves["tokens"].append(spent)
         # where groups are filtered, the score of all that was generated
-        curves["score"].append(round(metrics.get("training/unfiltered_score/mean", metrics["critic/score/mean"]), 4))
+        curves["score"].append(
+            round(metrics.get("training/unfiltered_score/mean", metrics["critic/score/mean"]), 4)
+        )
         for name, key in CURVES.items():
             curves[name].append(round(metrics.get(key, 0.0), 4))
         return spent >= settings.budget
@@ -118,7 +135,9 @@ def run(cell: Cell, work: Path, out: Path, settings: Settings, before: dict[str,
     )
 
 
-def _config(cell: Cell, settings: Settings, model: Path, folder: Path, teacher: Path | None = None) -> PPOConfig:
+def _config(
+    cell: Cell, settings: Settings, model: Path, folder: Path, teacher: Path | None = None
+) -> PPOConfig:
     fixed = [
         f"actor_rollout_ref.model.path='{model}'",
         f"trainer.default_local_dir='{folder}'",
@@ -136,7 +155,9 @@ def _config(cell: Cell, settings: Settings, model: Path, folder: Path, teacher: 
 
 
 def _measure(trainer: SyncTrainer, seed: int, *, passes: bool) -> dict[str, float]:
-    """Held-out accuracy, sampled at temperature 1 and greedy; with `passes` also pass@8 on a part of the questions."""
+    """Held-out accuracy, sampled at temperature 1 and greedy; with `passes` also pass@8 on a part of the
+    questions.
+    """
     rollout, tokenizer = trainer.trajectories.rollout, trainer.tokenizer
     questions = held_out_questions(tokenizer, seed=seed)
     sampled = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)
@@ -144,13 +165,17 @@ def _measure(trainer: SyncTrainer, seed: int, *, passes: bool) -> dict[str, floa
     found = {"sampled": sampled.accuracy, "greedy": greedy.accuracy, "mean_length": sampled.mean_length}
     if passes:
         some = [questions[index] for index in range(NUM_PASS_QUESTIONS)]
-        found["pass"] = evaluate(rollout, tokenizer, some, max_tokens=MAX_TOKENS, greedy=False, seed=seed, n=PASS_K).pass_rate
+        found["pass"] = evaluate(
+            rollout, tokenizer, some, max_tokens=MAX_TOKENS, greedy=False, seed=seed, n=PASS_K
+        ).pass_rate
     return found
 
 
 def main() -> None:
     """One job, as the command line names it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", choices=["warm", "teacher", "run"])
     parser.add_argument("--name")
     parser.add_argument("--seed", type=int, required=True)

@@ -15,7 +15,13 @@ from matplotlib.axes import Axes
 COLUMNS = 6
 LINE, BAND = "#2563a8", "#2563a833"
 matplotlib.rcParams.update(
-    {"svg.hashsalt": "hybridflow", "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    {
+        "svg.hashsalt": "hybridflow",
+        "font.size": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.fonttype": "none",
+    }
 )
 
 
@@ -23,7 +29,13 @@ def plot_all(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> N
     """Small multiples, one a recipe, on the same axes; `curves`: by name, the `curves` of each seed's cell."""
     lines = -(-len(curves) // COLUMNS)
     figure, axes = plt.subplots(
-        lines, COLUMNS, figsize=(2.1 * COLUMNS, 1.6 * lines), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        lines,
+        COLUMNS,
+        figsize=(2.1 * COLUMNS, 1.6 * lines),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, (name, found) in zip(axes.flat, sorted(curves.items()), strict=False):
         _draw(axis, found)

@@ -36,7 +36,9 @@ class Settings:
     """What all cells share."""
 
     budget: int = 437_000
-    """Tokens that a run may generate: 40 steps of 64 x 8 responses of 21.3 tokens, the mean length of the three warm starts (437,000)."""
+    """Tokens that a run may generate: 40 steps of 64 x 8 responses of 21.3 tokens, the mean length of the
+    three warm starts (437,000).
+    """
     max_steps: int = 60
     """Steps after which a run ends in any case."""
     warm_accuracy: float = 0.5
@@ -72,7 +74,10 @@ class Cell:
 
 def all_names() -> list[str]:
     """Every tiny recipe that trains by reinforcement, and the control."""
-    return [*sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in ("base", "sft")), CONTROL]
+    return [
+        *sorted(path.stem for path in (FOLDER / "tiny").glob("*.yaml") if path.stem not in ("base", "sft")),
+        CONTROL,
+    ]
 
 
 def result_path(out: Path, cell: Cell) -> Path:
@@ -101,7 +106,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def warm_folder(work: Path, seed: int, settings: Settings) -> Path:
-    """Where the warm start of a seed is kept, with `warm.json` written last; a changed recipe has another folder."""
+    """Where the warm start of a seed is kept, with `warm.json` written last; a changed recipe has another
+    folder.
+    """
     content = json.dumps([read_recipe("tiny/sft"), settings.warm_accuracy], sort_keys=True)
     return work / f"warm_{seed}_{blake2b(content.encode(), digest_size=3).hexdigest()}"
 

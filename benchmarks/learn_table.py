@@ -16,17 +16,36 @@ from learn_settings import (
     Settings,
 )
 
-HEAD = ("recipe", "sampled", "gain", "greedy", f"pass@{PASS_K}", "tokens", "steps", "seconds", "outside the budget", "")
+HEAD = (
+    "recipe",
+    "sampled",
+    "gain",
+    "greedy",
+    f"pass@{PASS_K}",
+    "tokens",
+    "steps",
+    "seconds",
+    "outside the budget",
+    "",
+)
 
 
 def make_row(name: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean over the seeds of one recipe's finished cells, gain with its standard error, and whether the bar is met."""
+    """Mean over the seeds of one recipe's finished cells, gain with its standard error, and whether the bar
+    is met.
+    """
     row: dict[str, Any] = {"name": name, "seeds": [cell["seed"] for cell in cells]}
     for key in ("sampled", "greedy", "pass"):
         if all(key in cell["after"] for cell in cells):
             before, after = ([cell[when][key] for cell in cells] for when in ("before", "after"))
             gains = [b - a for a, b in zip(before, after, strict=True)]
-            row[key] = {"before": _mean(before), "after": _mean(after), "gain": _mean(gains), "error": _error(gains), "gains": gains}
+            row[key] = {
+                "before": _mean(before),
+                "after": _mean(after),
+                "gain": _mean(gains),
+                "error": _error(gains),
+                "gains": gains,
+            }
     for key in ("tokens", "steps", "seconds"):
         row[key] = _mean([float(cell[key]) for cell in cells])
     row["outside"] = _outside(name, cells)
@@ -42,7 +61,9 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     for row in [row for row in rows if not row["met"]]:
         what = f"pass@{PASS_K}" if row["judged_by"] == "pass" else "sampled accuracy"
         wanted = f"at most {CONTROL_BAR:+.2f}" if row["name"] == CONTROL else f"{BAR:+.2f}"
-        found.append(f"{row['name']}: {what} changed by {row[row['judged_by']]['gain']:+.3f}, wanted {wanted}")
+        found.append(
+            f"{row['name']}: {what} changed by {row[row['judged_by']]['gain']:+.3f}, wanted {wanted}"
+        )
     return found
 
 
@@ -75,19 +96,30 @@ def page(rows: list[dict[str, Any]], facts: dict[str, str], settings: Settings, 
     parts = [
         "# They learn",
         f"{facts['date']} · `{facts['command']}` · {facts['machine']}",
-        "Written by benchmarks/learn.py; do not edit. A model of 0.4 M parameters answers chains of three additions and subtractions. "
-        "For each seed all recipes start from the same warm start, the demo's warm-up of that seed (greedy accuracy "
-        f"{settings.warm_accuracy:.0%}), and may generate {settings.budget:,} tokens each; a run ends after the step in which they are "
-        f"spent, after {settings.max_steps} steps at the latest. Accuracy is measured on 1,024 held-out questions before and after: "
-        f"sampled at temperature 1, and greedy; pass@{PASS_K} on {NUM_PASS_QUESTIONS} of them. Figures are means over seeds, gains with "
-        "their standard error; seconds are of training alone, on one thread, and grow where other work shares the machine.",
-        f"Wanted: sampled accuracy up by {BAR:.2f}; the control, `{CONTROL}`, GRPO with random rewards, by {CONTROL_BAR:.2f} at most. "
+        "Written by benchmarks/learn.py; do not edit. A model of 0.4 M parameters answers chains of three "
+        "additions and subtractions. "
+        "For each seed all recipes start from the same warm start, the demo's warm-up of that seed (greedy "
+        "accuracy "
+        f"{settings.warm_accuracy:.0%}), and may generate {settings.budget:,} tokens each; a run ends after "
+        "the step in which they are "
+        f"spent, after {settings.max_steps} steps at the latest. Accuracy is measured on 1,024 held-out "
+        "questions before and after: "
+        f"sampled at temperature 1, and greedy; pass@{PASS_K} on {NUM_PASS_QUESTIONS} of them. Figures are "
+        "means over seeds, gains with "
+        "their standard error; seconds are of training alone, on one thread, and grow where other work "
+        "shares the machine.",
+        f"Wanted: sampled accuracy up by {BAR:.2f}; the control, `{CONTROL}`, GRPO with random rewards, by "
+        f"{CONTROL_BAR:.2f} at most. "
         f"`{JUDGED_BY_PASS}` is judged by pass@{PASS_K}, which is what it trains.",
         "\n".join([table_head(), *(table_line(row) for row in rows)]),
-        "Training score by tokens generated, mean of the seeds and the range between them. The questions are those of training, of which "
-        "the warm-up has seen a part, so curves start above the held-out accuracy; the score is what the recipe is paid for.",
+        "Training score by tokens generated, mean of the seeds and the range between them. The questions "
+        "are those of training, of which "
+        "the warm-up has seen a part, so curves start above the held-out accuracy; the score is what the "
+        "recipe is paid for.",
         "![training score by tokens generated](learn.svg)",
-        "All bars are met." if not problems else "Not as wanted:\n\n" + "\n".join(f"- {problem}" for problem in problems),
+        "All bars are met."
+        if not problems
+        else "Not as wanted:\n\n" + "\n".join(f"- {problem}" for problem in problems),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -96,12 +128,16 @@ def _outside(name: str, cells: list[dict[str, Any]]) -> str:
     """What the recipe had besides the budget."""
     found = []
     if steps := cells[0]["critic_steps"]:
-        found.append(f"{steps} steps of the critic alone ({_mean([float(cell['critic_tokens']) for cell in cells]) / 1000:.0f} k tokens)")
+        found.append(
+            f"{steps} steps of the critic alone "
+            f"({_mean([float(cell['critic_tokens']) for cell in cells]) / 1000:.0f} k tokens)"
+        )
     if cells[0]["teacher"]:
         teachers = [cell["teacher"] for cell in cells]
         found.append(
             "a teacher: the warm-up carried on to a greedy accuracy of "
-            f"{_mean([t['greedy'] for t in teachers]):.2f} ({_mean([float(t['sft_steps']) for t in teachers]):.0f} SFT steps)"
+            f"{_mean([t['greedy'] for t in teachers]):.2f} "
+            f"({_mean([float(t['sft_steps']) for t in teachers]):.0f} SFT steps)"
         )
     return "; ".join([*found, *([NOTES[name]] if name in NOTES else [])])
 

@@ -1,13 +1,15 @@
-"""`hybridflow serve` under 1,000 requests at once: all answered or cancelled, no row left behind, memory flat.
+"""`hybridflow serve` under 1,000 requests at once: all answered or cancelled, no row left behind, memory
+flat.
 
     python benchmarks/serve_load.py [--requests 1000] [--waves 10] [--cache-mib N]
 
 About five minutes on 2 cores; needs the extras `serve` and `bench`.
 
-A tiny random model of 0.4 M parameters is served by a process of its own, as users start it. Each wave sends its requests at once: half of
-them streams, with different stop conditions (texts, token ids, length, several responses); a third goes away at a random time; some are
-malformed, some have no token. After each wave: what became of the requests, what the server still holds, its memory, its open files.
-Writes `benchmarks/results/serve_load.json` and `.md`.
+A tiny random model of 0.4 M parameters is served by a process of its own, as users start it. Each wave sends
+its requests at once: half of them streams, with different stop conditions (texts, token ids, length, several
+responses); a third goes away at a random time; some are malformed, some have no token. After each wave: what
+became of the requests, what the server still holds, its memory, its open files. Writes
+`benchmarks/results/serve_load.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -80,15 +82,26 @@ class Wave:
 def is_whole(text: str, stream: bool, n: int) -> bool:
     """Every response of the answer has its reason to end."""
     if not stream:
-        return [choice["finish_reason"] in ("stop", "length") for choice in json.loads(text)["choices"]] == [True] * n
+        return [choice["finish_reason"] in ("stop", "length") for choice in json.loads(text)["choices"]] == [
+            True
+        ] * n
     events = [line.removeprefix("data: ") for line in text.split("\n") if line]
-    ended = {c["index"] for event in events[:-1] for c in json.loads(event).get("choices", []) if c["finish_reason"] in ("stop", "length")}
+    ended = {
+        c["index"]
+        for event in events[:-1]
+        for c in json.loads(event).get("choices", [])
+        if c["finish_reason"] in ("stop", "length")
+    }
     return events[-1] == "[DONE]" and ended == set(range(n))
 
 
 async def ask(client: httpx.AsyncClient, draw: random.Random, wave: Wave) -> None:
     """One request, and what became of it."""
-    kind, stream, leave = draw.random(), draw.random() < 0.5, draw.uniform(0.0, 6.0) if draw.random() < 1 / 3 else None
+    kind, stream, leave = (
+        draw.random(),
+        draw.random() < 0.5,
+        draw.uniform(0.0, 6.0) if draw.random() < 1 / 3 else None,
+    )
     condition = draw.choice(CONDITIONS)
     body: dict[str, Any] = {
         "prompt": f"user: {draw.randint(0, 99)} + {draw.randint(0, 99)} = ",
@@ -140,7 +153,10 @@ async def run_wave(url: str, token: str, requests: int, seed: int, server: psuti
 
 def in_work(page: str) -> float:
     """Responses that the server or its engine has not answered."""
-    return sum(float(value) for value in re.findall(r"^hybridflow_responses_(?:open|in_engines)\{.*\} (\S+)$", page, re.MULTILINE))
+    return sum(
+        float(value)
+        for value in re.findall(r"^hybridflow_responses_(?:open|in_engines)\{.*\} (\S+)$", page, re.MULTILINE)
+    )
 
 
 def row_of(number: int, wave: Wave) -> str:
@@ -165,9 +181,22 @@ def row_of(number: int, wave: Wave) -> str:
 def measure(options: argparse.Namespace, folder: Path) -> list[Wave]:
     """A server of its own, and the waves."""
     model = create_tiny_model(folder / "tiny")
-    words = [sys.executable, "-m", "hybridflow.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "hybridflow.cli.main",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
     if options.cache_mib is not None:
-        words += ["--gpu-memory-utilization", f"{options.cache_mib * 2**20 / free_memory(torch.device('cpu')):.6f}"]
+        words += [
+            "--gpu-memory-utilization",
+            f"{options.cache_mib * 2**20 / free_memory(torch.device('cpu')):.6f}",
+        ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -176,7 +205,9 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Wave]:
             token = process.stdout.readline().split()[-1]
             waves = []
             for number in range(options.waves):
-                waves.append(asyncio.run(run_wave(url, token, options.requests, number, psutil.Process(process.pid))))
+                waves.append(
+                    asyncio.run(run_wave(url, token, options.requests, number, psutil.Process(process.pid)))
+                )
                 print(row_of(number, waves[-1]), dict(waves[-1].outcomes), flush=True)
         finally:
             process.terminate()
@@ -186,10 +217,16 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Wave]:
 
 def main() -> int:
     """Measure, print, write; status 1 where a request failed or something was left."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--waves", type=int, default=10)
-    parser.add_argument("--cache-mib", type=int, help="for keys and values (default: the server's, a quarter of the free memory)")
+    parser.add_argument(
+        "--cache-mib",
+        type=int,
+        help="for keys and values (default: the server's, a quarter of the free memory)",
+    )
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +236,9 @@ def main() -> int:
     facts = {
         "command": f"python benchmarks/serve_load.py --requests {options.requests} --waves {options.waves}"
         + ("" if options.cache_mib is None else f" --cache-mib {options.cache_mib}"),
-        "cache": "the server's default, a quarter of the free memory" if options.cache_mib is None else f"{options.cache_mib} MiB",
+        "cache": "the server's default, a quarter of the free memory"
+        if options.cache_mib is None
+        else f"{options.cache_mib} MiB",
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread",
     }
@@ -207,7 +246,9 @@ def main() -> int:
     result = {**facts, "memory_growth_mib": growth, "waves": [vars(wave) for wave in waves]}
     RESULT.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     table = "\n".join(row_of(number, wave) for number, wave in enumerate(waves))
-    RESULT.with_suffix(".md").write_text(PAGE.format(**facts, **vars(options), table=table, growth=growth, last=last))
+    RESULT.with_suffix(".md").write_text(
+        PAGE.format(**facts, **vars(options), table=table, growth=growth, last=last)
+    )
     failed = any(name.startswith("failed") for wave in waves for name in wave.outcomes)
     return int(failed or any(wave.left_in_work for wave in waves))
 

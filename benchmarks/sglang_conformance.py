@@ -2,8 +2,9 @@
 
     python benchmarks/sglang_conformance.py     (`make test-sglang`)
 
-The conformance suite against a server that it starts, and tests/with_sglang: a killed server, dropped pushes, three training steps. Some
-three minutes on 2 free cores, most of it SGLang's imports. Writes `benchmarks/results/sglang_conformance.md`; status 1 where a test failed.
+The conformance suite against a server that it starts, and tests/with_sglang: a killed server, dropped pushes,
+three training steps. Some three minutes on 2 free cores, most of it SGLang's imports. Writes
+`benchmarks/results/sglang_conformance.md`; status 1 where a test failed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "benchmarks" / "results" / "sglang_conformance.md"
-STUBBED = "**SGLang's own Python engine with its kernel package stubbed** (no CPU build of it is published; scripts/setup_sglang.sh)"
+STUBBED = (
+    "**SGLang's own Python engine with its kernel package stubbed** (no CPU build of it is published; "
+    "scripts/setup_sglang.sh)"
+)
 DEADLINE = 2400
 TEXT = """# SGLang: what was run, and what came out
 
@@ -43,7 +47,17 @@ def run(target: str, folder: Path) -> list[tuple[str, str, float]]:
     """(test, result, seconds) of a folder of tests."""
     report = folder / f"{Path(target).name}.xml"
     environment = {"HYBRIDFLOW_CONFORMANCE": "sglang", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "pytest", target, "-p", "no:cacheprovider", "--timeout", "900", f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        target,
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "900",
+        f"--junitxml={report}",
+    ]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, timeout=DEADLINE, check=False)
     found = []
     for case in xml.parse(report).getroot().iter("testcase"):
@@ -62,14 +76,23 @@ def label() -> str:
     """What kind of SGLang this is."""
     import sgl_kernel
 
-    return f"This is {STUBBED}" if sgl_kernel.__version__ == "0" else f"With SGLang's own kernels, {sgl_kernel.__version__}"
+    return (
+        f"This is {STUBBED}"
+        if sgl_kernel.__version__ == "0"
+        else f"With SGLang's own kernels, {sgl_kernel.__version__}"
+    )
 
 
 def main() -> int:
     """Run, write, print."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for target in ("tests/conformance", "tests/with_sglang") for row in run(target, Path(folder))]
-    counts = {kind: sum(result.startswith(kind) for _, result, _ in rows) for kind in ("passed", "FAILED", "skipped")}
+        rows = [
+            row for target in ("tests/conformance", "tests/with_sglang") for row in run(target, Path(folder))
+        ]
+    counts = {
+        kind: sum(result.startswith(kind) for _, result, _ in rows)
+        for kind in ("passed", "FAILED", "skipped")
+    }
     PAGE.write_text(
         TEXT.format(
             date=datetime.date.today().isoformat(),

@@ -1,6 +1,8 @@
-"""What the benchmarks share: the model, the lengths, sides in processes of their own that are asked in turn, and how a result is written.
+"""What the benchmarks share: the model, the lengths, sides in processes of their own that are asked in turn,
+and how a result is written.
 
-parent ──asks side A, side B, side A, …──► a process each, idle between two questions ──answers (seconds, …)──► medians, table, page
+parent ──asks side A, side B, side A, …──► a process each, idle between two questions ──answers (seconds,
+…)──► medians, table, page
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from pathlib import Path
 from typing import Any
 
 PROMPT, GROUP, MAX_TOKENS = 15, 8, 64
-SIZES = {"vocab_size": 262, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 262,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 LENGTHS = {"uniform": (MAX_TOKENS, 0.0), "life": (0.4 * MAX_TOKENS, 0.7)}
 RESULTS = Path(__file__).parent / "results"
 MARK = "@@ "
@@ -30,21 +38,30 @@ PAD, END = 0, 1
 
 
 def lengths_of(rows: int, pattern: str) -> list[int]:
-    """Response lengths of a pattern, always the same ones: `uniform` all at the maximum, `life` log-normal with mean 0.4 of it."""
+    """Response lengths of a pattern, always the same ones: `uniform` all at the maximum, `life` log-normal
+    with mean 0.4 of it.
+    """
     mean, sigma = LENGTHS[pattern]
     draw = random.Random(rows)
-    return [min(MAX_TOKENS, max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))) for _ in range(rows)]
+    return [
+        min(MAX_TOKENS, max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+        for _ in range(rows)
+    ]
 
 
 def make_model(folder: Path, *, end: int | None = None, **sizes: int) -> int:
-    """Write a Qwen 2 model with random weights, 4.3 M parameters unless `sizes` say otherwise; gives their number."""
+    """Write a Qwen 2 model with random weights, 4.3 M parameters unless `sizes` say otherwise; gives their
+    number.
+    """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     wanted = {**SIZES, **sizes}
     wanted.setdefault("num_key_value_heads", wanted["num_attention_heads"])
-    config = Qwen2Config(**wanted, max_position_embeddings=1024, tie_word_embeddings=True, pad_token_id=PAD, eos_token_id=end)
+    config = Qwen2Config(
+        **wanted, max_position_embeddings=1024, tie_word_embeddings=True, pad_token_id=PAD, eos_token_id=end
+    )
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(pad_token_id=PAD, eos_token_id=end)
     model.save_pretrained(folder)
@@ -57,7 +74,9 @@ def characters() -> list[str]:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of 262 tokens, one a letter. Beside the model, not in its folder: transformers overrules it in one of Qwen 2."""
+    """Write a tokenizer of 262 tokens, one a letter. Beside the model, not in its folder: transformers
+    overrules it in one of Qwen 2.
+    """
     from tokenizers import Regex, Tokenizer, decoders
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
@@ -68,7 +87,11 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", clean_up_tokenization_spaces=False, padding_side="left"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
     )
     made.save_pretrained(folder)
 
@@ -80,8 +103,15 @@ def make_prompts(count: int) -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What a process that is measured runs in: spinning threads take many times as long where cores are shared."""
-    own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """What a process that is measured runs in: spinning threads take many times as long where cores are
+    shared.
+    """
+    own = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     return {**os.environ, **own}
 
 
@@ -92,7 +122,9 @@ class Side:
     """What it said when it was ready."""
 
     def __init__(self, command: Sequence[str], threads: int) -> None:
-        self.process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(threads))
+        self.process = subprocess.Popen(
+            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(threads)
+        )
 
     def answer(self) -> dict[str, Any]:
         """The next answer; RuntimeError if the process ends instead."""
@@ -193,7 +225,8 @@ def facts(packages: Sequence[str], command: str | None = None) -> dict[str, str]
     """Command, date, machine and versions of this run."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return {
-        "command": command or " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_anywhere, sys.argv[1:])]),
+        "command": command
+        or " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_anywhere, sys.argv[1:])]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}",
     }
@@ -212,7 +245,9 @@ def _processor() -> str:
 
 
 def write(name: str, result: Mapping[str, Any], title: str, text: str, *, dry: object = False) -> None:
-    """`results/{name}.json` and `.md`; `result` holds the facts, which head the page. Prints the page; a dry run does no more."""
+    """`results/{name}.json` and `.md`; `result` holds the facts, which head the page. Prints the page; a dry
+    run does no more.
+    """
     told = f"{result['date']} · `{result['command']}` · {result['machine']}"
     page = f"# {title}\n\n{told}\n\nWritten by benchmarks/{name}.py; do not edit. {text}\n"
     if not dry:
@@ -229,8 +264,16 @@ def numbers(text: str) -> list[int]:
 
 def arguments(document: str | None, *, rounds: int, quick_rounds: int = 1) -> argparse.ArgumentParser:
     """A parser with what every benchmark has: threads, rounds, a quick mode that only shows that it runs."""
-    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=numbers, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--quick", action="store_const", const=quick_rounds, default=0, help="a dry run: one round, nothing is written")
+    parser.add_argument(
+        "--quick",
+        action="store_const",
+        const=quick_rounds,
+        default=0,
+        help="a dry run: one round, nothing is written",
+    )
     return parser

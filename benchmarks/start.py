@@ -1,10 +1,11 @@
-"""From the command to the first optimizer step: `hybridflow train` with the local controller against a script with TRL's `GRPOTrainer`.
+"""From the command to the first optimizer step: `hybridflow train` with the local controller against a script
+with TRL's `GRPOTrainer`.
 
     python benchmarks/start.py [--threads 1,2] [--rounds 5] [--quick]       (needs the extra `bench`)
 
-A model of 0.4 M parameters in a folder, 8 prompts × 4 responses of at most 16 tokens, the same reward function in the process itself.
-The clock starts before the process and stops when the metrics of its first step are told. Both in turn, each time a new process.
-Writes `benchmarks/results/start.json` and `.md`.
+A model of 0.4 M parameters in a folder, 8 prompts × 4 responses of at most 16 tokens, the same reward
+function in the process itself. The clock starts before the process and stops when the metrics of its first
+step are told. Both in turn, each time a new process. Writes `benchmarks/results/start.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -89,10 +90,14 @@ def our_command(folder: Path) -> list[str]:
 
 
 def timed(command: list[str], threads: int, metrics: Path | None) -> tuple[float, float]:
-    """Seconds until the first step is told, on standard output or by a line in the file `metrics`; and CPU seconds in all."""
+    """Seconds until the first step is told, on standard output or by a line in the file `metrics`; and CPU
+    seconds in all.
+    """
     before, began, told = os.times(), time.perf_counter(), 0.0
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=kit.environment(threads))
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=kit.environment(threads)
+        )
         if metrics is None:
             assert process.stdout is not None
             for line in process.stdout:
@@ -104,7 +109,9 @@ def timed(command: list[str], threads: int, metrics: Path | None) -> tuple[float
             time.sleep(0.005)
         process.communicate()
         errors.seek(0)
-        assert told and process.returncode == 0, f"{' '.join(command)} ended with {process.returncode}:\n{errors.read()}"
+        assert told and process.returncode == 0, (
+            f"{' '.join(command)} ended with {process.returncode}:\n{errors.read()}"
+        )
     after = os.times()
     return told, after.children_user + after.children_system - before.children_user - before.children_system
 
@@ -117,7 +124,12 @@ def measure(options: argparse.Namespace, threads: int) -> dict[str, Any]:
         folder = Path(name)
         create_tiny_model(folder / "model")
         rows = [
-            {"data_source": "letters", "prompt": f"{number} + {number} = ", "reward_model": {"ground_truth": ""}} for number in range(64)
+            {
+                "data_source": "letters",
+                "prompt": f"{number} + {number} = ",
+                "reward_model": {"ground_truth": ""},
+            }
+            for number in range(64)
         ]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -128,8 +140,13 @@ def measure(options: argparse.Namespace, threads: int) -> dict[str, Any]:
         def trl() -> tuple[float, float]:
             return timed(kit.own_command(__file__, "--trl", folder), threads, None)
 
-        found = kit.in_turn({"ours": ours, "trl": trl}, options.quick or options.rounds, warm_up=0 if options.quick else 1)
-    sides = {side: {"seconds": [wall for wall, _ in times], "cpu": [cpu for _, cpu in times]} for side, times in found.items()}
+        found = kit.in_turn(
+            {"ours": ours, "trl": trl}, options.quick or options.rounds, warm_up=0 if options.quick else 1
+        )
+    sides = {
+        side: {"seconds": [wall for wall, _ in times], "cpu": [cpu for _, cpu in times]}
+        for side, times in found.items()
+    }
     case = {"threads": threads, "sides": sides}
     for line in lines_of(case):
         print(kit.line(line), flush=True)

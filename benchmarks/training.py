@@ -1,17 +1,21 @@
-"""Log-probs and update on this machine's CPU: our engine, TRL's own functions and a plain padded loop, on the same rows, in turn.
+"""Log-probs and update on this machine's CPU: our engine, TRL's own functions and a plain padded loop, on the
+same rows, in turn.
 
-    python benchmarks/training.py [--threads 1,2] [--rounds 7] [--patterns life,uniform] [--quick]       (needs the extra `bench`)
+    python benchmarks/training.py [--threads 1,2] [--rounds 7] [--patterns life,uniform] [--quick]
+    (needs the extra `bench`)
 
-The 4.3 M parameters and 128 rows of grpo_step.py, with responses of the same lengths. `log-probs` is the pass without gradients, `update`
-forward, backward, clipping and an AdamW step.
+The 4.3 M parameters and 128 rows of grpo_step.py, with responses of the same lengths. `log-probs` is the pass
+without gradients, `update` forward, backward, clipping and an AdamW step.
 
-    ours   `FSDPEngine` by the actor's worker: packed micro-batches, a prompt once for its responses (`use_prefix_grouper`); `ours-apart`
+    ours   `FSDPEngine` by the actor's worker: packed micro-batches, a prompt once for its responses
+    (`use_prefix_grouper`); `ours-apart`
            has each row's own prompt
-    trl    `GRPOTrainer._get_per_token_logps_and_entropies` and its `compute_loss`, all rows padded to the longest; 128 and 16 at a time
+    trl    `GRPOTrainer._get_per_token_logps_and_entropies` and its `compute_loss`, all rows padded to the
+    longest; 128 and 16 at a time
     plain  a transformers model, 16 rows at a time in the order of the batch, padded to the longest of the 16
 
-Floor: the matrix products of the tokens that are no padding, each prompt once, at the rate that this process reaches with them.
-Writes `benchmarks/results/training.json` and `.md`.
+Floor: the matrix products of the tokens that are no padding, each prompt once, at the rate that this process
+reaches with them. Writes `benchmarks/results/training.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ def make_rows(pattern: str) -> tuple[list[list[int]], list[list[int]]]:
 class Ours:
     """The actor's worker on its engine."""
 
-    def __init__(self, folder: Path, prompts: list[list[int]], responses: list[list[int]], keys: list[str]) -> None:
+    def __init__(
+        self, folder: Path, prompts: list[list[int]], responses: list[list[int]], keys: list[str]
+    ) -> None:
         import torch
 
         from hybridflow.algorithms.aggregation import LossScale
@@ -71,13 +77,26 @@ class Ours:
             recipe="grpo",
         ).config.actor_rollout_ref
         engine = build_engine(
-            "policy", {"path": folder, "device": "cpu", "dtype": "float32"}, name="actor", optim=config.actor.optim, grad_clip=1.0
+            "policy",
+            {"path": folder, "device": "cpu", "dtype": "float32"},
+            name="actor",
+            optim=config.actor.optim,
+            grad_clip=1.0,
         )
-        self.actor = ActorWorker(engine, config.actor, temperature=1.0, log_prob_limits=BatchLimits(config.actor.ppo_max_token_len_per_gpu))
+        self.actor = ActorWorker(
+            engine,
+            config.actor,
+            temperature=1.0,
+            log_prob_limits=BatchLimits(config.actor.ppo_max_token_len_per_gpu),
+        )
         columns = padded(prompts, responses, kit.PAD)
         self.batch = DataProto.from_dict(columns | {"loss_mask": columns["response_mask"]})
         self.scale = LossScale.count(self.batch.batch["loss_mask"])
-        self.advantages = torch.randn(ROWS, 1, generator=torch.Generator().manual_seed(0)).expand(columns["responses"].shape).contiguous()
+        self.advantages = (
+            torch.randn(ROWS, 1, generator=torch.Generator().manual_seed(0))
+            .expand(columns["responses"].shape)
+            .contiguous()
+        )
         self.log_probs()
 
     def log_probs(self) -> Any:
@@ -103,8 +122,15 @@ class Padded:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.lengths = [len(response) for response in responses]
         longest = max(self.lengths)
-        self.ids = torch.tensor([prompt + response + [kit.PAD] * (longest - len(response)) for prompt, response in zip(prompts, responses)])
-        self.mask = torch.tensor([[1] * (kit.PROMPT + length) + [0] * (longest - length) for length in self.lengths])
+        self.ids = torch.tensor(
+            [
+                prompt + response + [kit.PAD] * (longest - len(response))
+                for prompt, response in zip(prompts, responses)
+            ]
+        )
+        self.mask = torch.tensor(
+            [[1] * (kit.PROMPT + length) + [0] * (longest - length) for length in self.lengths]
+        )
         self.advantages = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
 
@@ -153,7 +179,9 @@ class Plain(Padded):
 class TRL(Padded):
     """TRL's own functions."""
 
-    def __init__(self, folder: Path, prompts: list[list[int]], responses: list[list[int]], tokenizer: Path, rows: int) -> None:
+    def __init__(
+        self, folder: Path, prompts: list[list[int]], responses: list[list[int]], tokenizer: Path, rows: int
+    ) -> None:
         import torch
         from datasets import Dataset
         from transformers import AutoTokenizer
@@ -225,7 +253,10 @@ def matrix_rate() -> float:
     """FLOP per second of the products of a layer, on 2,048 tokens."""
     import torch
 
-    pairs = [(torch.randn(2048, inner), torch.randn(outer, inner)) for inner, outer in ((256, 256), (256, 1024), (1024, 256))]
+    pairs = [
+        (torch.randn(2048, inner), torch.randn(outer, inner))
+        for inner, outer in ((256, 256), (256, 1024), (1024, 256))
+    ]
     best = math.inf
     for _ in range(10):
         began = time.perf_counter()
@@ -258,9 +289,14 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
             apart = agree(sides, list(map(len, responses)))
             tokens = ROWS // kit.GROUP * kit.PROMPT + sum(map(len, responses))
             for task, products in zip(TASKS, (2, 6)):
-                ways = {side: timed(getattr(worker, task.replace("-", "_"))) for side, worker in sides.items()}
+                ways = {
+                    side: timed(getattr(worker, task.replace("-", "_"))) for side, worker in sides.items()
+                }
                 found = kit.in_turn(ways, options.quick or options.rounds, warm_up=0 if options.quick else 1)
-                times = {side: {"seconds": [wall for wall, _ in pairs], "cpu": [cpu for _, cpu in pairs]} for side, pairs in found.items()}
+                times = {
+                    side: {"seconds": [wall for wall, _ in pairs], "cpu": [cpu for _, cpu in pairs]}
+                    for side, pairs in found.items()
+                }
                 floor = products * parameters * tokens / rate
                 case = {
                     "threads": threads,
@@ -295,7 +331,14 @@ def lines_of(case: dict[str, Any]) -> list[list[str]]:
     for side, found in case["sides"].items():
         seconds = statistics.median(found["seconds"])
         against = "" if side.startswith("ours") else f"{seconds / ours:.2f} × as fast"
-        cells = [case["threads"], case["pattern"], case["task"], side, kit.spread(found["seconds"]), kit.spread(found["cpu"])]
+        cells = [
+            case["threads"],
+            case["pattern"],
+            case["task"],
+            side,
+            kit.spread(found["seconds"]),
+            kit.spread(found["cpu"]),
+        ]
         lines.append([*map(str, cells), against, f"{case['floor_s'] / seconds:.2f}"])
     return lines
 
@@ -317,7 +360,9 @@ def main() -> None:
             into = Path(folder) / "found.json"
             given = sys.argv[1:]
             subprocess.run(
-                [sys.executable, __file__, *given, "--threads", str(threads), "--into", str(into)], check=True, env=kit.environment(threads)
+                [sys.executable, __file__, *given, "--threads", str(threads), "--into", str(into)],
+                check=True,
+                env=kit.environment(threads),
             )
             cases += json.loads(into.read_text())
     result = kit.facts(["torch", "transformers", "trl"]) | {"cases": cases}

@@ -1,13 +1,17 @@
-"""A batch of tensors from the driver to two workers and back: ours against Ray's default pickling and against raw numpy arrays.
+"""A batch of tensors from the driver to two workers and back: ours against Ray's default pickling and against
+raw numpy arrays.
 
-    python benchmarks/transport.py [--megabytes 100] [--rounds 9] [--steps 200]        (about 2 minutes; needs the extras `ray` and `bench`)
+    python benchmarks/transport.py [--megabytes 100] [--rounds 9] [--steps 200]        (about 2 minutes; needs
+    the extras `ray` and `bench`)
 
     ours      DataProto halves through `RayBackend`
     pickled   the same halves as arguments of a plain Ray actor, which pickles torch tensors as it always does
-    raw       numpy arrays of the same sizes, put, sent by reference and got: what the shared memory itself costs
+    raw       numpy arrays of the same sizes, put, sent by reference and got: what the shared memory itself
+    costs
 
-All three in turn in one run. Each half has memory of its own: by default a view is pickled with the whole storage behind it. Then `--steps`
-round trips of ours, to see whether the driver's memory or the object store grows. Writes `benchmarks/results/transport.json` and `.md`.
+All three in turn in one run. Each half has memory of its own: by default a view is pickled with the whole
+storage behind it. Then `--steps` round trips of ours, to see whether the driver's memory or the object store
+grows. Writes `benchmarks/results/transport.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -30,7 +34,17 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from hybridflow.config.cluster import RayConfig, RayInitConfig
-from hybridflow.controller import Dispatch, Factories, MeshInfo, Placement, RankInfo, Worker, WorkerGroup, WorkerHost, register
+from hybridflow.controller import (
+    Dispatch,
+    Factories,
+    MeshInfo,
+    Placement,
+    RankInfo,
+    Worker,
+    WorkerGroup,
+    WorkerHost,
+    register,
+)
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.protocol import DataProto
@@ -140,23 +154,46 @@ def table_of(seconds: dict[str, list[float]]) -> str:
     lines = []
     for way, times in seconds.items():
         median = statistics.median(times)
-        lines.append(f"| {way} | {median:.3f} | {min(times):.3f} | {max(times):.3f} | {median / ours:.2f} × |")
+        lines.append(
+            f"| {way} | {median:.3f} | {min(times):.3f} | {max(times):.3f} | {median / ours:.2f} × |"
+        )
     return "\n".join(lines)
 
 
-def write(options: argparse.Namespace, seconds: dict[str, list[float]], table: str, seen: list[tuple[int, float, float]]) -> None:
+def write(
+    options: argparse.Namespace,
+    seconds: dict[str, list[float]],
+    table: str,
+    seen: list[tuple[int, float, float]],
+) -> None:
     """The numbers and the page."""
     facts = {
-        "command": f"python benchmarks/transport.py --megabytes {options.megabytes} --rounds {options.rounds} --steps {options.steps}",
+        "command": (
+            f"python benchmarks/transport.py --megabytes {options.megabytes} --rounds "
+            f"{options.rounds} --steps {options.steps}"
+        ),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, ray {ray.__version__}, one thread a process",
+        "machine": (
+            f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, ray "
+            f"{ray.__version__}, one thread a process"
+        ),
     }
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     growth = seen[-1][1] - seen[0][1]
     leak = [{"step": step, "driver_mib": driver, "store_mib": store} for step, driver, store in seen]
-    ratios = {"pickled_over_ours": medians["pickled"] / medians["ours"], "ours_over_raw": medians["ours"] / medians["raw"]}
+    ratios = {
+        "pickled_over_ours": medians["pickled"] / medians["ours"],
+        "ours_over_raw": medians["ours"] / medians["raw"],
+    }
     RESULT.parent.mkdir(exist_ok=True)
-    result = {**facts, "megabytes": options.megabytes, "seconds": seconds, **ratios, "memory": leak, "driver_growth_mib": growth}
+    result = {
+        **facts,
+        "megabytes": options.megabytes,
+        "seconds": seconds,
+        **ratios,
+        "memory": leak,
+        "driver_growth_mib": growth,
+    }
     RESULT.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
     page = PAGE.format(
         **facts,
@@ -176,7 +213,9 @@ def write(options: argparse.Namespace, seconds: dict[str, list[float]], table: s
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=200)
@@ -186,11 +225,16 @@ def main() -> int:
         options.rounds, options.steps = 1, 10
     torch.set_num_threads(1)
     width = options.megabytes * 10**6 // (4 * FIELDS * ROWS)
-    halves = [DataProto.from_dict({f"x{index}": torch.randn(ROWS // 2, width) for index in range(FIELDS)}) for _ in range(2)]
+    halves = [
+        DataProto.from_dict({f"x{index}": torch.randn(ROWS // 2, width) for index in range(FIELDS)})
+        for _ in range(2)
+    ]
     cluster = Cluster.connect(RayConfig(ray_init=RayInitConfig(num_cpus=4)), device="cpu", wanted=2)
     placement = Placement.colocated(["echo"], [2])
     times = {"call_timeout": 600.0, "heartbeat_timeout": 60.0, "startup_timeout": 300.0}
-    backend = RayBackend(cluster, placement, {"echo": MeshInfo(2)}, make_echo, device="cpu", num_threads=1, **times)
+    backend = RayBackend(
+        cluster, placement, {"echo": MeshInfo(2)}, make_echo, device="cpu", num_threads=1, **times
+    )
     try:
         ways = make_ways(backend, halves)
         seconds = measure(ways, options.rounds)

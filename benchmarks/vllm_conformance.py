@@ -1,9 +1,10 @@
 """The conformance suite for every engine, each in a process of its own, and a page of what came out.
 
-    python benchmarks/vllm_conformance.py [--engines native,hf,…]     (`make conformance`, in the environment that has vllm)
+    python benchmarks/vllm_conformance.py [--engines native,hf,…]     (`make conformance`, in the environment
+    that has vllm)
 
-Some five minutes on 2 cores. Writes `benchmarks/results/conformance.json` and `.md`; ends with status 1 where a test failed, where an
-engine could not be had, or where greedy tokens or log-probs are not transformers'.
+Some five minutes on 2 cores. Writes `benchmarks/results/conformance.json` and `.md`; ends with status 1 where
+a test failed, where an engine could not be had, or where greedy tokens or log-probs are not transformers'.
 """
 
 from __future__ import annotations
@@ -71,7 +72,12 @@ def run(engine: str, folder: Path) -> dict[str, Any]:
         "junit_family=legacy",
         f"--junitxml={report}",
     ]
-    environment = {**os.environ, "HYBRIDFLOW_CONFORMANCE": engine, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "HYBRIDFLOW_CONFORMANCE": engine,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     subprocess.run(command, cwd=ROOT, env=environment, timeout=DEADLINE, check=False)
     return read(engine, report)
 
@@ -82,8 +88,14 @@ def read(engine: str, report: Path) -> dict[str, Any]:
     assert suite is not None, "pytest writes one suite"
     cases = list(suite.iter("testcase"))
     properties = [(each.get("name"), each.get("value")) for each in suite.iter("property")]
-    skips = {str(case.get("name")): str(reason.get("message")) for case in cases for reason in case.iter("skipped")}
-    failures = [str(case.get("name")) for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skips = {
+        str(case.get("name")): str(reason.get("message")) for case in cases for reason in case.iter("skipped")
+    }
+    failures = [
+        str(case.get("name"))
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
 
     def largest(wanted: str) -> float | None:
         return max((float(str(value)) for name, value in properties if name == wanted), default=None)
@@ -110,7 +122,10 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
         if row["passed"] == 0:
             found.append(f"{row['engine']}: nothing ran: {next(iter(row['skipped'].values()), 'no test')}")
         elif row["greedy_equal"] < PROMPTS or None in apart or max(apart) > BAR:
-            found.append(f"{row['engine']}: {row['greedy_equal']} of {PROMPTS} greedy responses equal, log-probs apart by {apart}")
+            found.append(
+                f"{row['engine']}: {row['greedy_equal']} of {PROMPTS} greedy responses equal, log-probs "
+                f"apart by {apart}"
+            )
     return found
 
 
@@ -118,14 +133,30 @@ def page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
     table, skips = [], []
     for row in rows:
-        apart = ["-" if row[name] is None else f"{row[name]:.1e}" for name in ("greedy_log_probs_apart", "sampled_log_probs_apart")]
-        cells = [ENGINES[row["engine"]], row["passed"], len(row["failed"]), len(row["skipped"]), f"{row['greedy_equal']} / {PROMPTS}"]
-        table.append("| " + " | ".join(str(cell) for cell in [*cells, *apart, f"{row['seconds']:.0f}"]) + " |")
+        apart = [
+            "-" if row[name] is None else f"{row[name]:.1e}"
+            for name in ("greedy_log_probs_apart", "sampled_log_probs_apart")
+        ]
+        cells = [
+            ENGINES[row["engine"]],
+            row["passed"],
+            len(row["failed"]),
+            len(row["skipped"]),
+            f"{row['greedy_equal']} / {PROMPTS}",
+        ]
+        table.append(
+            "| " + " | ".join(str(cell) for cell in [*cells, *apart, f"{row['seconds']:.0f}"]) + " |"
+        )
         by_reason: dict[str, list[str]] = {}
         for name, reason in row["skipped"].items():
             by_reason.setdefault(reason, []).append(f"`{name.split('[')[0]}`")
-        skips += [f"- {ENGINES[row['engine']]}: {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items()]
-    return PAGE.format(**facts, prompts=PROMPTS, bar=BAR, table="\n".join(table), skips="\n".join(skips) or "Nothing.")
+        skips += [
+            f"- {ENGINES[row['engine']]}: {', '.join(dict.fromkeys(names))}: {reason}"
+            for reason, names in by_reason.items()
+        ]
+    return PAGE.format(
+        **facts, prompts=PROMPTS, bar=BAR, table="\n".join(table), skips="\n".join(skips) or "Nothing."
+    )
 
 
 def version(package: str) -> str:
@@ -138,8 +169,12 @@ def version(package: str) -> str:
 
 def main() -> int:
     """Run all in turn, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default="native,hf,vllm,vllm-server,openai,openai-vllm", help="of " + ", ".join(ENGINES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engines", default="native,hf,vllm,vllm-server,openai,openai-vllm", help="of " + ", ".join(ENGINES)
+    )
     engines = parser.parse_args().engines.split(",")
     with tempfile.TemporaryDirectory() as folder:
         rows = [run(engine, Path(folder)) for engine in engines]
@@ -153,7 +188,9 @@ def main() -> int:
     }
     problems = missed(rows)
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.with_suffix(".json").write_text(json.dumps(facts | {"engines": rows, "missed": problems}, indent=2) + "\n")
+    RESULT.with_suffix(".json").write_text(
+        json.dumps(facts | {"engines": rows, "missed": problems}, indent=2) + "\n"
+    )
     RESULT.with_suffix(".md").write_text(page(facts, rows))
     print(RESULT.with_suffix(".md").read_text())
     print("\n".join(problems) or "all bars met")

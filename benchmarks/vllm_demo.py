@@ -1,11 +1,14 @@
-"""The demo with vLLM: does it learn as with the native engine, and is a push of weights that is dropped found in the same step?
+"""The demo with vLLM: does it learn as with the native engine, and is a push of weights that is dropped found
+in the same step?
 
-    python benchmarks/vllm_demo.py        (`make demo-vllm`, in the environment that has vllm; about 10 minutes on 2 cores)
+    python benchmarks/vllm_demo.py        (`make demo-vllm`, in the environment that has vllm; about 10
+    minutes on 2 cores)
 
-One warm model, made once. From it, with the same seed, the demo's GRPO once with `rollout.name=native` and once with `rollout.name=vllm`
-(in process), each in a process of its own, one after the other. Then short runs with vLLM in which the push after step 2 is spoilt on
-purpose. Writes `benchmarks/results/vllm_demo.json` and `.md`; ends with status 1 where a bar is missed: with vLLM the held-out accuracies
-rise by 0.20 (greedy) and 0.15 (sampled) and end within 0.05 of native's, and each spoilt push ends the run in its own step.
+One warm model, made once. From it, with the same seed, the demo's GRPO once with `rollout.name=native` and
+once with `rollout.name=vllm` (in process), each in a process of its own, one after the other. Then short runs
+with vLLM in which the push after step 2 is spoilt on purpose. Writes `benchmarks/results/vllm_demo.json` and
+`.md`; ends with status 1 where a bar is missed: with vLLM the held-out accuracies rise by 0.20 (greedy) and
+0.15 (sampled) and end within 0.05 of native's, and each spoilt push ends the run in its own step.
 """
 
 from __future__ import annotations
@@ -102,7 +105,9 @@ def trained(engine: str, model: Path, out: Path, seed: int, overrides: list[str]
 
 
 def spoilt(how: str, model: Path, out: Path, seed: int) -> dict[str, Any]:
-    """A short run in which the push after `SPOILT_STEP` is spoilt: the last step that ended, and what the run died of."""
+    """A short run in which the push after `SPOILT_STEP` is spoilt: the last step that ended, and what the run
+    died of.
+    """
     InProcess.push = spoiling(InProcess.push, how)
     overrides = [
         f"actor_rollout_ref.model.path='{model}'",
@@ -141,7 +146,9 @@ def spoiling(plain: Callable[..., None], how: str) -> Callable[..., None]:
             plain(runner, list(weights)[:-1], version)
         elif how == "flipped":
             call = runner._call
-            runner._call = lambda method, *given: call(method, *(_flip(given) if method == "hybridflow_take" else given))
+            runner._call = lambda method, *given: call(
+                method, *(_flip(given) if method == "hybridflow_take" else given)
+            )
             plain(runner, weights, version)
         else:
             assert how == "dropped"
@@ -160,12 +167,27 @@ def _flip(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return changed(), *given[1:]
 
 
-def in_process_of_its_own(what: str, model: Path, out: Path, seed: int, overrides: list[str]) -> dict[str, Any]:
+def in_process_of_its_own(
+    what: str, model: Path, out: Path, seed: int, overrides: list[str]
+) -> dict[str, Any]:
     """This file again, for one run."""
-    command = [sys.executable, str(Path(__file__)), "--run", what, "--model", str(model), "--out", str(out), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        str(Path(__file__)),
+        "--run",
+        what,
+        "--model",
+        str(model),
+        "--out",
+        str(out),
+        "--seed",
+        str(seed),
+    ]
     print(f"{what}: {' '.join(command)}", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, *overrides], env=environment, stdout=sys.stderr, timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        [*command, *overrides], env=environment, stdout=sys.stderr, timeout=DEADLINE, check=False
+    )
     if done.returncode:
         raise SystemExit(f"the run {what} ended with status {done.returncode}")
     found: dict[str, Any] = json.loads((out / f"{what}.json").read_text())
@@ -181,15 +203,23 @@ def missed(runs: list[dict[str, Any]], spoils: list[dict[str, Any]]) -> list[str
         if gain < bar:
             found.append(f"vllm: {name} accuracy rose by {gain:.3f}, wanted {bar}")
         if vllm[f"{name}_after"] < native[f"{name}_after"] - 0.05:
-            found.append(f"{name} accuracy after: {vllm[f'{name}_after']:.3f} with vllm, {native[f'{name}_after']:.3f} with native")
-    return found + [f"{each['how']}: found in step {each['step']}, wanted {SPOILT_STEP}" for each in spoils if each["step"] != SPOILT_STEP]
+            found.append(
+                f"{name} accuracy after: {vllm[f'{name}_after']:.3f} with vllm, "
+                f"{native[f'{name}_after']:.3f} with native"
+            )
+    return found + [
+        f"{each['how']}: found in step {each['step']}, wanted {SPOILT_STEP}"
+        for each in spoils
+        if each["step"] != SPOILT_STEP
+    ]
 
 
 def page(facts: dict[str, Any], runs: list[dict[str, Any]], spoils: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
     columns = ("greedy_before", "greedy_after", "sampled_before", "sampled_after")
     table = [
-        f"| {run['engine']} | {' | '.join(f'{run[name]:.3f}' for name in columns)} | {run['difference']:.1e} | {run['seconds']:.0f} |"
+        f"| {run['engine']} | {' | '.join(f'{run[name]:.3f}' for name in columns)} | "
+        f"{run['difference']:.1e} | {run['seconds']:.0f} |"
         for run in runs
     ]
     steps = sorted({int(step) for run in runs for step in run["held_out"]})
@@ -198,7 +228,10 @@ def page(facts: dict[str, Any], runs: list[dict[str, Any]], spoils: list[dict[st
     rewards = []
     for start in range(0, len(runs[0]["rewards"]), 10):
         parts = [run["rewards"][start : start + 10] for run in runs]
-        rewards.append(f"| {start + 1} to {start + len(parts[0])} | {' | '.join(f'{sum(part) / len(part):.3f}' for part in parts)} |")
+        rewards.append(
+            f"| {start + 1} to {start + len(parts[0])} | "
+            f"{' | '.join(f'{sum(part) / len(part):.3f}' for part in parts)} |"
+        )
     return PAGE.format(
         **facts,
         questions=runs[0]["num_questions"],
@@ -215,7 +248,9 @@ def page(facts: dict[str, Any], runs: list[dict[str, Any]], spoils: list[dict[st
 
 def main() -> int:
     """Run all in turn, print, write; or, with --run, one run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run", choices=["native", "vllm", *SPOIL], help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
@@ -225,7 +260,11 @@ def main() -> int:
     if options.run:
         setup_logging()
         one = (options.model, options.out, options.seed)
-        found = spoilt(options.run, *one) if options.run in SPOIL else trained(options.run, *one, options.overrides)
+        found = (
+            spoilt(options.run, *one)
+            if options.run in SPOIL
+            else trained(options.run, *one, options.overrides)
+        )
         (options.out / f"{options.run}.json").write_text(json.dumps(found))
         return 0
     import vllm
@@ -234,9 +273,17 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        warm = warm_up(create_tiny_model(out / "model", seed=options.seed), out / "sft", seed=options.seed, options=WarmUpOptions())
+        warm = warm_up(
+            create_tiny_model(out / "model", seed=options.seed),
+            out / "sft",
+            seed=options.seed,
+            options=WarmUpOptions(),
+        )
         spoils = [in_process_of_its_own(how, warm.model, out, options.seed, []) for how in SPOIL]
-        runs = [in_process_of_its_own(engine, warm.model, out, options.seed, options.overrides) for engine in ("native", "vllm")]
+        runs = [
+            in_process_of_its_own(engine, warm.model, out, options.seed, options.overrides)
+            for engine in ("native", "vllm")
+        ]
     facts = {
         "command": " ".join(["python", "benchmarks/vllm_demo.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
@@ -248,7 +295,9 @@ def main() -> int:
     }
     problems = missed(runs, spoils)
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.with_suffix(".json").write_text(json.dumps(facts | {"runs": runs, "spoilt": spoils, "missed": problems}, indent=2) + "\n")
+    RESULT.with_suffix(".json").write_text(
+        json.dumps(facts | {"runs": runs, "spoilt": spoils, "missed": problems}, indent=2) + "\n"
+    )
     RESULT.with_suffix(".md").write_text(page(facts, runs, spoils))
     print(RESULT.with_suffix(".md").read_text())
     print("\n".join(problems) or "all bars met")

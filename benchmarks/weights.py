@@ -1,12 +1,17 @@
-"""Weights from the trainer to the rollout: nothing moves in one process; to another one bytes through shared memory, against a plain copy.
+"""Weights from the trainer to the rollout: nothing moves in one process; to another one bytes through shared
+memory, against a plain copy.
 
     python benchmarks/weights.py [--rounds 9] [--megabytes 256] [--quick]
 
-    colocated    the actor's engine and the native rollout engine of a run in one process: in which memory their weights are, what an update
-                 of the rollout copies and allocates, and how long it takes; beside it, the time of copying the parameters once
-    push         `rollout.push.sender.push` to a `Receiver` in another process, which copies every tensor into weights of its own: with the
+    colocated    the actor's engine and the native rollout engine of a run in one process: in which memory
+    their weights are, what an update
+                 of the rollout copies and allocates, and how long it takes; beside it, the time of copying
+                 the parameters once
+    push         `rollout.push.sender.push` to a `Receiver` in another process, which copies every tensor into
+    weights of its own: with the
                  checksums that prove the arrival, and without them
-    transport    the same bytes by the same road without protocol: into a file in memory, and by the other process out of it
+    transport    the same bytes by the same road without protocol: into a file in memory, and by the other
+    process out of it
 
 Writes `benchmarks/results/weights.json` and `.md`.
 """
@@ -77,7 +82,8 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
     weights, bit_sum = make_weights(options.megabytes), sender.bit_sum
     size = sum(tensor.numel() * 4 for tensor in weights.values())
     commands = {
-        name: kit.own_command(__file__, "--receive", name, "--megabytes", options.megabytes) for name in ("checked", "unchecked", "plain")
+        name: kit.own_command(__file__, "--receive", name, "--megabytes", options.megabytes)
+        for name in ("checked", "unchecked", "plain")
     }
     writer = SharedMemoryWriter(size)
     version = iter(range(1, 1000))
@@ -101,7 +107,11 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
             sides["plain"].ask({"plain": writer.facts(0)})
             return time.perf_counter() - began
 
-        ways = {"transport": plain, "push": lambda: pushed("checked"), "push without checksums": lambda: pushed("unchecked")}
+        ways = {
+            "transport": plain,
+            "push": lambda: pushed("checked"),
+            "push without checksums": lambda: pushed("unchecked"),
+        }
         try:
             return kit.in_turn(ways, options.quick or options.rounds, warm_up=1)
         finally:
@@ -118,7 +128,10 @@ def colocated(rounds: int) -> dict[str, Any]:
         folder = Path(name)
         kit.make_model(folder / "model", end=kit.END)
         kit.make_tokenizer(folder / "tokenizer")
-        rows = [{"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}} for text in kit.make_prompts(8)]
+        rows = [
+            {"data_source": "letters", "prompt": text, "reward_model": {"ground_truth": ""}}
+            for text in kit.make_prompts(8)
+        ]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         keys = [
             f"actor_rollout_ref.model.path='{folder / 'model'}'",
@@ -157,13 +170,17 @@ def _compared(trainer: Any, rounds: int) -> dict[str, Any]:
         return time.perf_counter() - began
 
     found = kit.in_turn({"update": update, "copying the parameters once": copy}, rounds, warm_up=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         rollout.update_from(actor, 1)
     events = list(profile.events() or [])
     return {
         "bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained.values()),
         "tensors": len(trained),
-        "same_memory": sum(trained[name].data_ptr() == parameter.data_ptr() for name, parameter in generating.items()),
+        "same_memory": sum(
+            trained[name].data_ptr() == parameter.data_ptr() for name, parameter in generating.items()
+        ),
         "copies": sum(event.name in ("aten::copy_", "aten::clone") for event in events),
         "allocated_bytes": sum(max(0, event.cpu_memory_usage) for event in events),
         "seconds": found,
@@ -186,10 +203,18 @@ def main() -> None:
     transport = statistics.median(seconds["transport"])
     size = sum(tensor.numel() * 4 for tensor in make_weights(options.megabytes).values())
     lines = [
-        [way, kit.spread(times, ".3f"), f"{size / statistics.median(times) / 1e9:.2f}", f"{transport / statistics.median(times):.2f}"]
+        [
+            way,
+            kit.spread(times, ".3f"),
+            f"{size / statistics.median(times) / 1e9:.2f}",
+            f"{transport / statistics.median(times):.2f}",
+        ]
         for way, times in seconds.items()
     ]
-    micro = {name: kit.spread([value * 1e6 for value in times], ",.0f") for name, times in shared["seconds"].items()}
+    micro = {
+        name: kit.spread([value * 1e6 for value in times], ",.0f")
+        for name, times in shared["seconds"].items()
+    }
     text = f"""One thread a process; medians (fastest–slowest) of {rounds} in turn.
 
 ## In one process

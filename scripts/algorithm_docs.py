@@ -1,12 +1,14 @@
-"""Keep what is made by machine fresh in the hand-written pages docs/algorithms/NAME.md; with --check only say whether it is.
+"""Keep what is made by machine fresh in the hand-written pages docs/algorithms/NAME.md; with --check only say
+whether it is.
 
     python scripts/algorithm_docs.py [--check] [--new NAME]
 
-src/hybridflow/recipes/NAME.yaml, benchmarks/results/learn.json ──► between the markers of each page; the index in README.md
+src/hybridflow/recipes/NAME.yaml, benchmarks/results/learn.json ──► between the markers of each page; the
+index in README.md
 benchmarks/results/learn/NAME_SEED.json ──► docs/algorithms/curves/NAME.svg
 
-`<!-- recipe -->` … `<!-- end -->` holds the YAML, `<!-- learned -->` … `<!-- end -->` the figures and the curve. --new writes a page's
-skeleton.
+`<!-- recipe -->` … `<!-- end -->` holds the YAML, `<!-- learned -->` … `<!-- end -->` the figures and the
+curve. --new writes a page's skeleton.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES, RECIPES, RESULTS = ROOT / "docs" / "algorithms", ROOT / "src" / "hybridflow" / "recipes", ROOT / "benchmarks" / "results"
+PAGES, RECIPES, RESULTS = (
+    ROOT / "docs" / "algorithms",
+    ROOT / "src" / "hybridflow" / "recipes",
+    ROOT / "benchmarks" / "results",
+)
 SAME_PAGE = {
     "grpo_bypass": "rollout_correction",
     "grpo_rollout_correction": "rollout_correction",
@@ -65,7 +71,11 @@ def main(arguments: list[str]) -> int:
         _write(PAGES / f"{name}.md", TEMPLATE.replace("NAME", name))
     fresh, problems = render()
     if "--check" in arguments:
-        stale = [str(path.relative_to(ROOT)) for path, text in fresh.items() if path.read_text(encoding="utf-8") != text]
+        stale = [
+            str(path.relative_to(ROOT))
+            for path, text in fresh.items()
+            if path.read_text(encoding="utf-8") != text
+        ]
         problems += [f"{path} is not fresh: run python scripts/algorithm_docs.py" for path in stale]
         problems += [f"there is no docs/algorithms/{page}.md" for page in missing()]
         sys.stderr.write("".join(f"{problem}\n" for problem in problems))
@@ -102,13 +112,17 @@ def render() -> tuple[dict[Path, str], list[str]]:
         for marker, content in (("recipe", _recipes(recipes)), ("learned", _learned(recipes, rows))):
             text, number = _between(text, marker, content)
             if number != 1:
-                problems.append(f"{path.relative_to(ROOT)}: wanted one <!-- {marker} --> … <!-- end -->, found {number}")
+                problems.append(
+                    f"{path.relative_to(ROOT)}: wanted one <!-- {marker} --> … <!-- end -->, found {number}"
+                )
         fresh[path] = text
     index = PAGES / "README.md"
     if index.is_file():
         fresh[index], number = _between(index.read_text(encoding="utf-8"), "index", _index(rows))
         if number != 1:
-            problems.append(f"{index.relative_to(ROOT)}: wanted one <!-- index --> … <!-- end -->, found {number}")
+            problems.append(
+                f"{index.relative_to(ROOT)}: wanted one <!-- index --> … <!-- end -->, found {number}"
+            )
     return fresh, problems
 
 
@@ -118,14 +132,21 @@ def draw() -> None:
     from learn_plot import plot_one
 
     for name in [*(recipe for recipes in pages().values() for recipe in recipes), "grpo_random"]:
-        cells = [json.loads(path.read_text()) for path in sorted((RESULTS / "learn").glob(f"{name}_[0-9]*.json"))]
+        cells = [
+            json.loads(path.read_text()) for path in sorted((RESULTS / "learn").glob(f"{name}_[0-9]*.json"))
+        ]
         if curves := [cell["curves"] for cell in cells if "failed" not in cell]:
             plot_one(PAGES / "curves" / f"{name}.svg", curves)
 
 
 def _between(text: str, marker: str, content: str) -> tuple[str, int]:
     """The text with `content` between the markers, and how many such places there were."""
-    return re.subn(rf"(<!-- {marker} -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}{content}{found[2]}", text, flags=re.DOTALL)
+    return re.subn(
+        rf"(<!-- {marker} -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}{content}{found[2]}",
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def _recipes(names: list[str]) -> str:
@@ -133,7 +154,11 @@ def _recipes(names: list[str]) -> str:
     for name in names:
         blocks.append(f"```yaml\n{(RECIPES / f'{name}.yaml').read_text(encoding='utf-8').strip()}\n```\n")
         tiny = RECIPES / "tiny" / f"{name}.yaml"
-        own = [line for line in tiny.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "trainer: {experiment_name"))]
+        own = [
+            line
+            for line in tiny.read_text(encoding="utf-8").splitlines()
+            if not line.startswith(("#", "trainer: {experiment_name"))
+        ]
         blocks.append(f"On the tiny task (`--recipe tiny/{name}`):\n\n```yaml\n" + "\n".join(own) + "\n```\n")
     return "\n" + "\n".join(blocks) + "\n"
 
@@ -143,7 +168,15 @@ def _learned(names: list[str], rows: dict[str, dict[str, Any]]) -> str:
     if not any(name in rows for name in names):
         return "\nNo results yet: `make learn` makes them.\n\n"
     shown = [name for name in [*names, *(["grpo"] if "grpo" not in names else [])] if name in rows]
-    head = ("recipe", "sampled accuracy", "gain, ± standard error", "greedy accuracy", "tokens", "seconds", "besides")
+    head = (
+        "recipe",
+        "sampled accuracy",
+        "gain, ± standard error",
+        "greedy accuracy",
+        "tokens",
+        "seconds",
+        "besides",
+    )
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in shown:
         row = rows[name]
@@ -152,11 +185,19 @@ def _learned(names: list[str], rows: dict[str, dict[str, Any]]) -> str:
         lines.append(
             f"| `{name}` | {sampled['before']:.3f} → {sampled['after']:.3f} "
             f"| {judged['gain']:+.3f}{error}{' (pass@8)' if row['judged_by'] == 'pass' else ''} "
-            f"| {greedy['before']:.3f} → {greedy['after']:.3f} | {row['tokens'] / 1000:.0f} k | {row['seconds']:.0f} | {row['outside']} |"
+            f"| {greedy['before']:.3f} → {greedy['after']:.3f} | {row['tokens'] / 1000:.0f} k | "
+            f"{row['seconds']:.0f} | {row['outside']} |"
         )
     seeds = len(rows[shown[0]]["seeds"])
-    about = f"Means over {seeds} seed{'s' if seeds > 1 else ''}; how it is measured: [the learn table](../../benchmarks/results/learn.md)."
-    curves = [f"![training score of {name} by tokens generated](curves/{name}.svg)" for name in names if name in rows]
+    about = (
+        f"Means over {seeds} seed{'s' if seeds > 1 else ''}; how it is measured: [the learn "
+        "table](../../benchmarks/results/learn.md)."
+    )
+    curves = [
+        f"![training score of {name} by tokens generated](curves/{name}.svg)"
+        for name in names
+        if name in rows
+    ]
     return "\n" + "\n".join(lines) + f"\n\n{about}\n\n" + "\n\n".join(curves) + "\n\n"
 
 

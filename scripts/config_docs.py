@@ -1,4 +1,5 @@
-"""Write docs/configuration.md from the configuration's dataclasses; with --check only say whether it is fresh.
+"""Write docs/configuration.md from the configuration's dataclasses; with --check only say whether it is
+fresh.
 
 python scripts/config_docs.py [--check]
 """
@@ -55,11 +56,19 @@ def render() -> str:
         *_tables(PPOConfig),
         "## Supervised fine-tuning\n\n`hybridflow sft`, `python -m hybridflow.trainer.main_sft`\n",
         *_tables(SFTConfig),
-        "## Keys of verl\n\nA command of verl's documents runs with the module's name changed. Its keys that are not in the tables:\n",
-        "### Other names\n\nEach prints one line that names the key now used. Patterns are regular expressions of whole keys.\n",
-        _table(("key", "now"), ((f"`{old}`", f"`{new}`") for old, new in _unique([*PPO_ALIASES, *SFT_ALIASES]))),
-        "### Without effect, or not in this version\n\nAn accepted value prints one line; any other value is refused.\n",
-        _table(("keys", "accepted", "because", "else"), (_rule(rule) for rule in _unique([*PPO_RULES, *SFT_RULES]))),
+        "## Keys of verl\n\nA command of verl's documents runs with the module's name changed. Its keys "
+        "that are not in the tables:\n",
+        "### Other names\n\nEach prints one line that names the key now used. Patterns are regular "
+        "expressions of whole keys.\n",
+        _table(
+            ("key", "now"), ((f"`{old}`", f"`{new}`") for old, new in _unique([*PPO_ALIASES, *SFT_ALIASES]))
+        ),
+        "### Without effect, or not in this version\n\nAn accepted value prints one line; any other value "
+        "is refused.\n",
+        _table(
+            ("keys", "accepted", "because", "else"),
+            (_rule(rule) for rule in _unique([*PPO_RULES, *SFT_RULES])),
+        ),
         "### Refused values\n",
         _table(("key", "values", "way out"), _refused()),
     ]
@@ -89,7 +98,12 @@ def _rule(rule: Rule) -> tuple[str, ...]:
     if rule.accepted is None:
         accepted = "any"
     else:
-        accepted = ", ".join(f"`{_value(v)}`" for v in rule.accepted if v not in ("", "null", "none", "None", [], {})) or "none"
+        accepted = (
+            ", ".join(
+                f"`{_value(v)}`" for v in rule.accepted if v not in ("", "null", "none", "None", [], {})
+            )
+            or "none"
+        )
     return (f"`{rule.pattern}`", accepted, rule.why, rule.refusal)
 
 
@@ -100,16 +114,27 @@ def _refused() -> Iterator[tuple[str, ...]]:
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(items)) if all(not isinstance(item, Rule) for item in items) else list({i.pattern: i for i in items}.values())
+    return (
+        list(dict.fromkeys(items))
+        if all(not isinstance(item, Rule) for item in items)
+        else list({i.pattern: i for i in items}.values())
+    )
 
 
 def _value(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}[value] if isinstance(value, (bool, type(None))) else str(value)
+    return (
+        {None: "null", True: "true", False: "false"}[value]
+        if isinstance(value, (bool, type(None)))
+        else str(value)
+    )
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Write what generation engines can do, from the table in `hybridflow.config.engine_features`, between the markers of
-docs/rollout/engines.md; with --check only say whether the page is fresh.
+"""Write what generation engines can do, from the table in `hybridflow.config.engine_features`, between the
+markers of docs/rollout/engines.md; with --check only say whether the page is fresh.
 
     python scripts/engine_docs.py [--check]
 """
@@ -51,7 +51,10 @@ def table() -> str:
     numbered = "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))
     tests = sorted({cell.test for column in TABLE.values() for cell in column.values() if cell.test})
     shown = "\n".join(f"- `tests/{test}`" for test in tests)
-    return f"\n{chr(10).join(lines)}\n\nNotes:\n\n{numbered}\n\nEvery “yes” is one of these tests:\n\n{shown}\n\n"
+    return (
+        f"\n{chr(10).join(lines)}\n\nNotes:\n\n{numbered}\n\nEvery “yes” is one of these "
+        f"tests:\n\n{shown}\n\n"
+    )
 
 
 def _cell(cell: Cell, notes: list[str]) -> str:

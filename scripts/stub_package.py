@@ -1,6 +1,8 @@
-"""The whole of a package that is only imported: any module and any name of it exists, and whatever is called raises.
+"""The whole of a package that is only imported: any module and any name of it exists, and whatever is called
+raises.
 
-scripts/setup_sglang.sh copies it as sgl_kernel (SGLang's CUDA kernels) and torchvision, of which there is no CPU build that fits.
+scripts/setup_sglang.sh copies it as sgl_kernel (SGLang's CUDA kernels) and torchvision, of which there is no
+CPU build that fits.
 """
 
 from __future__ import annotations
@@ -32,8 +34,14 @@ class Finder:
     """Finds every module of the package."""
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, Finder(), is_package=True) if name.startswith(f"{PACKAGE}.") else None
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.machinery.ModuleSpec(name, Finder(), is_package=True)
+            if name.startswith(f"{PACKAGE}.")
+            else None
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Module:
         return Module(spec.name)

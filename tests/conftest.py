@@ -1,4 +1,6 @@
-"""For all tests: what a command set up for its process is undone after the test that ran it; processes that are ranks of a group."""
+"""For all tests: what a command set up for its process is undone after the test that ran it; processes that
+are ranks of a group.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def logging_as_it_was() -> Iterator[None]:
     root, own = logging.getLogger(), logging.getLogger("hybridflow")
     handlers, levels = list(root.handlers), (root.level, own.level)
     yield
-    for handler in [handler for handler in root.handlers if handler.name == "hybridflow" and handler not in handlers]:
+    for handler in [
+        handler for handler in root.handlers if handler.name == "hybridflow" and handler not in handlers
+    ]:
         root.removeHandler(handler)
     root.setLevel(levels[0])
     own.setLevel(levels[1])
@@ -25,7 +29,9 @@ def logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    """Two processes in one gloo group, started at the first call (some five seconds) and shared by the tests of a session."""
+    """Two processes in one gloo group, started at the first call (some five seconds) and shared by the tests
+    of a session.
+    """
     ranks = Ranks(2)
     yield ranks
     ranks.stop()

@@ -1,12 +1,13 @@
 """A few processes that are ranks of one gloo group, for tests of what happens between ranks.
 
-    def gather(rank: int, number: int) -> list[int]: ...      # a function of a module, so that the other process finds it
+    def gather(rank: int, number: int) -> list[int]: ...      # a function of a module, so that the other
+    process finds it
 
     def test_gather(two_ranks: Ranks) -> None:
         assert two_ranks.run(gather, 3) == [[0, 3], [0, 3]]   # one result a rank
 
-The processes live as long as the test session and serve one call after the other. Results travel by pickle: return numbers, lists and
-tensors, not models.
+The processes live as long as the test session and serve one call after the other. Results travel by pickle:
+return numbers, lists and tensors, not models.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ DEADLINE_S = 100.0
 
 
 class Ranks:
-    """`world_size` processes in one gloo group; a call that fails or hangs on a rank ends them all, and the next call starts new ones."""
+    """`world_size` processes in one gloo group; a call that fails or hangs on a rank ends them all, and the
+    next call starts new ones.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -31,14 +34,17 @@ class Ranks:
         self._processes: list[Any] = []
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE_S) -> list[Any]:
-        """`function(rank, *args)` on every rank; its results in the order of ranks. RuntimeError with the first rank's traceback."""
+        """`function(rank, *args)` on every rank; its results in the order of ranks. RuntimeError with the
+        first rank's traceback.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
-            # a rank that failed leaves the others waiting for it: after the first failure they get a moment, not the whole deadline
+            # a rank that failed leaves the others waiting for it: after the first failure they get a moment,
+            # not the whole deadline
             if not pipe.poll(3.0 if failures else deadline):
                 failures.append(f"rank {rank} did not answer")
                 continue

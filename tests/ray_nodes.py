@@ -1,4 +1,5 @@
-"""Several Ray nodes on this machine, each by its own `ray start`, as on several machines; to be killed one by one.
+"""Several Ray nodes on this machine, each by its own `ray start`, as on several machines; to be killed one by
+one.
 
 nodes = RayNodes([2, 2])     # the CPUs that each offers; the first is the head, where drivers run
 nodes.address                # for ray_kwargs.ray_init.address or RAY_ADDRESS
@@ -34,10 +35,18 @@ HEALTH = {
 class RayNodes:
     """A cluster whose nodes all live here. RuntimeError, with Ray's output, if one does not come up."""
 
-    def __init__(self, num_cpus: Sequence[int], *, dashboard_port: int | None = None, health: dict[str, str] = HEALTH) -> None:
+    def __init__(
+        self, num_cpus: Sequence[int], *, dashboard_port: int | None = None, health: dict[str, str] = HEALTH
+    ) -> None:
         self.folder = tempfile.mkdtemp(prefix="hf-nodes-", dir="/tmp")
-        self._env = {**os.environ, **health, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
-        self._env["RAY_raylet_start_wait_time_s"] = str(int(START_SECONDS - 10))  # Ray's own 30 are too few on a busy machine
+        self._env = {
+            **os.environ,
+            **health,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+        }
+        # Ray's own 30 are too few on a busy machine
+        self._env["RAY_raylet_start_wait_time_s"] = str(int(START_SECONDS - 10))
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
             self._env.pop(name, None)
         self._nodes: list[subprocess.Popen[bytes]] = []
@@ -56,7 +65,9 @@ class RayNodes:
                 "--no-monitor",
                 *dashboard,
             )
-            self.address = self._log(0).partition("ray start --address='")[2].partition("'")[0] or self.address
+            self.address = (
+                self._log(0).partition("ray start --address='")[2].partition("'")[0] or self.address
+            )
             for count in num_cpus[1:]:
                 self.add(count)
         except BaseException:
@@ -93,11 +104,25 @@ class RayNodes:
                 node.wait()
 
     def _start(self, num_cpus: int, *arguments: str) -> None:
-        command = [RAY, "start", "--block", f"--num-cpus={num_cpus}", "--num-gpus=0", "--object-store-memory=100000000"]
-        command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", f"--temp-dir={self.folder}"]
+        command = [
+            RAY,
+            "start",
+            "--block",
+            f"--num-cpus={num_cpus}",
+            "--num-gpus=0",
+            "--object-store-memory=100000000",
+        ]
+        command += [
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            "--dashboard-agent-listen-port=0",
+            f"--temp-dir={self.folder}",
+        ]
         command += [f"--node-name=node{len(self._nodes)}", *arguments]
         with open(f"{self.folder}/node{len(self._nodes)}.log", "wb") as log:
-            node = subprocess.Popen(command, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            node = subprocess.Popen(
+                command, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
         Path(f"{self.folder}/node{len(self._nodes)}.pid").write_text(str(node.pid))
         self._nodes.append(node)
 
@@ -125,7 +150,9 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(stat.parent.name)
+            )
     found, waiting = [], [pid]
     while waiting:
         started = children.get(waiting.pop(), [])
@@ -135,7 +162,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def node_of(folder: str, name: str) -> int:
-    """Process id of a node of the cluster whose `folder` that is, for `sigkill`; for processes that did not start it."""
+    """Process id of a node of the cluster whose `folder` that is, for `sigkill`; for processes that did not
+    start it.
+    """
     return int(Path(f"{folder}/{name}.pid").read_text())
 
 

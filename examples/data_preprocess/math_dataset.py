@@ -31,7 +31,9 @@ def boxed_answer(solution: str) -> str:
 
 
 def convert(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One raw row (problem, solution, and level and type where the data has them) as a row of the project's schema."""
+    """One raw row (problem, solution, and level and type where the data has them) as a row of the project's
+    schema.
+    """
     return {
         "data_source": DATASET,
         "prompt": [{"role": "user", "content": f"{raw['problem']} {INSTRUCTION}"}],

@@ -1,4 +1,6 @@
-"""What the preparation scripts share: raw rows from the hub or from a local folder in, parquet in the project's row schema out."""
+"""What the preparation scripts share: raw rows from the hub or from a local folder in, parquet in the
+project's row schema out.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,34 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 def arguments(description: str, default_save_dir: str) -> argparse.Namespace:
     """The options that every preparation script takes."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--local_dataset_path", help="folder with train and test files (parquet, json or jsonl); without it: from the hub")
-    parser.add_argument("--local_save_dir", default=default_save_dir, help=f"folder for the two parquet files (default {default_save_dir})")
-    parser.add_argument("--max_samples", type=int, default=-1, help="at most this many rows of each split; -1: all")
+    parser.add_argument(
+        "--local_dataset_path",
+        help="folder with train and test files (parquet, json or jsonl); without it: from the hub",
+    )
+    parser.add_argument(
+        "--local_save_dir",
+        default=default_save_dir,
+        help=f"folder for the two parquet files (default {default_save_dir})",
+    )
+    parser.add_argument(
+        "--max_samples", type=int, default=-1, help="at most this many rows of each split; -1: all"
+    )
     return parser.parse_args()
 
 
-def raw_rows(dataset: str, config: str | None, split: str, local_path: str | None) -> Iterator[dict[str, Any]]:
+def raw_rows(
+    dataset: str, config: str | None, split: str, local_path: str | None
+) -> Iterator[dict[str, Any]]:
     """The rows of one split of the hub's dataset, or of the files of that split in a local folder."""
     if local_path:
         return iter(load_rows([str(file) for file in split_files(Path(local_path).expanduser(), split)]))
     try:
         import datasets
     except ImportError:
-        sys.exit(f"reading {dataset} from the hub needs the package datasets (pip install datasets); or give --local_dataset_path FOLDER")
+        sys.exit(
+            f"reading {dataset} from the hub needs the package datasets (pip install datasets); or give "
+            "--local_dataset_path FOLDER"
+        )
     return iter(datasets.load_dataset(dataset, config, split=split))
 
 
@@ -43,15 +59,24 @@ def split_files(folder: Path, split: str) -> list[Path]:
     """The files of a split: `train.jsonl`, `train-00000-of-00001.parquet`, or the same in one folder below."""
     if not folder.is_dir():
         sys.exit(f"--local_dataset_path: no folder {folder}")
-    found = sorted(f for f in (*folder.glob(f"{split}*"), *folder.glob(f"*/{split}*")) if f.suffix in SUFFIXES and f.is_file())
+    found = sorted(
+        f
+        for f in (*folder.glob(f"{split}*"), *folder.glob(f"*/{split}*"))
+        if f.suffix in SUFFIXES and f.is_file()
+    )
     if not found:
         present = ", ".join(sorted(f.name for f in folder.iterdir())) or "nothing"
-        sys.exit(f"--local_dataset_path: {folder} has no {split}*.parquet, .jsonl or .json; it has: {present}")
+        sys.exit(
+            f"--local_dataset_path: {folder} has no {split}*.parquet, .jsonl or .json; it has: {present}"
+        )
     return found
 
 
 def write_splits(
-    convert: Callable[[dict[str, Any], str, int], dict[str, Any]], options: argparse.Namespace, dataset: str, config: str | None = None
+    convert: Callable[[dict[str, Any], str, int], dict[str, Any]],
+    options: argparse.Namespace,
+    dataset: str,
+    config: str | None = None,
 ) -> None:
     """Convert both splits and write them; `convert(raw row, split, index)` gives a row in the schema."""
     folder = Path(options.local_save_dir).expanduser()

@@ -1,11 +1,13 @@
 """An advantage estimator and a policy loss of your own: no change to the package.
 
     hybridflow train --recipe tiny/grpo actor_rollout_ref.model.path=demo/sft/model \\
-        algorithm.adv_estimator=examples/own_algorithm/my_algorithm.py:median_baseline algorithm.options='{floor: 0.1}' \\
-        actor_rollout_ref.actor.policy_loss.loss_mode=examples/own_algorithm/my_algorithm.py:quadratic_ratio \\
-        actor_rollout_ref.actor.policy_loss.options='{width: 0.5}'
+        algorithm.adv_estimator=examples/own_algorithm/my_algorithm.py:median_baseline
+        algorithm.options='{floor: 0.1}' \\
+        actor_rollout_ref.actor.policy_loss.loss_mode=examples/own_algorithm/my_algorithm.py:quadratic_ratio
+        \\ actor_rollout_ref.actor.policy_loss.options='{width: 0.5}'
 
-Each function gets what its arguments name: columns of the batch, parameters of the run, and the entries of its `options`.
+Each function gets what its arguments name: columns of the batch, parameters of the run, and the entries of
+its `options`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from hybridflow.algorithms.advantages import Advantages
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
 
 
-def median_baseline(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, floor: float = 0.0) -> Advantages:
+def median_baseline(
+    token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, floor: float = 0.0
+) -> Advantages:
     """A = s − median of the group, 0 where |A| is below `floor`.
 
     token_level_rewards [B, R] float, response_mask [B, R] bool, group_ids [B] int64.
@@ -46,7 +50,8 @@ def quadratic_ratio(
 ) -> LossOutput:
     """−A·ρ + (ρ − 1)²/(2·width): a pull back to the old policy in place of a clip.
 
-    All tensors [B, R]; `response_mask` is what may be learned from, `scale` counts the whole mini-batch: divide by nothing else.
+    All tensors [B, R]; `response_mask` is what may be learned from, `scale` counts the whole mini-batch:
+    divide by nothing else.
     """
     ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0).exp()
     loss = -advantages * ratio + (ratio - 1.0).square() / (2.0 * width)
@@ -55,5 +60,6 @@ def quadratic_ratio(
     far = ((ratio - 1.0).abs() > width) & response_mask
     return LossOutput(
         aggregate(loss, response_mask, loss_agg_mode or "token-mean", scale, loss_scale_factor),
-        {"actor/ratio_far": (far.sum(), response_mask.sum())},  # numerator and denominator: means over any split are exact
+        # numerator and denominator: means over any split are exact
+        {"actor/ratio_far": (far.sum(), response_mask.sum())},
     )

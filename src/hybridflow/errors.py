@@ -11,7 +11,8 @@
     └── WorkerError        a worker failed; holds role, rank and method
         └── WorkerLost     its process or its node is gone
 
-A message says what was got, what was wanted and what to set. Broken invariants of our own are `assert`s, not these.
+A message says what was got, what was wanted and what to set. Broken invariants of our own are `assert`s, not
+these.
 """
 
 from __future__ import annotations
@@ -58,11 +59,15 @@ class WorkerError(HybridFlowError):
 
 
 class WorkerLost(WorkerError):
-    """A worker's process or node is gone; what it held is lost, and a new one can go on from the newest checkpoint."""
+    """A worker's process or node is gone; what it held is lost, and a new one can go on from the newest
+    checkpoint.
+    """
 
 
 class WorkerTraceback(Exception):
-    """The traceback that an error had in the process that it comes from, as text: the `__cause__` of the error in the driver."""
+    """The traceback that an error had in the process that it comes from, as text: the `__cause__` of the
+    error in the driver.
+    """
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

@@ -1,7 +1,10 @@
-"""`python -m hybridflow.model_merger merge|test`: the command of verl's documentation over `hybridflow.merger`.
+"""`python -m hybridflow.model_merger merge|test`: the command of verl's documentation over
+`hybridflow.merger`.
 
-merge --backend fsdp --local_dir RUN/global_step_N/actor --target_dir FOLDER        write a Hugging Face folder
-test  --backend fsdp --local_dir RUN/global_step_N/actor --test_hf_dir FOLDER       compare one with the checkpoint
+merge --backend fsdp --local_dir RUN/global_step_N/actor --target_dir FOLDER        write a Hugging Face
+folder
+test  --backend fsdp --local_dir RUN/global_step_N/actor --test_hf_dir FOLDER       compare one with the
+checkpoint
 """
 
 from __future__ import annotations
@@ -37,17 +40,25 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse what cannot be had, and say what does nothing."""
     if options.backend == "megatron":
         raise ConfigError(
-            "--backend megatron is not supported: checkpoints of this version are written by the fsdp engine only, use --backend fsdp"
+            "--backend megatron is not supported: checkpoints of this version are written by the fsdp "
+            "engine only, use --backend fsdp"
         )
     if options.hf_upload_path or options.private:
-        raise ConfigError("--hf_upload_path and --private: nothing is uploaded from here. Merge, then `hf upload NAME FOLDER [--private]`")
+        raise ConfigError(
+            "--hf_upload_path and --private: nothing is uploaded from here. Merge, then `hf upload NAME "
+            "FOLDER [--private]`"
+        )
     if options.is_value_model:
         raise ConfigError(
-            "--is-value-model: value models are not merged, their head is no language model's. A critic goes on from its checkpoint; merge "
+            "--is-value-model: value models are not merged, their head is no language model's. A critic "
+            "goes on from its checkpoint; merge "
             "the actor"
         )
     for given, what in (
-        (options.tie_word_embedding, "--tie-word-embedding: the model's configuration says whether its embeddings are tied"),
+        (
+            options.tie_word_embedding,
+            "--tie-word-embedding: the model's configuration says whether its embeddings are tied",
+        ),
         (options.use_cpu_initialization, "--use_cpu_initialization: merging always happens on the CPU"),
     ):
         if given:
@@ -55,23 +66,42 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hybridflow.model_merger", description="Turn a checkpoint into a Hugging Face folder.")
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridflow.model_merger", description="Turn a checkpoint into a Hugging Face folder."
+    )
     operations = parser.add_subparsers(dest="operation", required=True)
     merging = operations.add_parser("merge", help="write a Hugging Face folder")
     merging.add_argument("--target_dir", required=True, help="folder to write; must be new or empty")
     merging.add_argument(
-        "--lora", choices=["fold", "keep"], help="adapters: fold them into their base (default), or write an adapter folder of peft"
+        "--lora",
+        choices=["fold", "keep"],
+        help="adapters: fold them into their base (default), or write an adapter folder of peft",
     )
     testing = operations.add_parser("test", help="compare a Hugging Face folder with the checkpoint")
     testing.add_argument("--test_hf_dir", required=True, help="folder to compare")
     for each in (merging, testing):
-        each.add_argument("--backend", choices=["fsdp", "megatron"], required=True, help="engine that wrote the checkpoint")
+        each.add_argument(
+            "--backend", choices=["fsdp", "megatron"], required=True, help="engine that wrote the checkpoint"
+        )
         each.add_argument("--local_dir", required=True, help="global_step_N, or its actor folder")
-        each.add_argument("--base_model", help="of adapters: folder or hub name of their base, where it is not where the run had it")
-        each.add_argument("--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along")
-        each.add_argument("--tie-word-embedding", action="store_true", help="without effect: the model's configuration says it")
+        each.add_argument(
+            "--base_model",
+            help="of adapters: folder or hub name of their base, where it is not where the run had it",
+        )
+        each.add_argument(
+            "--trust-remote-code",
+            action="store_true",
+            help="run the model code that the checkpoint brings along",
+        )
+        each.add_argument(
+            "--tie-word-embedding",
+            action="store_true",
+            help="without effect: the model's configuration says it",
+        )
         each.add_argument("--use_cpu_initialization", action="store_true", help="without effect: always so")
-        each.add_argument("--is-value-model", action="store_true", help="refused: value models are not merged")
+        each.add_argument(
+            "--is-value-model", action="store_true", help="refused: value models are not merged"
+        )
         each.add_argument("--hf_upload_path", help="refused: upload the folder yourself")
         each.add_argument("--private", action="store_true", help="refused, with --hf_upload_path")
     return parser

@@ -62,14 +62,19 @@ def _imports(source: Source) -> list[Import]:
     def visit(node: ast.AST, in_function: bool, type_checking: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                found.extend(Import(source.module, alias.name, child.lineno, in_function, type_checking) for alias in child.names)
+                found.extend(
+                    Import(source.module, alias.name, child.lineno, in_function, type_checking)
+                    for alias in child.names
+                )
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{source.path}:{child.lineno}: relative import"
                 for alias in child.names:
                     target = _module_of(child.module or "", alias.name)
                     found.append(Import(source.module, target, child.lineno, in_function, type_checking))
             inside = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            guarded = type_checking or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+            guarded = type_checking or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            )
             visit(child, inside, guarded)
 
     visit(source.tree, False, False)
@@ -79,5 +84,7 @@ def _imports(source: Source) -> list[Import]:
 def _module_of(package: str, name: str) -> str:
     """`from package import name`: the submodule where `name` is one, else the package."""
     inside = ROOT / "src" / Path(*package.split("."), name)
-    is_module = package.startswith("hybridflow") and (inside.with_suffix(".py").exists() or (inside / "__init__.py").exists())
+    is_module = package.startswith("hybridflow") and (
+        inside.with_suffix(".py").exists() or (inside / "__init__.py").exists()
+    )
     return f"{package}.{name}" if is_module else package

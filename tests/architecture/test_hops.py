@@ -1,4 +1,6 @@
-"""ARCHITECTURE.md lists the way from the command to the line that computes the loss; a run of one step goes that way."""
+"""ARCHITECTURE.md lists the way from the command to the line that computes the loss; a run of one step goes
+that way.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def stack() -> list[tuple[str, str, int]]:
         if PACKAGE in Path(code.co_filename).parents:
             lines = {line for _, _, line in code.co_lines() if line}
             name = code.co_qualname.replace(".<locals>", "")
-            found.append((str(Path(code.co_filename).relative_to(PACKAGE)), name, max(lines) - min(lines) + 1))
+            found.append(
+                (str(Path(code.co_filename).relative_to(PACKAGE)), name, max(lines) - min(lines) + 1)
+            )
         frame = frame.f_back  # type: ignore[assignment]
     return found[::-1]
 

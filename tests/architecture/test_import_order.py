@@ -66,14 +66,21 @@ def test_heavy_libraries_come_through_their_door() -> None:
     for found in imports():
         doors = DOORS.get(found.target.split(".")[0])
         if doors and not any(found.module == door or found.module.startswith(door + ".") for door in doors):
-            wrong.append(f"{found.module}:{found.line} imports {found.target}; its door is {' or '.join(doors)}")
+            wrong.append(
+                f"{found.module}:{found.line} imports {found.target}; its door is {' or '.join(doors)}"
+            )
     assert not wrong, "\n".join(wrong)
 
 
 def test_light_rooms_stay_light() -> None:
-    heavy = {"config": {"torch", "ray", "transformers"}, "algorithms": {"tensordict", "transformers", "ray", "numpy"}}
+    heavy = {
+        "config": {"torch", "ray", "transformers"},
+        "algorithms": {"tensordict", "transformers", "ray", "numpy"},
+    }
     wrong = [
-        f"{f.module}:{f.line} imports {f.target}" for f in imports() if f.target.split(".")[0] in heavy.get(f.module.split(".")[0], set())
+        f"{f.module}:{f.line} imports {f.target}"
+        for f in imports()
+        if f.target.split(".")[0] in heavy.get(f.module.split(".")[0], set())
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -82,7 +89,8 @@ def test_own_imports_inside_functions_only_in_builders_and_entries() -> None:
     wrong = []
     for found in imports():
         room, name = found.module.split(".")[0], found.module.split(".")[-1]
-        allowed = room == "cli" or name in ("build", "main_ppo", "main_sft")  # entries: they check before they load
+        # entries: they check before they load
+        allowed = room == "cli" or name in ("build", "main_ppo", "main_sft")
         if found.in_function and own(found.target) and not allowed:
             wrong.append(f"{found.module}:{found.line} imports {found.target} inside a function")
     assert not wrong, "\n".join(wrong)

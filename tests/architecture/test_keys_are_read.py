@@ -14,14 +14,18 @@ READ_IN_CONFIG = {
     "actor_rollout_ref.model.tokenizer_path": "resolve: becomes data.tokenizer",
     "model.tokenizer_path": "resolve: becomes data.tokenizer",
     "critic.model.tokenizer_path": "check: the critic reads the actor's token ids",
-    "reward.process_reward_model.model.tokenizer_path": "resolve: the process reward model reads the actor's token ids",
+    "reward.process_reward_model.model.tokenizer_path": (
+        "resolve: the process reward model reads the actor's token ids"
+    ),
     "distillation.teacher_model.tokenizer_path": "resolve: the teacher reads the actor's token ids",
     "actor_rollout_ref.actor.strategy": "resolve: fsdp means fsdp2, the one engine of this version",
 }
 
 
 def names_read() -> set[str]:
-    """Every attribute that is read, and every string, in the code outside `config/`: strings for getattr and tables of names."""
+    """Every attribute that is read, and every string, in the code outside `config/`: strings for getattr and
+    tables of names.
+    """
     found: set[str] = set()
     for source in sources():
         if source.room == "config":
@@ -40,7 +44,9 @@ def test_each_key_is_read() -> None:
         path
         for root in (PPOConfig, SFTConfig)
         for path in keys_of(root)
-        if path not in READ_IN_CONFIG and path.rpartition(".")[2] not in read and not {"clip_low", "clip_high"} & _through(path)
+        if path not in READ_IN_CONFIG
+        and path.rpartition(".")[2] not in read
+        and not {"clip_low", "clip_high"} & _through(path)
     ]
     assert not unread, f"keys that nothing reads: {unread}"
 

@@ -49,20 +49,30 @@ def test_losses_and_the_defaults_of_their_papers() -> None:
         assert record.agg_mode == facts.agg_mode and record.agg_mode in get_args(LossAggMode), name
         assert facts.reference == ("ref_log_prob" in record.keywords), name
         if "clip_low" in defaults:
-            assert (facts.clip or (PPO.clip_low, PPO.clip_high)) == (defaults["clip_low"].default, defaults["clip_high"].default), name
+            assert (facts.clip or (PPO.clip_low, PPO.clip_high)) == (
+                defaults["clip_low"].default,
+                defaults["clip_high"].default,
+            ), name
         else:
             assert facts.clip is None, name
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_loss_gets_all_that_it_asks_for(name: str) -> None:
-    """Its parameters come from the configuration under the same names, the rest are columns; and only what no key sets has no default."""
+    """Its parameters come from the configuration under the same names, the rest are columns; and only what no
+    key sets has no default.
+    """
     record, parameters = POLICY_LOSSES[name], loss_parameters(PPO)
     assert {"loss_agg_mode", "loss_scale_factor"} <= set(record.keywords)
     columns = set(record.keywords) - set(parameters)
-    assert columns == {"dpo": {"ref_log_prob", "group_ids"}}.get(name, {f"{name}_selected"} if record.select else set())
+    assert columns == {"dpo": {"ref_log_prob", "group_ids"}}.get(
+        name, {f"{name}_selected"} if record.select else set()
+    )
     for keyword, argument in inspect.signature(record.function).parameters.items():
-        if keyword in set(record.keywords) - columns - {"loss_agg_mode", "loss_scale_factor"} - FROM_THE_PAPER.get(name, frozenset()):
+        if keyword in set(record.keywords) - columns - {
+            "loss_agg_mode",
+            "loss_scale_factor",
+        } - FROM_THE_PAPER.get(name, frozenset()):
             assert argument.default == parameters[keyword], keyword
     if record.select is not None:
         assert set(record.select_arguments(parameters)) == keyword_only(record.select)
@@ -74,7 +84,11 @@ def test_kl_and_trackers() -> None:
 
 
 def keyword_only(function: Callable[..., Any]) -> set[str]:
-    return {name for name, argument in inspect.signature(function).parameters.items() if argument.kind is argument.KEYWORD_ONLY}
+    return {
+        name
+        for name, argument in inspect.signature(function).parameters.items()
+        if argument.kind is argument.KEYWORD_ONLY
+    }
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -83,7 +97,10 @@ def test_tasks_are_built_by_their_names(name: str) -> None:
 
 
 def test_no_name_is_both_there_and_refused() -> None:
-    names = {"algorithm.adv_estimator": ADVANTAGE_ESTIMATORS, "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES}
+    names = {
+        "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
+    }
     for path, there in names.items():
         assert not {*REFUSED_VALUES.get(path, {}), *VALUE_ALIASES.get(path, {})} & set(there)
         assert set(VALUE_ALIASES.get(path, {}).values()) <= set(there)

@@ -14,7 +14,10 @@ def run(code: str) -> float:
 
 
 def test_config_imports_without_torch() -> None:
-    code = "import sys, hybridflow.config; assert not {'torch', 'ray', 'hydra', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys, hybridflow.config; assert not {'torch', 'ray', 'hydra', 'transformers'} & "
+        "set(sys.modules)"
+    )
     assert min(run(code) for _ in range(3)) < 0.5
 
 
@@ -30,9 +33,14 @@ def test_help_shows_without_torch() -> None:
 def test_algorithms_need_only_torch() -> None:
     """Own time after torch, best of three: every file of the maths, not only its first page."""
     code = (
-        "import pkgutil, sys, time\nimport torch\nstart = time.perf_counter()\nimport hybridflow.algorithms as room\n"
+        "import pkgutil, sys, time\nimport torch\nstart = time.perf_counter()\nimport hybridflow.algorithms "
+        "as room\n"
         "for each in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n    __import__(each.name)\n"
-        "print(time.perf_counter() - start)\nassert not {'tensordict', 'transformers', 'ray', 'omegaconf'} & set(sys.modules)"
+        "print(time.perf_counter() - start)\nassert not {'tensordict', 'transformers', 'ray', 'omegaconf'} "
+        "& set(sys.modules)"
     )
-    outputs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout for _ in range(3)]
+    outputs = [
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        for _ in range(3)
+    ]
     assert min(map(float, outputs)) < 0.3

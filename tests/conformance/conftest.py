@@ -1,5 +1,5 @@
-"""One suite for all engines. HYBRIDFLOW_CONFORMANCE names those that are tested (default: native,hf,openai), so that it can run where
-another engine is installed:
+"""One suite for all engines. HYBRIDFLOW_CONFORMANCE names those that are tested (default: native,hf,openai),
+so that it can run where another engine is installed:
 
     HYBRIDFLOW_CONFORMANCE=vllm python -m pytest tests/conformance
 """

@@ -1,4 +1,6 @@
-"""The engines under test, each on the same tiny model, with what a test must be able to do to it from outside."""
+"""The engines under test, each on the same tiny model, with what a test must be able to do to it from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Subject:
     """Where the engine gives nothing out before it could be told: (aborted, the others)."""
     close: Callable[[], None] = lambda: None
     lacks: dict[str, str] = field(default_factory=dict)
-    """Features that the table gives the engine and this way of running it does not have, each with the reason."""
+    """Features that the table gives the engine and this way of running it does not have, each with the
+    reason.
+    """
     version: int = 0
     weights: dict[str, Tensor] = field(default_factory=dict)
 
@@ -61,34 +65,48 @@ class Subject:
         return int(self.model.config.vocab_size)
 
     def needs(self, feature: str) -> None:
-        """Skip the test where the table says that the engine does not have the feature, or that another test shows it."""
+        """Skip the test where the table says that the engine does not have the feature, or that another test
+        shows it.
+        """
         if feature in self.lacks:
             pytest.skip(f"{self.name}: {self.lacks[feature]}")
         cell = TABLE[self.name][feature]
         if cell.test != SHOWN_BY[feature]:
-            pytest.skip(f"{self.name}: {'; '.join(filter(None, [cell.note, cell.test and f'shown by {cell.test}']))}")
+            pytest.skip(
+                f"{self.name}: {'; '.join(filter(None, [cell.note, cell.test and f'shown by {cell.test}']))}"
+            )
 
     def run(self, requests: Sequence[GenerationRequest]) -> Outputs:
         """All outputs by request id; each request has exactly one."""
         outputs = list(self.engine.generate(requests))
-        assert sorted(output.request_id for output in outputs) == sorted(request.request_id for request in requests)
+        assert sorted(output.request_id for output in outputs) == sorted(
+            request.request_id for request in requests
+        )
         for output in outputs:
             assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions)
         return {output.request_id: output for output in outputs}
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-        """[len(response), V]: what a plain forward pass over the whole sequence says before each response token."""
+        """[len(response), V]: what a plain forward pass over the whole sequence says before each response
+        token.
+        """
         logits: Tensor = self.model(input_ids=torch.tensor([[*prompt, *response]]), use_cache=False).logits[0]
         return logits[len(prompt) - 1 : -1].float()
 
     def greedy(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[int]]:
-        """What transformers' `generate` makes of each prompt; those of one length together, so that nothing is padded."""
-        config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, eos_token_id=END, pad_token_id=1)
+        """What transformers' `generate` makes of each prompt; those of one length together, so that nothing
+        is padded.
+        """
+        config = GenerationConfig(
+            do_sample=False, max_new_tokens=max_tokens, eos_token_id=END, pad_token_id=1
+        )
         model, responses = cast(Any, self.model), {}
         for length in {len(prompt) for prompt in prompts}:
             equal = [prompt for prompt in prompts if len(prompt) == length]
-            for prompt, row in zip(equal, model.generate(torch.tensor(equal), generation_config=config)[:, length:].tolist()):
+            for prompt, row in zip(
+                equal, model.generate(torch.tensor(equal), generation_config=config)[:, length:].tolist()
+            ):
                 responses[prompt] = row[: row.index(END) + 1] if END in row else row
         return [responses[prompt] for prompt in prompts]
 
@@ -115,7 +133,9 @@ def create_folder(folder: Path) -> Path:
 
 def load(folder: Path) -> PreTrainedModel:
     """The model of the folder under transformers' own attention."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     return model
 
 
@@ -126,7 +146,9 @@ def prompts(count: int, seed: int = 0, longest: int = 12) -> list[tuple[int, ...
     return [tuple(torch.randint(4, 100, (length,), generator=draw).tolist()) for length in lengths]
 
 
-def requests_for(token_ids: Sequence[tuple[int, ...]], *, n: int = 1, **params: Any) -> list[GenerationRequest]:
+def requests_for(
+    token_ids: Sequence[tuple[int, ...]], *, n: int = 1, **params: Any
+) -> list[GenerationRequest]:
     """`n` requests for each prompt; ids count up from 0."""
     sampling = SamplingParams(**{"max_tokens": 16, **params})
     return [
@@ -148,7 +170,13 @@ def _native(folder: Path) -> Subject:
     policy = PolicyModel(load(folder))
     engine = NativeEngine(policy, eos_token_ids=(END,), max_num_seqs=MAX_ROWS, decode=decode)
     return Subject(
-        "native", engine, load(folder), decode, in_process_push(engine, policy, folder), lambda: engine.cache_bytes, lambda: failing(policy)
+        "native",
+        engine,
+        load(folder),
+        decode,
+        in_process_push(engine, policy, folder),
+        lambda: engine.cache_bytes,
+        lambda: failing(policy),
     )
 
 
@@ -161,12 +189,25 @@ def _hf(folder: Path) -> Subject:
         """As another thread would, while the batch is decoded: from inside of a forward pass."""
         aborted: list[GenerationOutput] = []
         calls = iter(range(1000))
-        handle = policy.hf.register_forward_pre_hook(lambda *_: aborted.extend(engine.abort(ids)) if next(calls) == 5 else None)
+        handle = policy.hf.register_forward_pre_hook(
+            lambda *_: aborted.extend(engine.abort(ids)) if next(calls) == 5 else None
+        )
         rest = list(engine.generate(requests))
         handle.remove()
-        return {output.request_id: output for output in aborted}, {output.request_id: output for output in rest}
+        return {output.request_id: output for output in aborted}, {
+            output.request_id: output for output in rest
+        }
 
-    return Subject("hf", engine, load(folder), decode, in_process_push(engine, policy, folder), None, lambda: failing(policy), abort_midway)
+    return Subject(
+        "hf",
+        engine,
+        load(folder),
+        decode,
+        in_process_push(engine, policy, folder),
+        None,
+        lambda: failing(policy),
+        abort_midway,
+    )
 
 
 def _openai(folder: Path) -> Subject:
@@ -230,8 +271,12 @@ def _vllm(folder: Path, *, server: bool = False) -> Subject:
     from hybridflow.rollout.vllm.build import build_vllm_engine
 
     own = RolloutServerConfig(enable=server)
-    config = RolloutConfig(name="vllm", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2, server=own)
-    engine = build_vllm_engine(config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0, ranks=1)
+    config = RolloutConfig(
+        name="vllm", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2, server=own
+    )
+    engine = build_vllm_engine(
+        config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0, ranks=1
+    )
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
         engine.update_weights([(name, tensor) for name, tensor in weights.items() if name != lost], version)
@@ -248,8 +293,12 @@ def _sglang(folder: Path) -> Subject:
     from hybridflow.rollout.remote.model import ModelFacts
     from hybridflow.rollout.sglang.build import build_sglang_engine
 
-    config = RolloutConfig(name="sglang", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2)
-    engine = build_sglang_engine(config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0)
+    config = RolloutConfig(
+        name="sglang", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2
+    )
+    engine = build_sglang_engine(
+        config, ModelFacts(str(folder), torch.device("cpu"), "float32"), (END,), rank=0
+    )
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
         engine.update_weights([(name, tensor) for name, tensor in weights.items() if name != lost], version)
@@ -265,7 +314,9 @@ def decoder(folder: Path) -> Callable[[Sequence[int]], str]:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def in_process_push(engine: RolloutEngine, policy: PolicyModel, folder: Path) -> Callable[[dict[str, Tensor], int, str | None], None]:
+def in_process_push(
+    engine: RolloutEngine, policy: PolicyModel, folder: Path
+) -> Callable[[dict[str, Tensor], int, str | None], None]:
     """As the ranks that train push to a replica of its own."""
     pushed, trainer = PushedWeights(policy, Holding.whole(policy)), PolicyModel(load(folder))
     holding = Holding.whole(trainer)

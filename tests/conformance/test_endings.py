@@ -12,11 +12,20 @@ def test_stop_token_and_length(subject: Subject) -> None:
     given = prompts(6, seed=10)
     whole = subject.run(requests_for(given, greedy=True, ignore_eos=True, max_tokens=12))
     for output in whole.values():
-        assert (output.finish_reason, len(output.token_ids), output.stop_reason, output.error) == ("length", 12, None, None)
+        assert (output.finish_reason, len(output.token_ids), output.stop_reason, output.error) == (
+            "length",
+            12,
+            None,
+            None,
+        )
     requests = []
     for place, prompt in enumerate(given):
         stop = whole[place].token_ids[5]
-        requests.append(GenerationRequest(place, prompt, SamplingParams(12, greedy=True, ignore_eos=True, stop_token_ids=(99, stop)), 0))
+        requests.append(
+            GenerationRequest(
+                place, prompt, SamplingParams(12, greedy=True, ignore_eos=True, stop_token_ids=(99, stop)), 0
+            )
+        )
     for place, output in subject.run(requests).items():
         tokens = whole[place].token_ids
         ends = min(tokens.index(token) if token in tokens else 12 for token in (99, tokens[5]))
@@ -41,19 +50,28 @@ def test_stop_text(subject: Subject) -> None:
         tokens = whole[place].token_ids
         text = subject.decode(tokens[:8])[-2:]  # ends with the eighth token, perhaps begins in an earlier one
         wanted[place] = next(number for number in range(1, 13) if text in subject.decode(tokens[:number]))
-        requests.append(GenerationRequest(place, prompt, SamplingParams(12, greedy=True, ignore_eos=True, stop=("\x00", text)), 0))
+        requests.append(
+            GenerationRequest(
+                place, prompt, SamplingParams(12, greedy=True, ignore_eos=True, stop=("\x00", text)), 0
+            )
+        )
     for place, output in subject.run(requests).items():
         assert output.finish_reason == "stop" and output.stop_reason == requests[place].sampling.stop[1]
-        assert output.token_ids == whole[place].token_ids[: wanted[place]]  # the token that completes it is the last
+        # the token that completes it is the last
+        assert output.token_ids == whole[place].token_ids[: wanted[place]]
 
 
 def test_min_tokens_and_ignore_eos(subject: Subject) -> None:
     subject.needs("min_tokens")
     subject.needs("ignore_eos")
     given = prompts(3, seed=13)
-    for output in subject.run(requests_for(given, max_tokens=9, logit_bias=((END, 60.0),), ignore_eos=True)).values():
+    for output in subject.run(
+        requests_for(given, max_tokens=9, logit_bias=((END, 60.0),), ignore_eos=True)
+    ).values():
         assert (output.finish_reason, output.token_ids) == ("length", [END] * 9)
-    for output in subject.run(requests_for(given, max_tokens=9, min_tokens=4, logit_bias=((END, 60.0),))).values():
+    for output in subject.run(
+        requests_for(given, max_tokens=9, min_tokens=4, logit_bias=((END, 60.0),))
+    ).values():
         assert output.finish_reason == "stop" and len(output.token_ids) == 5
         assert output.token_ids.index(END) == 4  # the first four may not end it
 
@@ -83,7 +101,9 @@ def long_and_short(first: int = 2) -> list[GenerationRequest]:
     """Five requests, of which the first is done before the others."""
     lengths = (first, 120, 120, 120, 120)
     return [
-        GenerationRequest(place, prompt, SamplingParams(lengths[place], greedy=True, ignore_eos=True), seed=place)
+        GenerationRequest(
+            place, prompt, SamplingParams(lengths[place], greedy=True, ignore_eos=True), seed=place
+        )
         for place, prompt in enumerate(prompts(5, seed=14))
     ]
 

@@ -18,12 +18,19 @@ def test_a_bad_request_is_an_error_of_its_own(subject: Subject) -> None:
         GenerationRequest(1, (), good, 0),
         GenerationRequest(2, (5,) * POSITIONS, good, 0),
         GenerationRequest(3, (5, subject.vocabulary), good, 0),
-        GenerationRequest(4, prompt, SamplingParams(6, greedy=True, stop_token_ids=(subject.vocabulary + 7,)), 0),
+        GenerationRequest(
+            4, prompt, SamplingParams(6, greedy=True, stop_token_ids=(subject.vocabulary + 7,)), 0
+        ),
         GenerationRequest(5, prompt, good, 0),
     ]
     outputs = subject.run(requests)
     assert outputs[0].token_ids == outputs[5].token_ids != []
-    for number, said in {1: "empty", 2: str(POSITIONS), 3: str(subject.vocabulary), 4: str(subject.vocabulary + 7)}.items():
+    for number, said in {
+        1: "empty",
+        2: str(POSITIONS),
+        3: str(subject.vocabulary),
+        4: str(subject.vocabulary + 7),
+    }.items():
         output = outputs[number]
         assert output.finish_reason == "error" and output.token_ids == []
         assert f"request {number}" in str(output.error) and said in str(output.error), output.error

@@ -10,7 +10,9 @@ import torch
 from subjects import Subject, prompts, requests_for
 
 
-def test_greedy_tokens_are_those_of_generate(subject: Subject, record_property: Callable[[str, object], None]) -> None:
+def test_greedy_tokens_are_those_of_generate(
+    subject: Subject, record_property: Callable[[str, object], None]
+) -> None:
     subject.needs("greedy_parity")
     given = prompts(64)
     outputs = subject.run(requests_for(given, temperature=0.0))
@@ -27,7 +29,9 @@ def test_greedy_tokens_are_those_of_generate(subject: Subject, record_property: 
     record_property("greedy_log_probs_apart", float(torch.stack(apart).max()))
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}], ids=["plain", "limited"])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}], ids=["plain", "limited"]
+)
 def test_log_probs_are_those_of_a_forward_pass_at_the_temperature(
     subject: Subject, params: dict[str, float], record_property: Callable[[str, object], None]
 ) -> None:
@@ -71,7 +75,9 @@ def test_same_seeds_same_tokens_in_any_company(subject: Subject) -> None:
         tokens = together[request.request_id].token_ids
         assert turned[request.request_id].token_ids == tokens
         assert request.request_id not in alone or alone[request.request_id].token_ids == tokens
-        assert request.request_id + 100 not in renamed or renamed[request.request_id + 100].token_ids == tokens
+        assert (
+            request.request_id + 100 not in renamed or renamed[request.request_id + 100].token_ids == tokens
+        )
     others = subject.run([replace(request, seed=request.seed + 1) for request in requests])
     assert sum(others[number].token_ids != together[number].token_ids for number in together) > 15
 
@@ -87,7 +93,11 @@ def test_only_allowed_tokens_are_drawn(subject: Subject, feature: str, value: fl
         probs = subject.logits(prompt, tokens.tolist()).softmax(-1)
         own = probs.gather(-1, tokens[:, None])[:, 0]
         above = (probs > own[:, None] * 1.001).float()
-        allowed = {"top_k": above.sum(-1) < 3, "top_p": (above * probs).sum(-1) < 0.5, "min_p": own * 1.001 >= 0.3 * probs.amax(-1)}
+        allowed = {
+            "top_k": above.sum(-1) < 3,
+            "top_p": (above * probs).sum(-1) < 0.5,
+            "min_p": own * 1.001 >= 0.3 * probs.amax(-1),
+        }
         assert bool(allowed[feature].all())
         beyond_best += int((above.sum(-1) > 0).sum())
     assert beyond_best > 5  # it is a draw, not the most probable token
@@ -118,7 +128,9 @@ def test_logit_bias(subject: Subject) -> None:
         right = subject.logits(prompt, [50] * 4).log_softmax(-1)[:, 50]
         torch.testing.assert_close(torch.tensor(pushed[place].log_probs), right, atol=1e-4, rtol=0)
     taken = [output.token_ids[0] for output in subject.run(requests_for(given, greedy=True)).values()]
-    barred = subject.run(requests_for(given, greedy=True, logit_bias=tuple((token, -60.0) for token in sorted(set(taken)))))
+    barred = subject.run(
+        requests_for(given, greedy=True, logit_bias=tuple((token, -60.0) for token in sorted(set(taken))))
+    )
     assert all(output.token_ids[0] not in taken for output in barred.values())
 
 
@@ -131,5 +143,7 @@ def test_top_log_probs(subject: Subject) -> None:
         assert top is not None and [len(entry) for entry in top] == [3] * len(tokens)
         right = (subject.logits(prompt, tokens) / 0.8).log_softmax(-1).topk(3)
         assert [[token for token, _ in entry] for entry in top] == right.indices.tolist()
-        torch.testing.assert_close(torch.tensor([[value for _, value in entry] for entry in top]), right.values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor([[value for _, value in entry] for entry in top]), right.values, atol=1e-4, rtol=0
+        )
     assert subject.run(requests_for(given[:1]))[0].top_log_probs is None

@@ -1,10 +1,12 @@
-"""Kill a run with SIGKILL at chosen moments, start it again, and compare it bit for bit with one that was never stopped.
+"""Kill a run with SIGKILL at chosen moments, start it again, and compare it bit for bit with one that was
+never stopped.
 
     python tests/e2e/kill_resume.py [--algorithm ppo|grpo|all] [--moment NAME ...] [--random N]
 
-Each run is a child forked from one process that has imported everything and run nothing. The moment of the kill is set in the child:
-before or after a certain call of a certain function in step KILL_STEP. `--random N` kills at random times, up to N times in one run.
-Compared are all metrics of all steps (timings aside) and the digests of all files of the last checkpoint.
+Each run is a child forked from one process that has imported everything and run nothing. The moment of the
+kill is set in the child: before or after a certain call of a certain function in step KILL_STEP. `--random N`
+kills at random times, up to N times in one run. Compared are all metrics of all steps (timings aside) and the
+digests of all files of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ STEPS, SAVE_EVERY, KILL_STEP = 6, 2, 4
 
 @dataclass(frozen=True)
 class Moment:
-    """SIGKILL before (or after) call number `call` of `target` within step KILL_STEP; the next run goes on after step `resumes`."""
+    """SIGKILL before (or after) call number `call` of `target` within step KILL_STEP; the next run goes on
+    after step `resumes`.
+    """
 
     target: str  # module:attribute[.attribute]
     call: int = 1
@@ -163,7 +167,11 @@ def differences(run: Path, reference: Path) -> list[str]:
     last = f"global_step_{STEPS}"
     if (run / last).is_dir():
         files, others = read_manifest(run / last).files, read_manifest(reference / last).files
-        found += [f"{last}/{name} differs" for name in sorted(set(files) | set(others)) if files.get(name) != others.get(name)]
+        found += [
+            f"{last}/{name} differs"
+            for name in sorted(set(files) | set(others))
+            if files.get(name) != others.get(name)
+        ]
     else:
         found.append(f"no {last}")
     return found
@@ -179,7 +187,9 @@ class Trial:
         started = time.monotonic()
         status = wait(start(self.arguments(self.reference), folder / "uninterrupted.log"))
         self.seconds = time.monotonic() - started
-        assert status == 0, f"the uninterrupted run ended with {status}:\n{(folder / 'uninterrupted.log').read_text()}"
+        assert status == 0, (
+            f"the uninterrupted run ended with {status}:\n{(folder / 'uninterrupted.log').read_text()}"
+        )
 
     def arguments(self, out: Path) -> list[str]:
         """The command of a run."""
@@ -198,11 +208,18 @@ class Trial:
             return [f"killed after step {max(before)}, wanted in step {KILL_STEP}"]
         found = self._finish(out, log)
         after = metrics_of(out, with_timings=True)
-        kept = max((step for step in before if after.get(step) == before[step]), default=0)  # a step done again has other timings
-        return found if kept == MOMENTS[name].resumes else [*found, f"resumed after step {kept}, wanted {MOMENTS[name].resumes}"]
+        # a step done again has other timings
+        kept = max((step for step in before if after.get(step) == before[step]), default=0)
+        return (
+            found
+            if kept == MOMENTS[name].resumes
+            else [*found, f"resumed after step {kept}, wanted {MOMENTS[name].resumes}"]
+        )
 
     def kill_at_random(self, times: int, seed: int) -> tuple[list[str], int]:
-        """Kill again and again at random times until the run ends by itself or was killed `times` times; what went wrong, and kills."""
+        """Kill again and again at random times until the run ends by itself or was killed `times` times; what
+        went wrong, and kills.
+        """
         draw, kills = random.Random(seed), 0
         out = self.folder / f"random_{seed}"
         log = out.with_suffix(".log")
@@ -227,8 +244,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a line for each kill; 1 where any resumed run differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", choices=[*ALGORITHMS, "all"], default="all")
-    parser.add_argument("--moment", choices=[*MOMENTS, "main"], nargs="*", default=list(MOMENTS), help="main: one of each kind")
-    parser.add_argument("--random", type=int, default=10, metavar="N", help="then kill up to N times at random times (0: no)")
+    parser.add_argument(
+        "--moment",
+        choices=[*MOMENTS, "main"],
+        nargs="*",
+        default=list(MOMENTS),
+        help="main: one of each kind",
+    )
+    parser.add_argument(
+        "--random", type=int, default=10, metavar="N", help="then kill up to N times at random times (0: no)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
     options = parser.parse_args(arguments)
     moments = MAIN_MOMENTS if "main" in options.moment else options.moment

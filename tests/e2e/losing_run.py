@@ -1,9 +1,11 @@
-"""A run of `main_ppo` that loses workers and nodes: SIGKILL to one just when a certain call has been sent to all ranks in a certain step.
+"""A run of `main_ppo` that loses workers and nodes: SIGKILL to one just when a certain call has been sent to
+all ranks in a certain step.
 
     python tests/e2e/losing_run.py LOSSES EVENTS key=value …
 
-LOSSES is a list as JSON, [[step, "role.method", "worker" or a folder of `RayNodes`], …], each of which happens once, in that order. Into
-the file EVENTS goes one line of JSON for each kill, for each loss that the run noticed, and for its end, with the seconds of the clock.
+LOSSES is a list as JSON, [[step, "role.method", "worker" or a folder of `RayNodes`], …], each of which
+happens once, in that order. Into the file EVENTS goes one line of JSON for each kill, for each loss that the
+run noticed, and for its end, with the seconds of the clock.
 """
 
 from __future__ import annotations
@@ -49,11 +51,16 @@ class Outcome:
     def losses(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Each kill with what the run then noticed first."""
         kills = [event for event in self.events if event["event"] == "kill"]
-        return [(kill, next(e for e in self.events if e["event"] == "lost" and e["at"] > kill["at"])) for kill in kills]
+        return [
+            (kill, next(e for e in self.events if e["event"] == "lost" and e["at"] > kill["at"]))
+            for kill in kills
+        ]
 
     @property
     def ended_after(self) -> float:
-        """Seconds from the last kill to the end of the command, when all has been said; Python's own farewell may take longer."""
+        """Seconds from the last kill to the end of the command, when all has been said; Python's own farewell
+        may take longer.
+        """
         (end,) = [event["at"] for event in self.events if event["event"] == "end"]
         return float(end - max(event["at"] for event in self.events if event["event"] == "kill"))
 
@@ -78,7 +85,9 @@ class LosingRun:
         """Wait until the log has `pattern`; AssertionError with the log if it does not come."""
         until = time.monotonic() + seconds
         while not re.search(pattern, self._log.read_text(), re.DOTALL):
-            assert self._process.poll() is None and time.monotonic() < until, f"{pattern} was not said:\n{self._log.read_text()}"
+            assert self._process.poll() is None and time.monotonic() < until, (
+                f"{pattern} was not said:\n{self._log.read_text()}"
+            )
             time.sleep(0.1)
 
     def outcome(self, seconds: float) -> Outcome:
@@ -89,7 +98,9 @@ class LosingRun:
             raise AssertionError(f"the run did not end:\n{self._log.read_text()}") from None
         finally:
             self.kill()
-        return Outcome(status, self._log.read_text(), [json.loads(line) for line in self.events.read_text().splitlines()])
+        return Outcome(
+            status, self._log.read_text(), [json.loads(line) for line in self.events.read_text().splitlines()]
+        )
 
     def kill(self) -> None:
         """End it, if it has not ended."""

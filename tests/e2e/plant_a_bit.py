@@ -1,4 +1,6 @@
-"""For `actor_rollout_ref.model.external_lib`: one bit of a weight flips in the process that generates, after it has got version 1."""
+"""For `actor_rollout_ref.model.external_lib`: one bit of a weight flips in the process that generates, after
+it has got version 1.
+"""
 
 from __future__ import annotations
 

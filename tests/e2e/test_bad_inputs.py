@@ -49,7 +49,11 @@ TEACHER = "on_policy_distillation"
 SAMPLING = ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true")
 
 REFUSED: list[Case] = [
-    ("unknown key", keys("data.train_batchsize=4"), ("data.train_batchsize", "did you mean data.train_batch_size")),
+    (
+        "unknown key",
+        keys("data.train_batchsize=4"),
+        ("data.train_batchsize", "did you mean data.train_batch_size"),
+    ),
     ("not an override", keys("train_batch_size"), ("train_batch_size",)),
     ("wrong type", keys("data.train_batch_size=many"), ("data.train_batch_size", "many", "int")),
     ("null where a value is needed", keys("data.train_batch_size=null"), ("data.train_batch_size",)),
@@ -73,8 +77,16 @@ REFUSED: list[Case] = [
         other_vocabulary("algorithm.adv_estimator=prime", "reward.process_reward_model.model.path={other}"),
         ("reward.process_reward_model", "vocabulary"),
     ),
-    ("pairs for a loss of tokens", keys("algorithm.adv_estimator=online_dpo"), ("online_dpo", "loss_mode=vanilla", "loss dpo")),
-    ("loss of pairs without pairs", keys(f"{ACTOR}.policy_loss.loss_mode=dpo"), ("adv_estimator=gae", "online_dpo or spin")),
+    (
+        "pairs for a loss of tokens",
+        keys("algorithm.adv_estimator=online_dpo"),
+        ("online_dpo", "loss_mode=vanilla", "loss dpo"),
+    ),
+    (
+        "loss of pairs without pairs",
+        keys(f"{ACTOR}.policy_loss.loss_mode=dpo"),
+        ("adv_estimator=gae", "online_dpo or spin"),
+    ),
     (
         "spin without answers",
         keys("algorithm.adv_estimator=spin", f"{ACTOR}.policy_loss.loss_mode=dpo"),
@@ -87,7 +99,12 @@ REFUSED: list[Case] = [
     ),
     (
         "groups that never vary",
-        reward_with("return 1.0", *SAMPLING, "algorithm.filter_groups.metric=score", "algorithm.filter_groups.max_num_gen_batches=2"),
+        reward_with(
+            "return 1.0",
+            *SAMPLING,
+            "algorithm.filter_groups.metric=score",
+            "algorithm.filter_groups.max_num_gen_batches=2",
+        ),
         ("kept 0 of the 8", "max_num_gen_batches=2", "data.train_batch_size=4"),
     ),
     (
@@ -112,23 +129,52 @@ REFUSED: list[Case] = [
     ),
     (
         "two rejections with one threshold",
-        keys("algorithm.rollout_correction.rollout_rs='token_k1,token_k2'", "algorithm.rollout_correction.rollout_rs_threshold=2"),
+        keys(
+            "algorithm.rollout_correction.rollout_rs='token_k1,token_k2'",
+            "algorithm.rollout_correction.rollout_rs_threshold=2",
+        ),
         ("2 options", "1 thresholds"),
     ),
     (
         "no pass of the actor for a baseline that needs it",
-        keys("algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"),
+        keys(
+            "algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"
+        ),
         ("bypass_mode=true", "optimal_token_baseline"),
     ),
-    ("batch not divisible", keys(f"{ACTOR}.ppo_mini_batch_size=3"), ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=3")),
-    ("mini-batch over batch", keys(f"{ACTOR}.ppo_mini_batch_size=8"), (f"{ACTOR}.ppo_mini_batch_size=8", "data.train_batch_size=4")),
-    ("token cap too small", keys(f"{ACTOR}.ppo_max_token_len_per_gpu=51"), (f"{ACTOR}.ppo_max_token_len_per_gpu=51", "52")),
-    ("token cap of the critic", keys("critic.forward_max_token_len_per_gpu=9"), ("critic.forward_max_token_len_per_gpu=9", "52")),
+    (
+        "batch not divisible",
+        keys(f"{ACTOR}.ppo_mini_batch_size=3"),
+        ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=3"),
+    ),
+    (
+        "mini-batch over batch",
+        keys(f"{ACTOR}.ppo_mini_batch_size=8"),
+        (f"{ACTOR}.ppo_mini_batch_size=8", "data.train_batch_size=4"),
+    ),
+    (
+        "token cap too small",
+        keys(f"{ACTOR}.ppo_max_token_len_per_gpu=51"),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=51", "52"),
+    ),
+    (
+        "token cap of the critic",
+        keys("critic.forward_max_token_len_per_gpu=9"),
+        ("critic.forward_max_token_len_per_gpu=9", "52"),
+    ),
     ("engine that is not here", keys(f"{ROLLOUT}.name=vllm"), (f"{ROLLOUT}.name=vllm", "native")),
-    ("two devices", keys("trainer.n_gpus_per_node=2", "trainer.controller=local"), ("trainer.controller=local", "ask for 2")),
+    (
+        "two devices",
+        keys("trainer.n_gpus_per_node=2", "trainer.controller=local"),
+        ("trainer.controller=local", "ask for 2"),
+    ),
     ("unknown tracker", keys("trainer.logger=[consol]"), ("trainer.logger", "consol")),
     ("unknown estimator", keys("algorithm.adv_estimator=gpro"), ("algorithm.adv_estimator=gpro", "grpo")),
-    ("estimator file missing", keys("algorithm.adv_estimator={tmp}/none.py:mine"), ("algorithm.adv_estimator", "none.py")),
+    (
+        "estimator file missing",
+        keys("algorithm.adv_estimator={tmp}/none.py:mine"),
+        ("algorithm.adv_estimator", "none.py"),
+    ),
     ("estimator raises", bad_estimator, ("mine.py", "no such luck")),
     ("val_only without data", keys("trainer.val_only=true"), ("trainer.val_only=true", "data.val_files")),
     (
@@ -136,8 +182,16 @@ REFUSED: list[Case] = [
         keys("trainer.resume_mode=resume_path", "trainer.resume_from_path={tmp}/gone"),
         ("trainer.resume_from_path", "gone"),
     ),
-    ("resume_path without path", keys("trainer.resume_mode=resume_path"), ("trainer.resume_mode=resume_path", "trainer.resume_from_path")),
-    ("resume from no checkpoint", keys("trainer.resume_mode=resume_path", "trainer.resume_from_path={tmp}"), ("no whole checkpoint",)),
+    (
+        "resume_path without path",
+        keys("trainer.resume_mode=resume_path"),
+        ("trainer.resume_mode=resume_path", "trainer.resume_from_path"),
+    ),
+    (
+        "resume from no checkpoint",
+        keys("trainer.resume_mode=resume_path", "trainer.resume_from_path={tmp}"),
+        ("no whole checkpoint",),
+    ),
     ("unwritable run folder", file_as_folder, ("trainer.default_local_dir", "file/run")),
     ("data file missing", keys("data.train_files={tmp}/none.parquet"), ("data.train_files", "none.parquet")),
     ("no data at all", keys("data.train_files=[]"), ("data.train_files",)),
@@ -148,12 +202,16 @@ REFUSED: list[Case] = [
     ("missing column", data_with("a.parquet", parquet(rows_without("prompt"))), ("a.parquet", "prompt")),
     (
         "no ground truth",
-        data_with("a.parquet", parquet(rows_without("reward_model")), "reward.custom_reward_function.path=null"),
+        data_with(
+            "a.parquet", parquet(rows_without("reward_model")), "reward.custom_reward_function.path=null"
+        ),
         ("ground_truth",),
     ),
     (
         "source without a built-in reward",
-        data_with("a.parquet", parquet(rows_with(data_source="mine")), "reward.custom_reward_function.path=null"),
+        data_with(
+            "a.parquet", parquet(rows_with(data_source="mine")), "reward.custom_reward_function.path=null"
+        ),
         ("mine", "reward"),
     ),
     ("prompt is a number", data_with("a.jsonl", jsonl(rows_with(prompt=3))), ("a.jsonl", "prompt")),
@@ -181,49 +239,118 @@ REFUSED: list[Case] = [
         ("neither a pad token nor an end token",),
     ),
     ("tokenizer missing", keys("data.tokenizer={tmp}/none"), ("none",)),
-    ("model folder missing", keys("actor_rollout_ref.model.path={tmp}/none"), ("actor_rollout_ref.model.path", "none")),
+    (
+        "model folder missing",
+        keys("actor_rollout_ref.model.path={tmp}/none"),
+        ("actor_rollout_ref.model.path", "none"),
+    ),
     ("no weights", model_with(lambda f: (f / "model.safetensors").unlink()), ("model", "weights")),
-    ("torn weights", model_with(lambda f: (f / "model.safetensors").write_bytes(b"abc") and None), ("model",)),
-    ("unknown architecture", model_with(edit_json("config.json", model_type="gtp2", architectures=["Gtp2"])), ("gtp2",)),
+    (
+        "torn weights",
+        model_with(lambda f: (f / "model.safetensors").write_bytes(b"abc") and None),
+        ("model",),
+    ),
+    (
+        "unknown architecture",
+        model_with(edit_json("config.json", model_type="gtp2", architectures=["Gtp2"])),
+        ("gtp2",),
+    ),
     (
         "rows over the model's positions",
         model_with(edit_json("config.json", max_position_embeddings=20)),
         ("25", "max_position_embeddings", "20"),
     ),
-    ("no causal model", model_with(edit_json("config.json", model_type="vit", architectures=["ViTModel"])), ("model",)),
+    (
+        "no causal model",
+        model_with(edit_json("config.json", model_type="vit", architectures=["ViTModel"])),
+        ("model",),
+    ),
     ("weights that are not finite", model_with(not_finite), ("not finite", "weights")),
     ("checkpoint of another model", other_size, ("in the checkpoint",)),
-    ("sampler gives rows that are not there", plugin("data.sampler.class_path", "Sampler"), ("Sampler gave row 999", "0 to 13")),
-    ("dataset raises", plugin("data.custom_cls.path", "Data"), ("data.custom_cls", "mine.py:Data", "no such luck")),
-    ("dataset's items raise", plugin("data.custom_cls.path", "Items"), ("data.custom_cls", "item 0", "mine.py:Items", "luck")),
-    ("estimator gives one tensor", plugin("algorithm.adv_estimator", "one"), ("one must return Advantages", "(8, 12)")),
-    ("external_lib missing", keys("actor_rollout_ref.model.external_lib=no.such.lib"), ("model.external_lib", "no module named 'no'")),
+    (
+        "sampler gives rows that are not there",
+        plugin("data.sampler.class_path", "Sampler"),
+        ("Sampler gave row 999", "0 to 13"),
+    ),
+    (
+        "dataset raises",
+        plugin("data.custom_cls.path", "Data"),
+        ("data.custom_cls", "mine.py:Data", "no such luck"),
+    ),
+    (
+        "dataset's items raise",
+        plugin("data.custom_cls.path", "Items"),
+        ("data.custom_cls", "item 0", "mine.py:Items", "luck"),
+    ),
+    (
+        "estimator gives one tensor",
+        plugin("algorithm.adv_estimator", "one"),
+        ("one must return Advantages", "(8, 12)"),
+    ),
+    (
+        "external_lib missing",
+        keys("actor_rollout_ref.model.external_lib=no.such.lib"),
+        ("model.external_lib", "no module named 'no'"),
+    ),
     ("checkpoint of another seed", other_seed, ("trainer.seed=1", "trainer.resume_mode=disable")),
     ("policy loss raises", loss_that_raises, (f"{ACTOR}.policy_loss.loss_mode", "mine.py", "nothing")),
-    ("loss is never finite", estimator_of_nan, ("3 in a row", "nonfinite/actor_after_update_0_3", "trainer.max_nonfinite_steps")),
-    ("learning rate without sense", keys(f"{ACTOR}.optim.lr=1e30"), ("gradient norm nan", "learning rate", "trainer.max_nonfinite_steps")),
-    ("reward file missing", keys("reward.custom_reward_function.path={tmp}/none.py"), ("reward.custom_reward_function.path", "none.py")),
+    (
+        "loss is never finite",
+        estimator_of_nan,
+        ("3 in a row", "nonfinite/actor_after_update_0_3", "trainer.max_nonfinite_steps"),
+    ),
+    (
+        "learning rate without sense",
+        keys(f"{ACTOR}.optim.lr=1e30"),
+        ("gradient norm nan", "learning rate", "trainer.max_nonfinite_steps"),
+    ),
+    (
+        "reward file missing",
+        keys("reward.custom_reward_function.path={tmp}/none.py"),
+        ("reward.custom_reward_function.path", "none.py"),
+    ),
     ("reward name missing", keys("reward.custom_reward_function.name=nobody"), ("nobody", "compute_score")),
     ("reward does not parse", reward_with("return ("), ("my_reward.py:5", "SyntaxError")),
-    ("reward with other arguments", keys("reward.custom_reward_function.reward_kwargs={bonus: 1}"), ("bonus",)),
-    ("unknown reward", keys("reward.function=gsm9k", "reward.custom_reward_function.path=null"), ("gsm9k", "gsm8k")),
-    ("reward raises", reward_with("raise KeyError('grade')"), ("KeyError: 'grade'", "my_reward.py", "reward.on_error")),
+    (
+        "reward with other arguments",
+        keys("reward.custom_reward_function.reward_kwargs={bonus: 1}"),
+        ("bonus",),
+    ),
+    (
+        "unknown reward",
+        keys("reward.function=gsm9k", "reward.custom_reward_function.path=null"),
+        ("gsm9k", "gsm8k"),
+    ),
+    (
+        "reward raises",
+        reward_with("raise KeyError('grade')"),
+        ("KeyError: 'grade'", "my_reward.py", "reward.on_error"),
+    ),
     ("reward returns NaN", reward_with("return float('nan')"), ("nan", "reward.on_error")),
     ("reward over float32", reward_with("return 1e300"), ("1e+300", "reward.on_error")),
-    ("reward hangs", reward_with("time.sleep(60)", *HANGING, *TWO_ROWS), ("reward.timeout=0.5", "reward.on_error")),
+    (
+        "reward hangs",
+        reward_with("time.sleep(60)", *HANGING, *TWO_ROWS),
+        ("reward.timeout=0.5", "reward.on_error"),
+    ),
     ("reward returns text", reward_with("return 'good'"), ("good", "reward.on_error")),
 ]
 
 
-@pytest.mark.parametrize(("make", "wanted"), [pytest.param(make, wanted, id=name) for name, make, wanted in REFUSED])
-def test_refused(make: Make, wanted: Iterable[str], inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("make", "wanted"), [pytest.param(make, wanted, id=name) for name, make, wanted in REFUSED]
+)
+def test_refused(
+    make: Make, wanted: Iterable[str], inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     status = main_ppo(small_run(inputs, tmp_path / "run", *make(inputs, tmp_path), steps=3))
     written = capfd.readouterr().err
     print(written)
     assert status == 1
     assert len(ONE_MESSAGE.findall(written)) == 1, written
     message = written[ONE_MESSAGE.search(written).start() :]  # type: ignore[union-attr]
-    assert "Traceback" not in written or re.search(r"my_reward\.py|mine\.py", message)  # of the user's own function it is shown
+    # of the user's own function it is shown
+    assert "Traceback" not in written or re.search(r"my_reward\.py|mine\.py", message)
     assert [text for text in wanted if text not in message] == []
 
 
@@ -242,13 +369,25 @@ SFT_REFUSED: list[tuple[str, list[Any], tuple[str, ...], tuple[str, ...]]] = [
         ("data.max_token_len_per_gpu=100",),
         ("data.max_token_len_per_gpu=100", "data.max_length"),
     ),
-    ("key of the other trainer", [{"prompt": "1", "response": "2"}], ("actor_rollout_ref.rollout.n=2",), ("actor_rollout_ref.rollout.n",)),
+    (
+        "key of the other trainer",
+        [{"prompt": "1", "response": "2"}],
+        ("actor_rollout_ref.rollout.n=2",),
+        ("actor_rollout_ref.rollout.n",),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("rows", "more", "wanted"), [pytest.param(*case, id=name) for name, *case in SFT_REFUSED])
+@pytest.mark.parametrize(
+    ("rows", "more", "wanted"), [pytest.param(*case, id=name) for name, *case in SFT_REFUSED]
+)
 def test_supervised_refused(
-    rows: list[Any], more: tuple[str, ...], wanted: tuple[str, ...], inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    rows: list[Any],
+    more: tuple[str, ...],
+    wanted: tuple[str, ...],
+    inputs: Inputs,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     data = write_jsonl(tmp_path / "a.jsonl", rows)
     keys = [
@@ -274,8 +413,12 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "wanted"), COMMANDS, ids=lambda value: value[0] if isinstance(value, list) else "")
-def test_commands_refused(words: list[str], wanted: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "wanted"), COMMANDS, ids=lambda value: value[0] if isinstance(value, list) else ""
+)
+def test_commands_refused(
+    words: list[str], wanted: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert hybridflow([word.replace("{tmp}", str(tmp_path)) for word in words]) == 1
     written = capfd.readouterr().err
     assert len(ONE_MESSAGE.findall(written)) == 1 and "Traceback" not in written

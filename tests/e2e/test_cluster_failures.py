@@ -1,6 +1,8 @@
-"""Runs over several Ray nodes, of which workers and whole nodes are killed in mid-step: they end with the cause, or go on.
+"""Runs over several Ray nodes, of which workers and whole nodes are killed in mid-step: they end with the
+cause, or go on.
 
-The killed node is never the head, where the driver is. All node processes live on this machine, so a node takes all of its own with it.
+The killed node is never the head, where the driver is. All node processes live on this machine, so a node
+takes all of its own with it.
 """
 
 from __future__ import annotations
@@ -39,8 +41,14 @@ def begun(nodes: RayNodes, inputs: Inputs) -> Iterator[Callable[..., LosingRun]]
     """Starts a run over the nodes, which ends with the test."""
     runs: list[LosingRun] = []
 
-    def begin(out: Path, *overrides: str, losses: Sequence[Loss] = (), num_nodes: int = 2, steps: int = STEPS) -> LosingRun:
-        keys = [f"ray_kwargs.ray_init.address={nodes.address}", f"trainer.nnodes={num_nodes}", "trainer.save_freq=1"]
+    def begin(
+        out: Path, *overrides: str, losses: Sequence[Loss] = (), num_nodes: int = 2, steps: int = STEPS
+    ) -> LosingRun:
+        keys = [
+            f"ray_kwargs.ray_init.address={nodes.address}",
+            f"trainer.nnodes={num_nodes}",
+            "trainer.save_freq=1",
+        ]
         keys += ["algorithm.adv_estimator=grpo", *overrides]
         runs.append(LosingRun(out.with_suffix(".run"), losses, small_run(inputs, out, *keys, steps=steps)))
         return runs[-1]
@@ -56,9 +64,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs") / "undisturbed"
 
 
-def test_a_run_spans_two_nodes_then_three(nodes: RayNodes, begun: Callable[..., LosingRun], undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_spans_two_nodes_then_three(
+    nodes: RayNodes, begun: Callable[..., LosingRun], undisturbed: Path, tmp_path: Path
+) -> None:
     two = begun(undisturbed).outcome(PATIENCE)
-    assert two.status == 0 and re.search("2 worker processes on (node0, node1|node1, node0) started", two.log), two.log
+    assert two.status == 0 and re.search(
+        "2 worker processes on (node0, node1|node1, node0) started", two.log
+    ), two.log
     nodes.add(1)
     three = begun(tmp_path / "three", num_nodes=3, steps=1).outcome(PATIENCE)
     assert three.status == 0 and "3 worker processes on" in three.log, three.log
@@ -68,12 +80,17 @@ def test_a_run_spans_two_nodes_then_three(nodes: RayNodes, begun: Callable[..., 
 
 
 @pytest.mark.parametrize("what", ["worker", "node"])
-def test_without_restarts_a_loss_ends_the_run(nodes: RayNodes, begun: Callable[..., LosingRun], tmp_path: Path, what: str) -> None:
+def test_without_restarts_a_loss_ends_the_run(
+    nodes: RayNodes, begun: Callable[..., LosingRun], tmp_path: Path, what: str
+) -> None:
     loss = Loss(1, "actor.update_mini_batch", nodes.folder if what == "node" else "")
     run = begun(tmp_path / "run", losses=[loss], steps=2).outcome(PATIENCE)
     assert run.status == 1, run.log
     ((killed, lost),) = run.losses()
-    print(f"{what} killed: noticed after {lost['at'] - killed['at']:.1f} s, the run ended after {run.ended_after:.1f} s")
+    print(
+        f"{what} killed: noticed after {lost['at'] - killed['at']:.1f} s, the run ended after "
+        f"{run.ended_after:.1f} s"
+    )
     (said,) = re.findall(r"^WorkerLost: .*", run.log, re.MULTILINE)
     where = f"during actor.update_mini_batch (pool global, node {killed['node']}, process {killed['pid']})"
     assert said.startswith(f"WorkerLost: actor rank {killed['rank']} is lost {where}: ")
@@ -85,7 +102,9 @@ def test_without_restarts_a_loss_ends_the_run(nodes: RayNodes, begun: Callable[.
 def test_with_restarts_the_run_goes_on_as_if_nothing_had_been(
     nodes: RayNodes, begun: Callable[..., LosingRun], undisturbed: Path, tmp_path: Path
 ) -> None:
-    """A worker is lost, then a node of which another takes the place, while ranks begin to save; then one for which there is none."""
+    """A worker is lost, then a node of which another takes the place, while ranks begin to save; then one for
+    which there is none.
+    """
     losses = [
         Loss(3, "actor.update_mini_batch"),
         Loss(3, "actor.start_save", nodes.folder),
@@ -93,16 +112,23 @@ def test_with_restarts_the_run_goes_on_as_if_nothing_had_been(
     ]
     nodes.add(1)  # in the place of the one that the test before has killed: now there are three again
     out = tmp_path / "run"
-    run = begun(out, "trainer.max_restarts=3", "actor_rollout_ref.actor.checkpoint.async_save=true", losses=losses)
+    run = begun(
+        out, "trainer.max_restarts=3", "actor_rollout_ref.actor.checkpoint.async_save=true", losses=losses
+    )
     run.until_said("restart 3 of 3.*waiting up to .* s for devices", PATIENCE)
     nodes.add(1)
     done = run.outcome(PATIENCE)
     assert done.status == 0, done.log
     print("noticed after", [round(lost["at"] - killed["at"], 1) for killed, lost in done.losses()], "s")
     assert all(lost["at"] - killed["at"] < END_SECONDS for killed, lost in done.losses())
-    assert "restart 3 of 3: the workers are built anew and the run goes on from its newest checkpoint" in done.log
+    assert (
+        "restart 3 of 3: the workers are built anew and the run goes on from its newest checkpoint"
+        in done.log
+    )
     resumed = [int(step) for step in re.findall(r"resumed after step (\d)", done.log)]
-    assert len(resumed) == 3 and resumed[0] in (1, 2) and resumed[1] in (1, 2) and resumed[2] in (2, 3), resumed
+    assert len(resumed) == 3 and resumed[0] in (1, 2) and resumed[1] in (1, 2) and resumed[2] in (2, 3), (
+        resumed
+    )
     got, wanted = metrics_of(out), metrics_of(undisturbed)
     assert sorted(got) == list(range(1, STEPS + 1)) and got == wanted  # to the bit
     assert len(step_folders(out)) == STEPS and not list(out.glob(".tmp_*"))

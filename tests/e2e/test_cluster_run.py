@@ -13,15 +13,26 @@ from tiny_run import Inputs, metrics_of, small_run
 from hybridflow.trainer.main_ppo import main
 
 OF_EACH_PROCESS = {"rollout/decode_steps", "rollout/max_rows"}
-"""Metrics of how the work was done: two processes take their steps side by side, each with half of the rows."""
+"""Metrics of how the work was done: two processes take their steps side by side, each with half of the rows.
+"""
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ray")
 def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path) -> None:
     # two processes cannot be exact, and what one in exact mode logs is more
-    keys = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.rollout.exact=false")
-    command = [sys.executable, "-m", "hybridflow.trainer.main_ppo", "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2"]
+    keys = (
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.rollout.exact=false",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "hybridflow.trainer.main_ppo",
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_cpus=2",
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with (tmp_path / "log").open("wb") as log:  # a process of its own: this one may be in another test's Ray
         two = subprocess.Popen(

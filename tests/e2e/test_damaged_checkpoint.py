@@ -1,4 +1,6 @@
-"""One byte changed in the newest checkpoint: named in the log, and the run goes on from the checkpoint before."""
+"""One byte changed in the newest checkpoint: named in the log, and the run goes on from the checkpoint
+before.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,38 @@ def saved(inputs: Inputs, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "data", "trainer"])
-def test_the_one_before_is_used(role: str, inputs: Inputs, saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_one_before_is_used(
+    role: str, inputs: Inputs, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     done = metrics_of(saved)
     damaged = largest_file(saved / "global_step_4" / role)
     flip_byte(damaged)
     with caplog.at_level(logging.INFO, logger="hybridflow"):
         assert main_ppo(small_run(inputs, saved, "trainer.save_freq=2", steps=6)) == 0
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 1 and str(damaged) in errors[0] and "SHA-256" in errors[0] and "passed over" in errors[0]
-    assert any(f"resumed after step 2 from {saved / 'global_step_2'}" in record.getMessage() for record in caplog.records)
+    assert (
+        len(errors) == 1
+        and str(damaged) in errors[0]
+        and "SHA-256" in errors[0]
+        and "passed over" in errors[0]
+    )
+    assert any(
+        f"resumed after step 2 from {saved / 'global_step_2'}" in record.getMessage()
+        for record in caplog.records
+    )
     metrics = metrics_of(saved)
     assert sorted(metrics) == [1, 2, 3, 4, 5, 6]
     assert {step: metrics[step] for step in done} == done  # steps 3 and 4 were done again, to the same bits
-    assert {path.name for path in saved.glob("global_step_*")} == {"global_step_2", "global_step_4", "global_step_6"}
+    assert {path.name for path in saved.glob("global_step_*")} == {
+        "global_step_2",
+        "global_step_4",
+        "global_step_6",
+    }
 
 
-def test_a_damaged_one_that_was_asked_for_is_refused(inputs: Inputs, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_one_that_was_asked_for_is_refused(
+    inputs: Inputs, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wanted = saved / "global_step_4"
     flip_byte(largest_file(wanted))
     keys = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={wanted}")
@@ -60,5 +78,7 @@ def test_all_damaged_is_an_error(inputs: Inputs, saved: Path, capsys: pytest.Cap
         flip_byte(largest_file(folder))
     assert main_ppo(small_run(inputs, saved, steps=6)) == 1
     message = capsys.readouterr().err
-    assert "all checkpoints" in message and "steps 2, 4" in message and "trainer.resume_mode=disable" in message
+    assert (
+        "all checkpoints" in message and "steps 2, 4" in message and "trainer.resume_mode=disable" in message
+    )
     assert metrics_of(saved)[4]  # the refused run changed nothing

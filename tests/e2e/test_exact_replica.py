@@ -1,4 +1,6 @@
-"""Exact mode with generation in a process of its own: one flipped bit in its weights stops the run, and the message names the weight."""
+"""Exact mode with generation in a process of its own: one flipped bit in its weights stops the run, and the
+message names the weight.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,18 @@ def test_a_bit_that_changes_in_another_process_stops_the_run(inputs: Inputs, tmp
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-m", "hybridflow.trainer.main_ppo", *small_run(inputs, tmp_path / "run", *keys)]
+    command = [
+        sys.executable,
+        "-m",
+        "hybridflow.trainer.main_ppo",
+        *small_run(inputs, tmp_path / "run", *keys),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     said = done.stdout + done.stderr
-    assert "exact mode, step 2: rollout rank 0 has generated with another model.layers.0.mlp.down_proj.weight" in said
+    assert (
+        "exact mode, step 2: rollout rank 0 has generated with another model.layers.0.mlp.down_proj.weight"
+        in said
+    )
     first = metrics_of(tmp_path / "run")
     assert sorted(first) == [1] and first[1]["training/rollout_log_probs_diff_max"] == 0.0

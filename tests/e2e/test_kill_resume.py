@@ -1,4 +1,6 @@
-"""A run killed with SIGKILL at any moment and started again gives, bit for bit, what one gives that was never stopped."""
+"""A run killed with SIGKILL at any moment and started again gives, bit for bit, what one gives that was never
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ SCRIPT = Path(__file__).parent / "kill_resume.py"
 def kill_and_resume(*arguments: str) -> list[str]:
     """Lines of the script, which forks its runs from a process of its own."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=550, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=550,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()

@@ -21,7 +21,8 @@ SMALL = (
     "data.train_batch_size=4",
     "data.gen_batch_size=null",
     "data.max_response_length=6",
-    "reward.function=random",  # scores that differ inside a group, so that each algorithm has something to learn
+    # scores that differ inside a group, so that each algorithm has something to learn
+    "reward.function=random",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.rollout.n=4",
     "trainer.total_training_steps=2",
@@ -35,7 +36,9 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, intermediate=48, heads=2, kv_heads=1)
+    return create_tiny_model(
+        tmp_path_factory.mktemp("model"), hidden=32, intermediate=48, heads=2, kv_heads=1
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,7 +54,12 @@ def test_two_steps(name: str, model: Path, tmp_path: Path) -> None:
         "prime": ["algorithm.filter_groups.metric=score"],
         "spin": ["data.max_response_length=48"],  # the data's own answers must fit
     }.get(name, [])
-    settings = [f"actor_rollout_ref.model.path='{model}'", f"trainer.default_local_dir='{tmp_path / 'run'}'", *SMALL, *own]
+    settings = [
+        f"actor_rollout_ref.model.path='{model}'",
+        f"trainer.default_local_dir='{tmp_path / 'run'}'",
+        *SMALL,
+        *own,
+    ]
     run(prepare_config(PPOConfig, settings, recipe=f"tiny/{name}").config)
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "actor/num_updates" in step]
@@ -59,7 +67,8 @@ def test_two_steps(name: str, model: Path, tmp_path: Path) -> None:
     for step in steps:
         assert step["actor/num_updates"] >= 1 and step["actor/num_skipped_steps"] == 0
         assert all(math.isfinite(value) for value in step.values() if isinstance(value, float))
-    if name != "on_policy_distillation":  # the teacher here is the student: nothing to learn at the first step
+    # the teacher here is the student: nothing to learn at the first step
+    if name != "on_policy_distillation":
         assert steps[0]["actor/grad_norm"] > 0
 
 
@@ -67,6 +76,7 @@ def _two_rewards(folder: Path) -> Path:
     path = folder / "two_rewards.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return {'score': float(len(solution_str)), 'acc': float(len(solution_str) % 2), 'format': float('=' in solution_str)}\n"
+        "    return {'score': float(len(solution_str)), 'acc': float(len(solution_str) % 2), 'format': "
+        "float('=' in solution_str)}\n"
     )
     return path

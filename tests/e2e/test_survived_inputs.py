@@ -38,29 +38,48 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
-@pytest.mark.parametrize(("code", "kind"), [pytest.param(*failure, id=name) for name, failure in FAILURES.items()])
+@pytest.mark.parametrize(
+    ("code", "kind"), [pytest.param(*failure, id=name) for name, failure in FAILURES.items()]
+)
 def test_failing_reward_is_counted(
     code: str, kind: str, on_error: str, inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    make = reward_with(ODD_ROWS_FAIL.format(code), f"reward.on_error={on_error}", "data.train_max_samples=4", "data.shuffle=false")
+    make = reward_with(
+        ODD_ROWS_FAIL.format(code),
+        f"reward.on_error={on_error}",
+        "data.train_max_samples=4",
+        "data.shuffle=false",
+    )
     assert main_ppo(small_run(inputs, tmp_path / "run", *make(inputs, tmp_path))) == 0
     warning = capfd.readouterr().err
     assert f"reward.on_error={on_error}" in warning and "failed on 4 of 8 rows" in warning
-    for line in metrics_of(tmp_path / "run").values():  # two of the four prompts have an odd index, each with two responses
+    # two of the four prompts have an odd index, each with two responses
+    for line in metrics_of(tmp_path / "run").values():
         assert line["reward/num_errors"] == line[f"reward/num_errors/{kind}"] == 4
-        assert line["critic/score/mean"] == pytest.approx(0.25 if on_error == "zero" else 0.5)  # dropped rows leave the batch
+        # dropped rows leave the batch
+        assert line["critic/score/mean"] == pytest.approx(0.25 if on_error == "zero" else 0.5)
 
 
 def test_hanging_reward_is_counted(inputs: Inputs, tmp_path: Path) -> None:
-    make = reward_with("if extra_info['index'] == 0: time.sleep(60)\n    return 1.0", *HANGING, "reward.on_error=zero")
+    make = reward_with(
+        "if extra_info['index'] == 0: time.sleep(60)\n    return 1.0", *HANGING, "reward.on_error=zero"
+    )
     assert main_ppo(small_run(inputs, tmp_path / "run", *TWO_ROWS, *make(inputs, tmp_path), steps=1)) == 0
     line = metrics_of(tmp_path / "run")[1]
     assert line["reward/num_timeouts"] == 1 and line["critic/score/mean"] == 0.5
 
 
 SURVIVED: list[Case] = [
-    ("no pad token", model_with(edit_json("tokenizer_config.json", pad_token=None)), ("no pad token", "<|im_end|>")),
-    ("odd key of verl", keys("trainer.use_legacy_worker_impl=auto"), ("trainer.use_legacy_worker_impl", "no effect")),
+    (
+        "no pad token",
+        model_with(edit_json("tokenizer_config.json", pad_token=None)),
+        ("no pad token", "<|im_end|>"),
+    ),
+    (
+        "odd key of verl",
+        keys("trainer.use_legacy_worker_impl=auto"),
+        ("trainer.use_legacy_worker_impl", "no effect"),
+    ),
     (
         "long prompts are filtered",
         data_with(
@@ -72,14 +91,22 @@ SURVIVED: list[Case] = [
     ),
     (
         "long prompts are cut",
-        data_with("a.jsonl", jsonl([*gsm8k_rows(6, split="train"), *rows_with(prompt=LONG)[:2]]), "data.truncation=left"),
+        data_with(
+            "a.jsonl",
+            jsonl([*gsm8k_rows(6, split="train"), *rows_with(prompt=LONG)[:2]]),
+            "data.truncation=left",
+        ),
         ("2 of 8 prompts", "data.truncation=left"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("make", "wanted"), [pytest.param(make, wanted, id=name) for name, make, wanted in SURVIVED])
-def test_survived_and_said(make: Make, wanted: Iterable[str], inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("make", "wanted"), [pytest.param(make, wanted, id=name) for name, make, wanted in SURVIVED]
+)
+def test_survived_and_said(
+    make: Make, wanted: Iterable[str], inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main_ppo(small_run(inputs, tmp_path / "run", *make(inputs, tmp_path), steps=1)) == 0
     written = capfd.readouterr().err
     assert [text for text in wanted if text not in written] == [], written
@@ -89,11 +116,26 @@ def test_survived_and_said(make: Make, wanted: Iterable[str], inputs: Inputs, tm
 def test_steps_that_are_not_finite_are_skipped_and_kept(inputs: Inputs, tmp_path: Path) -> None:
     """As long as they are few: weights stay as they were, the rows are written down, the run ends well."""
     make = estimator_of_nan(inputs, tmp_path)
-    assert main_ppo(small_run(inputs, tmp_path / "run", *make, "trainer.max_nonfinite_steps=9", "trainer.save_freq=2", steps=2)) == 0
+    assert (
+        main_ppo(
+            small_run(
+                inputs,
+                tmp_path / "run",
+                *make,
+                "trainer.max_nonfinite_steps=9",
+                "trainer.save_freq=2",
+                steps=2,
+            )
+        )
+        == 0
+    )
     assert [line["actor/num_skipped_steps"] for line in metrics_of(tmp_path / "run").values()] == [2, 2]
     dumped = DataProto.load_from_disk(tmp_path / "run" / "nonfinite" / "actor_after_update_0_1")
     assert len(dumped) == 4 and dumped.batch["advantages"].isnan().any()
-    policy, start = read_tensors(tmp_path / "run" / "global_step_2" / "actor", "model"), load_file(inputs.model / "model.safetensors")
+    policy, start = (
+        read_tensors(tmp_path / "run" / "global_step_2" / "actor", "model"),
+        load_file(inputs.model / "model.safetensors"),
+    )
     assert all(policy[f"hf.{name}"].equal(tensor) for name, tensor in start.items())
 
 
@@ -105,7 +147,8 @@ def test_resume_with_a_larger_batch_than_the_epoch_has_left(inputs: Inputs, tmp_
 
 def test_interrupted_by_the_user(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make = reward_with("import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+    # a shell's background jobs start with it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main_ppo(small_run(inputs, tmp_path / "run", *make(inputs, tmp_path))) == 130
     finally:

@@ -1,7 +1,8 @@
-"""What the end-to-end tests run on: a tiny model folder, parquet files in gsm8k's schema, a reward that varies, and the keys for them.
+"""What the end-to-end tests run on: a tiny model folder, parquet files in gsm8k's schema, a reward that
+varies, and the keys for them.
 
-Questions are short sums, written as rows of `openai/gsm8k`. A model of random weights cannot answer them, so where a test needs rewards
-that differ from row to row it takes `DIGIT_SHARE` in place of the data's own.
+Questions are short sums, written as rows of `openai/gsm8k`. A model of random weights cannot answer them, so
+where a test needs rewards that differ from row to row it takes `DIGIT_SHARE` in place of the data's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Ways to get a run wrong: each gives a function that makes the wrong thing in a folder and returns the overrides that use it."""
+"""Ways to get a run wrong: each gives a function that makes the wrong thing in a folder and returns the
+overrides that use it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 Make = Callable[[Inputs, Path], list[str]]
 Case = tuple[str, Make, tuple[str, ...]]
 """(name, what goes wrong, what the message must hold)"""
-ONE_MESSAGE = re.compile(r"^(?:Config|Data|Model|Reward|Rollout|Training|Checkpoint|Worker)Error: ", re.MULTILINE)
+ONE_MESSAGE = re.compile(
+    r"^(?:Config|Data|Model|Reward|Rollout|Training|Checkpoint|Worker)Error: ", re.MULTILINE
+)
 
 
 def keys(*overrides: str) -> Make:
@@ -56,7 +60,10 @@ def reward_with(code: str, *more: str) -> Make:
 
     def make(inputs: Inputs, tmp: Path) -> list[str]:
         path = tmp / "my_reward.py"
-        path.write_text(f"import time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    {code}\n")
+        path.write_text(
+            "import time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
+            f"{code}\n"
+        )
         return [f"reward.custom_reward_function.path={path}", *more]
 
     return make
@@ -74,7 +81,10 @@ def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
 
 
 def rows_without(*columns: str) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name not in columns} for row in gsm8k_rows(6, split="train")]
+    return [
+        {name: value for name, value in row.items() if name not in columns}
+        for row in gsm8k_rows(6, split="train")
+    ]
 
 
 def rows_with(**columns: Any) -> list[dict[str, Any]]:
@@ -98,7 +108,9 @@ def empty_parquet(path: Path) -> None:
 
 
 def bad_estimator(inputs: Inputs, tmp: Path) -> list[str]:
-    (tmp / "mine.py").write_text("def mine(token_level_rewards, response_mask, group_ids):\n    raise ValueError('no such luck')\n")
+    (tmp / "mine.py").write_text(
+        "def mine(token_level_rewards, response_mask, group_ids):\n    raise ValueError('no such luck')\n"
+    )
     return [f"algorithm.adv_estimator={tmp / 'mine.py'}:mine"]
 
 
@@ -118,7 +130,10 @@ def not_finite(folder: Path) -> None:
 
 
 def estimator_of_nan(inputs: Inputs, tmp: Path) -> list[str]:
-    (tmp / "mine.py").write_text("def mine(token_level_rewards, response_mask):\n    return (token_level_rewards * float('nan'),) * 2\n")
+    (tmp / "mine.py").write_text(
+        "def mine(token_level_rewards, response_mask):\n    return (token_level_rewards * float('nan'),) * "
+        "2\n"
+    )
     return [f"algorithm.adv_estimator={tmp / 'mine.py'}:mine"]
 
 
@@ -136,7 +151,9 @@ def other_seed(inputs: Inputs, tmp: Path) -> list[str]:
 def other_size(inputs: Inputs, tmp: Path) -> list[str]:
     """Resume, with another model, a run that has a checkpoint."""
     assert main_ppo(small_run(inputs, tmp / "run", "trainer.save_freq=1", steps=1)) == 0
-    return [f"actor_rollout_ref.model.path={create_tiny_model(tmp / 'other', hidden=16, layers=2, heads=2, kv_heads=1, intermediate=64)}"]
+    return [
+        f"actor_rollout_ref.model.path={create_tiny_model(tmp / 'other', hidden=16, layers=2, heads=2, kv_heads=1, intermediate=64)}"
+    ]
 
 
 def other_vocabulary(*more: str) -> Make:

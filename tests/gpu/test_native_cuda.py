@@ -12,13 +12,21 @@ from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def policy_of(dtype: torch.dtype = torch.float64) -> PolicyModel:
     """A random model on the device, always the same; in double precision rounding changes no greedy token."""
     torch.manual_seed(0)
-    config = Qwen2Config(**SIZES, vocab_size=512, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.2)
+    config = Qwen2Config(
+        **SIZES, vocab_size=512, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.2
+    )
     return PolicyModel(AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda").eval())
 
 
@@ -52,7 +60,9 @@ def test_greedy_tokens_are_those_without_graphs_after_an_optimizer_step_too() ->
     asked = requests(9, 150)
     before = tokens(recorded, asked)
     assert before == tokens(eager, asked) and eager.graphs is None
-    assert recorded.graphs is not None and recorded.graphs.problem is None and recorded.graphs.num_recorded > 2
+    assert (
+        recorded.graphs is not None and recorded.graphs.problem is None and recorded.graphs.num_recorded > 2
+    )
     assert tokens(recorded, asked) == before  # slots have their size now, and each bucket its graph
     known = recorded.graphs.num_recorded
     for engine in (recorded, eager):
@@ -64,7 +74,9 @@ def test_greedy_tokens_are_those_without_graphs_after_an_optimizer_step_too() ->
 
 
 def test_a_graph_for_each_bucket_of_rows_and_keys_and_no_more() -> None:
-    engine = NativeEngine(policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=4, cudagraph_capture_sizes=[4])
+    engine = NativeEngine(
+        policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=4, cudagraph_capture_sizes=[4]
+    )
     sampling = SamplingParams(max_tokens=180)
     asked = [GenerationRequest(row, (3 + row, 4, 5, 6), sampling, seed=row) for row in range(4)]
     for _ in range(2):  # slots grow in the first one, which drops the graphs that it began with
@@ -107,19 +119,28 @@ def test_weights_that_were_moved_are_recorded_anew() -> None:
 @pytest.mark.skipif(varlen_kernel() is None, reason="this torch has no attention that reads blocks")
 def test_rows_in_blocks_get_the_log_probs_of_rows_in_slots() -> None:
     asked = [
-        GenerationRequest(row, tuple(range(3, 200 + 40 * row)), SamplingParams(temperature=0.0, max_tokens=120), seed=row)
+        GenerationRequest(
+            row, tuple(range(3, 200 + 40 * row)), SamplingParams(temperature=0.0, max_tokens=120), seed=row
+        )
         for row in range(8)
     ]
     outputs = []
     for kind, eager in (("slots", False), ("paged", True), ("paged", False)):
-        engine = NativeEngine(policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=6, kv_cache=kind, enforce_eager=eager)  # type: ignore[arg-type]
+        engine = NativeEngine(
+            policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=6, kv_cache=kind, enforce_eager=eager
+        )  # type: ignore[arg-type]
         outputs.append({output.request_id: output for output in engine.generate(asked)})
         assert eager or (engine.graphs is not None and engine.graphs.problem is None)
     for other in outputs[1:]:
         for number, output in outputs[0].items():
             pairs = zip(output.token_ids, other[number].token_ids)
-            same = next((place for place, (first, second) in enumerate(pairs) if first != second), len(output.token_ids))
-            assert same > 0 and output.log_probs[:same] == pytest.approx(other[number].log_probs[:same], abs=0.1)
+            same = next(
+                (place for place, (first, second) in enumerate(pairs) if first != second),
+                len(output.token_ids),
+            )
+            assert same > 0 and output.log_probs[:same] == pytest.approx(
+                other[number].log_probs[:same], abs=0.1
+            )
 
 
 def test_a_model_that_cannot_be_recorded_is_decoded_without(monkeypatch: pytest.MonkeyPatch) -> None:

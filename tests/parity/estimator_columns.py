@@ -1,4 +1,6 @@
-"""Everything that any estimator may ask for, by name, on one ragged batch: what the bridge hands over, with junk outside the mask."""
+"""Everything that any estimator may ask for, by name, on one ragged batch: what the bridge hands over, with
+junk outside the mask.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ ALONE, EQUAL = (15,), (12, 13, 14)
 
 
 def every_column(seed: int, *, signed: bool = True) -> dict[str, Any]:
-    """Groups of 1 to 6 rows; row 0 empty, row 1 of one token, row 15 alone in its group, rows 12 to 14 equal in score and not in length,
-    rows 3 and 4 with scores of thousands. With `signed` false no score is below 0."""
+    """Groups of 1 to 6 rows; row 0 empty, row 1 of one token, row 15 alone in its group, rows 12 to 14 equal
+    in score and not in length, rows 3 and 4 with scores of thousands. With `signed` false no score is below
+    0.
+    """
     b, g = ragged(seed, ROWS, WIDTH), torch.Generator().manual_seed(1000 + seed)
 
     def randn(*shape: int) -> Tensor:
@@ -36,7 +40,9 @@ def every_column(seed: int, *, signed: bool = True) -> dict[str, Any]:
     log_probs = torch.where(mask, -randn(ROWS, WIDTH).abs(), junk)
     probability = log_probs.exp()
     share = torch.rand(ROWS, WIDTH, generator=g, dtype=torch.float64)
-    components = torch.stack([torch.where(mask, rewards, 0.0).sum(-1), (randn(ROWS) > 0).double(), randn(ROWS) * 50], dim=-1)
+    components = torch.stack(
+        [torch.where(mask, rewards, 0.0).sum(-1), (randn(ROWS) > 0).double(), randn(ROWS) * 50], dim=-1
+    )
     components[12:15] = torch.tensor([0.1, 1.0, -3.0])
     components[~mask.any(-1)] = torch.nan
     learn = (torch.rand(ROWS, WIDTH, generator=g) < 0.8) & mask

@@ -1,4 +1,6 @@
-"""Every policy loss with parameters to prove it at, on batches with far log-ratios; what a loss reads beside log-probs is at hand here."""
+"""Every policy loss with parameters to prove it at, on batches with far log-ratios; what a loss reads beside
+log-probs is at hand here.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"dpo_loss": "ipo", "dpo_beta": 0.3, "dpo_label_smoothing": 0.0}),
 ]
 NAMES = [f"{name}-{number}" for number, (name, _) in enumerate(CASES)]
-SELECTION = {"clip_low": 0.2, "clip_high": 0.28, "clip_cov_ratio": 0.15, "clip_cov_lb": 0.05, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.15}
+SELECTION = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "clip_cov_ratio": 0.15,
+    "clip_cov_lb": 0.05,
+    "clip_cov_ub": 5.0,
+    "kl_cov_ratio": 0.15,
+}
 
 
 def far(seed: int) -> Ragged:
-    """A ragged batch in which two whole rows and one token have log-ratios of ±50, and one row stays where it was."""
+    """A ragged batch in which two whole rows and one token have log-ratios of ±50, and one row stays where it
+    was.
+    """
     b = ragged(seed)
     x = b.log_prob.clone()
     for row, moved in ((3, 50.0), (4, -50.0), (5, 0.0)):
@@ -82,7 +93,9 @@ def floats(b: Ragged, of_batch: dict[str, Tensor]) -> Floats:
 
 def reference_of(name: str) -> Callable[..., TokenLoss]:
     """The slow reference of a loss; two of them have two names."""
-    found: Callable[..., TokenLoss] = getattr(reference, {"gmpo": "geo_mean", "gpg": "reinforce"}.get(name, name))
+    found: Callable[..., TokenLoss] = getattr(
+        reference, {"gmpo": "geo_mean", "gpg": "reinforce"}.get(name, name)
+    )
     return found
 
 
@@ -93,7 +106,9 @@ def with_gradient(x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, 
     return value.detach(), gradient
 
 
-def same_value_and_gradient(x: Tensor, found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor]) -> None:
+def same_value_and_gradient(
+    x: Tensor, found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor]
+) -> None:
     for a, b in zip(with_gradient(x, found), with_gradient(x, expected), strict=True):
         torch.testing.assert_close(a, b, **EXACT)
 

@@ -28,7 +28,9 @@ class Ragged:
 
 
 def ragged(seed: int, rows: int = 7, width: int = 6, *, junk: bool = True) -> Ragged:
-    """Rows with holes in the middle, row 0 empty, row 1 with one token, groups of several sizes, extreme log-ratios."""
+    """Rows with holes in the middle, row 0 empty, row 1 with one token, groups of several sizes, extreme
+    log-ratios.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def randn(scale: float = 1.0) -> Tensor:
@@ -41,7 +43,8 @@ def ragged(seed: int, rows: int = 7, width: int = 6, *, junk: bool = True) -> Ra
     mask[2] = torch.tensor([True, True, False, False, True, True])[:width]
     old = -randn().abs()
     ratio = randn(0.3)
-    ratio[2, 0], ratio[2, 1], ratio[2, 4] = 45.0, -45.0, 2.0  # beyond the clamp on both sides, and beyond the dual clip
+    # beyond the clamp on both sides, and beyond the dual clip
+    ratio[2, 0], ratio[2, 1], ratio[2, 4] = 45.0, -45.0, 2.0
     tensors = {
         "log_prob": old + ratio,
         "old_log_prob": old,

@@ -1,6 +1,8 @@
-"""Slow references of the estimators in float64: the formulas of the papers as plain loops over Python floats, apart from the library.
+"""Slow references of the estimators in float64: the formulas of the papers as plain loops over Python floats,
+apart from the library.
 
-Tables are lists of rows; a row counts in its group where its mask has a true entry. Every function gives a table of advantages.
+Tables are lists of rows; a row counts in its group where its mask has a true entry. Every function gives a
+table of advantages.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ Groups = list[int]
 
 
 def scores_of(rewards: Rows, mask: Mask) -> list[float]:
-    return [math.fsum(r for r, m in zip(rs, ms, strict=True) if m) for rs, ms in zip(rewards, mask, strict=True)]
+    return [
+        math.fsum(r for r, m in zip(rs, ms, strict=True) if m) for rs, ms in zip(rewards, mask, strict=True)
+    ]
 
 
 def members(i: int, mask: Mask, groups: Groups) -> list[int]:
@@ -61,7 +65,10 @@ def grpo_passk(rewards: Rows, mask: Mask, groups: Groups, norm_by_std: bool) -> 
 def gdpo(components: Rows, mask: Mask, groups: Groups, weights: list[float], loss_mask: Mask) -> Rows:
     keys = range(len(weights))
     columns = [[row[k] for row in components] for k in keys]
-    total = [math.fsum(weights[k] * normalised(i, columns[k], mask, groups) for k in keys) for i in range(len(mask))]
+    total = [
+        math.fsum(weights[k] * normalised(i, columns[k], mask, groups) for k in keys)
+        for i in range(len(mask))
+    ]
     learned = [i for i in range(len(mask)) if any(loss_mask[i])]
     if not learned:
         return spread([0.0] * len(mask), loss_mask)
@@ -96,7 +103,9 @@ def reinforce_plus_plus_baseline(rewards: Rows, mask: Mask, groups: Groups, loss
         values = [scores[j] for j in members(i, mask, groups)]
         centred.append(0.0 if says_nothing(i, scores, mask, groups) else scores[i] - mean_of(values))
     whitened = whiten(spread(centred, mask), loss_mask)
-    return [[0.0] * len(row) if says_nothing(i, scores, mask, groups) else row for i, row in enumerate(whitened)]
+    return [
+        [0.0] * len(row) if says_nothing(i, scores, mask, groups) else row for i, row in enumerate(whitened)
+    ]
 
 
 def remax(rewards: Rows, mask: Mask, baselines: list[float]) -> Rows:
@@ -176,7 +185,9 @@ def tir_optimal_token_baseline(
         return [[row[t] for t in ts] + [0.0] * (width - len(ts)) for row, ts in zip(rows, steps, strict=True)]
 
     compact = [[k < len(ts) for k in range(width)] for ts in steps]
-    found = optimal_token_baseline(cut(rewards), compact, groups, cut(log_probs), cut(squares), cut(weights) if weights else None)
+    found = optimal_token_baseline(
+        cut(rewards), compact, groups, cut(log_probs), cut(squares), cut(weights) if weights else None
+    )
     back = []
     for rows in found:
         full = [[0.0] * width for _ in mask]
@@ -188,11 +199,20 @@ def tir_optimal_token_baseline(
 
 
 def prime(
-    q: Rows, rewards: Rows, mask: Mask, groups: Groups, process_coef: float, outcome_coef: float, loss_mask: Mask
+    q: Rows,
+    rewards: Rows,
+    mask: Mask,
+    groups: Groups,
+    process_coef: float,
+    outcome_coef: float,
+    loss_mask: Mask,
 ) -> tuple[Rows, Rows]:
     """Advantages and returns."""
     outcome = rloo(rewards, mask, groups)
-    means = [mean_of([v for v, m in zip(qs, ms, strict=True) if m] or [0.0]) for qs, ms in zip(q, mask, strict=True)]
+    means = [
+        mean_of([v for v, m in zip(qs, ms, strict=True) if m] or [0.0])
+        for qs, ms in zip(q, mask, strict=True)
+    ]
     weighted = [[0.0] * len(row) for row in mask]
     for i, ms in enumerate(mask):
         group = members(i, mask, groups)
@@ -201,10 +221,14 @@ def prime(
             continue
         for t in steps:
             process = n / (n - 1) * q[i][t] - math.fsum(means[j] / (n - 1) for j in group)
-            weighted[i][t] = process_coef * process + (outcome_coef * outcome[i][t] if t == steps[-1] else 0.0)
+            weighted[i][t] = process_coef * process + (
+                outcome_coef * outcome[i][t] if t == steps[-1] else 0.0
+            )
     returns = to_go(weighted, mask, 1.0)
     whitened = whiten(returns, loss_mask)
-    return [row if len(members(i, mask, groups)) > 1 else [0.0] * len(row) for i, row in enumerate(whitened)], returns
+    return [
+        row if len(members(i, mask, groups)) > 1 else [0.0] * len(row) for i, row in enumerate(whitened)
+    ], returns
 
 
 def sppo(rewards: Rows, mask: Mask, groups: Groups, eta: float, beta: float) -> Rows:
@@ -212,7 +236,10 @@ def sppo(rewards: Rows, mask: Mask, groups: Groups, eta: float, beta: float) -> 
     for i in range(len(mask)):
         a = 0.0
         if not says_nothing(i, scores, mask, groups):
-            a = eta * (scores[i] - math.log(mean_of([math.exp(beta * scores[j]) for j in members(i, mask, groups)])) / beta)
+            a = eta * (
+                scores[i]
+                - math.log(mean_of([math.exp(beta * scores[j]) for j in members(i, mask, groups)])) / beta
+            )
         out.append(a)
     return spread(out, mask)
 
@@ -239,4 +266,7 @@ def spin(mask: Mask, shown: list[bool], groups: Groups) -> Rows:
 
 
 def on_policy_distillation(student: Rows, teacher: Rows, mask: Mask) -> Rows:
-    return [[b - a if m else 0.0 for a, b, m in zip(*rows, strict=True)] for rows in zip(student, teacher, mask, strict=True)]
+    return [
+        [b - a if m else 0.0 for a, b, m in zip(*rows, strict=True)]
+        for rows in zip(student, teacher, mask, strict=True)
+    ]

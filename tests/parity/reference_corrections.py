@@ -1,4 +1,6 @@
-"""Slow references for rollout correction, preference losses and process rewards: plain loops over Python floats, written apart."""
+"""Slow references for rollout correction, preference losses and process rewards: plain loops over Python
+floats, written apart.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ def clip(x: float, bound: float = 20.0) -> float:
 
 def ratios_of_rows(old: Rows, rollout: Rows, mask: Mask) -> Rows:
     """π_old/π_rollout of each row's own tokens, nothing else in the list."""
-    return [[math.exp(clip(o - r)) for o, r, m in zip(os, rs, ms, strict=True) if m] for os, rs, ms in zip(old, rollout, mask, strict=True)]
+    return [
+        [math.exp(clip(o - r)) for o, r, m in zip(os, rs, ms, strict=True) if m]
+        for os, rs, ms in zip(old, rollout, mask, strict=True)
+    ]
 
 
 def product(row: list[float]) -> float:
@@ -34,7 +39,9 @@ def weight(ratio: float, low: float | None, high: float) -> float:
     return ratio if low <= ratio <= high else 0.0
 
 
-def weights(old: Rows, rollout: Rows, mask: Mask, level: str, low: float | None, high: float, normalise: bool) -> Rows:
+def weights(
+    old: Rows, rollout: Rows, mask: Mask, level: str, low: float | None, high: float, normalise: bool
+) -> Rows:
     rows = ratios_of_rows(old, rollout, mask)
     if level == "token":
         found = [[weight(r, low, high) for r in row] for row in rows]
@@ -64,7 +71,9 @@ def joined(values: list[float], kind: str, over: str) -> float:
     return math.fsum(values) if over == "seq_sum" else math.fsum(values) / len(values)
 
 
-def keep(old: Rows, rollout: Rows, mask: Mask, rules: list[tuple[str, str, float, float]]) -> list[list[bool]]:
+def keep(
+    old: Rows, rollout: Rows, mask: Mask, rules: list[tuple[str, str, float, float]]
+) -> list[list[bool]]:
     """rules: (over, k, low, high), where bounds of k1 are ratios."""
     out = []
     for row, ms in zip(ratios_of_rows(old, rollout, mask), mask, strict=True):
@@ -84,7 +93,14 @@ def mean(values: list[float]) -> float:
 
 
 def metrics(
-    old: Rows, rollout: Rows, mask: Mask, applied: Rows | None, kept: Mask | None, level: str, low: float, high: float
+    old: Rows,
+    rollout: Rows,
+    mask: Mask,
+    applied: Rows | None,
+    kept: Mask | None,
+    level: str,
+    low: float,
+    high: float,
 ) -> dict[str, float]:
     rows = [row for row in ratios_of_rows(old, rollout, mask) if row]
     tokens = [r for row in rows for r in row]
@@ -109,7 +125,9 @@ def metrics(
         "log_ppl_diff": mean([s - t for s, t in zip(sampled, trained, strict=True)]),
         "ppl_ratio": mean([math.exp(-t) / math.exp(-s) for s, t in zip(sampled, trained, strict=True)]),
         "rollout_is_mean": mean(w),
-        "rollout_is_std": math.sqrt(math.fsum((x - mean(w)) ** 2 for x in w) / (len(w) - 1)) if len(w) > 1 else 0.0,
+        "rollout_is_std": math.sqrt(math.fsum((x - mean(w)) ** 2 for x in w) / (len(w) - 1))
+        if len(w) > 1
+        else 0.0,
         "rollout_is_min": min(w, default=0.0),
         "rollout_is_max": max(w, default=0.0),
         "rollout_is_eff_sample_size": math.fsum(w) ** 2 / (len(w) * square) if square else 0.0,
@@ -145,14 +163,18 @@ def ipo(chosen: float, rejected: float, beta: float) -> Pair:
     return gap**2, 2 * gap, -2 * gap
 
 
-def kto(delta: float, good: bool, z: float, beta: float, weight_good: float, weight_bad: float) -> tuple[float, float]:
+def kto(
+    delta: float, good: bool, z: float, beta: float, weight_good: float, weight_bad: float
+) -> tuple[float, float]:
     side = 1 if good else -1
     factor = weight_good if good else weight_bad
     value = sigmoid(side * beta * (delta - z))
     return factor * (1 - value), -factor * side * beta * value * sigmoid(-side * beta * (delta - z))
 
 
-def simpo(chosen: float, rejected: float, len_chosen: int, len_rejected: int, beta: float, margin: float) -> Pair:
+def simpo(
+    chosen: float, rejected: float, len_chosen: int, len_rejected: int, beta: float, margin: float
+) -> Pair:
     h = beta * chosen / len_chosen - beta * rejected / len_rejected - margin
     return minus_log_sigmoid(h), -beta * sigmoid(-h) / len_chosen, beta * sigmoid(-h) / len_rejected
 
@@ -161,7 +183,11 @@ def orpo(chosen: float, rejected: float, len_chosen: int, len_rejected: int, fac
     p, q = math.exp(chosen / len_chosen), math.exp(rejected / len_rejected)
     odds = math.log(p) - math.log(1 - p) - math.log(q) + math.log(1 - q)
     push = factor * sigmoid(-odds)
-    return -chosen / len_chosen + factor * minus_log_sigmoid(odds), (-1 - push / (1 - p)) / len_chosen, push / (1 - q) / len_rejected
+    return (
+        -chosen / len_chosen + factor * minus_log_sigmoid(odds),
+        (-1 - push / (1 - p)) / len_chosen,
+        push / (1 - q) / len_rejected,
+    )
 
 
 def bradley_terry(chosen: float, rejected: float, margin: float) -> Pair:
@@ -180,7 +206,9 @@ def implicit_rewards(log_prob: Rows, ref: Rows, mask: Mask, beta: float, whole: 
     return out
 
 
-def process_reward_loss(log_prob: Rows, ref: Rows, mask: Mask, outcome: list[float], beta: float) -> tuple[float, Rows, float, float]:
+def process_reward_loss(
+    log_prob: Rows, ref: Rows, mask: Mask, outcome: list[float], beta: float
+) -> tuple[float, Rows, float, float]:
     """Loss, its slope in every log-prob, accuracy, mean probability."""
     rows = [i for i, ms in enumerate(mask) if any(ms)]
     slopes = [[0.0] * len(ms) for ms in mask]

@@ -1,7 +1,9 @@
-"""Slow references of the policy losses: the papers' formulas token by token, by cases instead of by max, min and stopped gradients.
+"""Slow references of the policy losses: the papers' formulas token by token, by cases instead of by max, min
+and stopped gradients.
 
-Each takes log-probs x [B, R] (a float64 tensor, so that gradients can be asked for) and a batch of plain floats, and gives a function
-(row, token) -> loss of that token; only tokens of the mask are asked for. What the formula holds fixed is a Python float.
+Each takes log-probs x [B, R] (a float64 tensor, so that gradients can be asked for) and a batch of plain
+floats, and gives a function (row, token) -> loss of that token; only tokens of the mask are asked for. What
+the formula holds fixed is a Python float.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ class Floats:
 def log_ratio(x: Tensor, old: float) -> Tensor:
     """clamp(x − old, ±20): beyond the bounds a number without a gradient."""
     d = x - old
-    return d if abs(d.item()) <= 20 else torch.tensor(math.copysign(20.0, d.item()), dtype=torch.float64) + 0.0 * x
+    return (
+        d
+        if abs(d.item()) <= 20
+        else torch.tensor(math.copysign(20.0, d.item()), dtype=torch.float64) + 0.0 * x
+    )
 
 
 def total(terms: list[Tensor]) -> Tensor:
@@ -123,12 +129,16 @@ def covariances(x: Tensor, b: Floats) -> dict[tuple[int, int], float]:
     return {(i, t): (b.a[i][t] - mean_a) * (x[i, t].item() - mean_x) for i, t in tokens}
 
 
-def clip_cov_candidates(x: Tensor, b: Floats, clip_low: float, clip_high: float, lb: float, ub: float) -> set[tuple[int, int]]:
+def clip_cov_candidates(
+    x: Tensor, b: Floats, clip_low: float, clip_high: float, lb: float, ub: float
+) -> set[tuple[int, int]]:
     def clipped_already(i: int, t: int) -> bool:
         ratio, a = math.exp(log_ratio(x[i, t], b.old[i][t]).item()), b.a[i][t]
         return (a > 0 and ratio > 1 + clip_high) or (a < 0 and ratio < 1 - clip_low)
 
-    return {place for place, cov in covariances(x, b).items() if lb < cov < ub and not clipped_already(*place)}
+    return {
+        place for place, cov in covariances(x, b).items() if lb < cov < ub and not clipped_already(*place)
+    }
 
 
 def dppo_tv(x: Tensor, b: Floats, clip_low: float, clip_high: float, clip_c: float | None) -> TokenLoss:
@@ -152,7 +162,9 @@ def dppo_kl(x: Tensor, b: Floats, clip_low: float, clip_high: float, clip_c: flo
     return _dppo(x, b, clip_c, outside)
 
 
-def _dppo(x: Tensor, b: Floats, clip_c: float | None, outside: Callable[[float, float, float], bool]) -> TokenLoss:
+def _dppo(
+    x: Tensor, b: Floats, clip_c: float | None, outside: Callable[[float, float, float], bool]
+) -> TokenLoss:
     def token(i: int, t: int) -> Tensor:
         a, ratio = b.a[i][t], math.exp(log_ratio(x[i, t], b.old[i][t]).item())
         if outside(math.exp(x[i, t].item()), math.exp(b.old[i][t]), a):

@@ -1,6 +1,8 @@
-"""Slow references in float64: the formulas of the papers as plain loops over Python floats, written apart from the library.
+"""Slow references in float64: the formulas of the papers as plain loops over Python floats, written apart
+from the library.
 
-Only log-probs and values are torch scalars, so that gradients can be asked for; a mask is a list of lists of bools.
+Only log-probs and values are torch scalars, so that gradients can be asked for; a mask is a list of lists of
+bools.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ def whiten(x: Rows, mask: Mask) -> Rows:
         return [[0.0] * len(xs) for xs in x]
     mean = math.fsum(kept) / len(kept)
     var = math.fsum((v - mean) ** 2 for v in kept) / (len(kept) - 1) if len(kept) > 1 else 0.0
-    return [[(v - mean) / math.sqrt(var + 1e-8) if m else 0.0 for v, m in zip(xs, ms, strict=True)] for xs, ms in zip(x, mask, strict=True)]
+    return [
+        [(v - mean) / math.sqrt(var + 1e-8) if m else 0.0 for v, m in zip(xs, ms, strict=True)]
+        for xs, ms in zip(x, mask, strict=True)
+    ]
 
 
 def gae(rewards: Rows, values: Rows, mask: Mask, gamma: float, lam: float) -> tuple[Rows, Rows]:
@@ -39,7 +44,9 @@ def gae(rewards: Rows, values: Rows, mask: Mask, gamma: float, lam: float) -> tu
 
 
 def grpo(rewards: Rows, mask: Mask, groups: list[int], norm_by_std: bool) -> Rows:
-    scores = [math.fsum(r for r, m in zip(rs, ms, strict=True) if m) for rs, ms in zip(rewards, mask, strict=True)]
+    scores = [
+        math.fsum(r for r, m in zip(rs, ms, strict=True) if m) for rs, ms in zip(rewards, mask, strict=True)
+    ]
     out = []
     for i, ms in enumerate(mask):
         members = [scores[j] for j in range(len(scores)) if groups[j] == groups[i] and any(mask[j])]
@@ -74,7 +81,9 @@ def aggregate(token: Callable[[int, int], Tensor], mask: Mask, mode: str, factor
     return sum(sums, zero) / (num_rows * factor)
 
 
-def ppo_token(x: Tensor, old: float, a: float, low: float, high: float, c: float | None, weight: float) -> Tensor:
+def ppo_token(
+    x: Tensor, old: float, a: float, low: float, high: float, c: float | None, weight: float
+) -> Tensor:
     """One token of PPO, by cases on the ratio instead of by max and min."""
     d = x - old
     if abs(d.item()) > 20.0:

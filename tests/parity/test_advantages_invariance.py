@@ -1,4 +1,6 @@
-"""What must not change an advantage: row order, padding, junk outside the mask, a split into whole groups, a shift or scale of scores."""
+"""What must not change an advantage: row order, padding, junk outside the mask, a split into whole groups, a
+shift or scale of scores.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,12 @@ def test_the_order_of_rows_does_not_matter(name: str, seed: int, order: list[int
 
 @each
 @FEW
-@given(SEED, st.integers(0, 3), st.integers(0, 3), st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30]))
+@given(
+    SEED,
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30]),
+)
 def test_padding_does_not_matter(name: str, seed: int, left: int, right: int, fill: float) -> None:
     columns = columns_of(name, seed)
     plain, wider = estimate(name, columns), estimate(name, padded(columns, left, right, fill))
@@ -88,7 +95,9 @@ def test_what_stands_outside_the_mask_does_not_matter(name: str, seed: int) -> N
     columns = columns_of(name, seed)
     mask = columns["response_mask"]
     clean = {
-        key: torch.where(mask, x, 0.0) if isinstance(x, Tensor) and x.shape == mask.shape and x.dtype == torch.float64 else x
+        key: torch.where(mask, x, 0.0)
+        if isinstance(x, Tensor) and x.shape == mask.shape and x.dtype == torch.float64
+        else x
         for key, x in columns.items()
     }
     clean["reward_components"] = columns["reward_components"].nan_to_num(0.0)
@@ -149,7 +158,18 @@ SCALE = st.floats(0.1, 10)
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "prime", "sppo", "online_dpo"]
+    "name",
+    [
+        "grpo",
+        "grpo_passk",
+        "rloo",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "prime",
+        "sppo",
+        "online_dpo",
+    ],
 )
 @FEW
 @given(SEED, SHIFT)
@@ -169,15 +189,30 @@ def test_remax_moves_with_its_baseline(seed: int, shift: float) -> None:
 
 @FEW
 @given(SEED, st.tuples(SHIFT, SHIFT, SHIFT), st.tuples(SCALE, SCALE, SCALE))
-def test_gdpo_knows_no_unit_of_a_reward(seed: int, shifts: tuple[float, ...], scales: tuple[float, ...]) -> None:
+def test_gdpo_knows_no_unit_of_a_reward(
+    seed: int, shifts: tuple[float, ...], scales: tuple[float, ...]
+) -> None:
     columns = every_column(seed)
-    other = columns["reward_components"] * torch.tensor(scales, dtype=torch.float64) + torch.tensor(shifts, dtype=torch.float64)
+    other = columns["reward_components"] * torch.tensor(scales, dtype=torch.float64) + torch.tensor(
+        shifts, dtype=torch.float64
+    )
     found = estimate("gdpo", columns | {"reward_components": other}).advantages
-    torch.testing.assert_close(found, estimate("gdpo", columns).advantages, rtol=1e-3, atol=1e-4)  # but for the 1e-6 beside σ
+    # but for the 1e-6 beside σ
+    torch.testing.assert_close(found, estimate("gdpo", columns).advantages, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"]
+    "name",
+    [
+        "grpo",
+        "grpo_passk",
+        "rloo",
+        "opo",
+        "gpg",
+        "remax",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    ],
 )
 @FEW
 @given(SEED, SCALE)
@@ -188,7 +223,17 @@ def test_advantages_are_in_units_of_the_score(name: str, seed: int, scale: float
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "grpo_passk", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "prime", "max_rl", "online_dpo"]
+    "name",
+    [
+        "grpo",
+        "grpo_passk",
+        "gae",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "prime",
+        "max_rl",
+        "online_dpo",
+    ],
 )
 @FEW
 @given(SEED, SCALE)
@@ -198,7 +243,8 @@ def test_a_scale_of_all_scores_does_not_matter(name: str, seed: int, scale: floa
     for column in ("values", "process_rewards"):
         scaled[column] = columns[column] * scale
     found, expected = estimate(name, scaled).advantages, estimate(name, columns).advantages
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)  # but for the 1e-6 and 1e-8 beside deviations
+    # but for the 1e-6 and 1e-8 beside deviations
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @FEW

@@ -13,7 +13,14 @@ from estimator_columns import every_column
 from ragged_batches import SEEDS, Ragged, ragged
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, Advantages, gae, gdpo, prime, reinforce_plus_plus_baseline
+from hybridflow.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    Advantages,
+    gae,
+    gdpo,
+    prime,
+    reinforce_plus_plus_baseline,
+)
 from hybridflow.algorithms.masked import masked_whiten
 
 Columns = dict[str, Any]
@@ -40,17 +47,23 @@ BY_ROW: dict[str, Callable[[Columns], reference.Rows]] = {
     "grpo": lambda c: reference.grpo(*lists(c, *GROUPED), c["norm_by_std"]),
     "grpo_passk": lambda c: slow.grpo_passk(*lists(c, *GROUPED), c["norm_by_std"]),
     "gdpo": lambda c: slow.gdpo(
-        *lists(c, "reward_components", "response_mask", "group_ids"), c["gdpo_reward_weights"], c["loss_mask"].tolist()
+        *lists(c, "reward_components", "response_mask", "group_ids"),
+        c["gdpo_reward_weights"],
+        c["loss_mask"].tolist(),
     ),
     "rloo": lambda c: slow.rloo(*lists(c, *GROUPED)),
-    "reinforce_plus_plus_baseline": lambda c: slow.reinforce_plus_plus_baseline(*lists(c, *GROUPED, "loss_mask")),
+    "reinforce_plus_plus_baseline": lambda c: slow.reinforce_plus_plus_baseline(
+        *lists(c, *GROUPED, "loss_mask")
+    ),
     "opo": lambda c: slow.opo(*lists(c, *GROUPED)),
     "gpg": lambda c: slow.gpg(*lists(c, *GROUPED)),
     "max_rl": lambda c: slow.max_rl(*lists(c, *GROUPED)),
     "sppo": lambda c: slow.sppo(*lists(c, *GROUPED), c["sppo_eta"], c["sppo_beta"]),
     "online_dpo": lambda c: slow.online_dpo(*lists(c, *GROUPED, "row_id")),
     "spin": lambda c: slow.spin(*lists(c, "response_mask", "is_demonstration", "group_ids")),
-    "on_policy_distillation": lambda c: slow.on_policy_distillation(*lists(c, "old_log_probs", "teacher_log_probs", "response_mask")),
+    "on_policy_distillation": lambda c: slow.on_policy_distillation(
+        *lists(c, "old_log_probs", "teacher_log_probs", "response_mask")
+    ),
 }
 
 # estimator -> its reference's advantages and returns
@@ -59,9 +72,15 @@ BY_TOKEN: dict[str, Callable[[Columns], tuple[reference.Rows, reference.Rows]]] 
         slow.remax(*lists(c, "token_level_rewards", "response_mask", "reward_baselines")),
         slow.to_go(*lists(c, "token_level_rewards", "response_mask"), 1.0),
     ),
-    "optimal_token_baseline": lambda c: slow.optimal_token_baseline(*lists(c, *BASELINE, "rollout_is_weights")),
-    "tir_optimal_token_baseline": lambda c: slow.tir_optimal_token_baseline(*lists(c, *BASELINE, "rollout_is_weights")),
-    "prime": lambda c: slow.prime(*lists(c, "process_rewards", *GROUPED), c["process_coef"], c["outcome_coef"], c["loss_mask"].tolist()),
+    "optimal_token_baseline": lambda c: slow.optimal_token_baseline(
+        *lists(c, *BASELINE, "rollout_is_weights")
+    ),
+    "tir_optimal_token_baseline": lambda c: slow.tir_optimal_token_baseline(
+        *lists(c, *BASELINE, "rollout_is_weights")
+    ),
+    "prime": lambda c: slow.prime(
+        *lists(c, "process_rewards", *GROUPED), c["process_coef"], c["outcome_coef"], c["loss_mask"].tolist()
+    ),
 }
 
 
@@ -72,10 +91,14 @@ def test_every_estimator_has_a_reference() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", BY_ROW)
 def test_one_advantage_a_row(name: str, seed: int) -> None:
-    for change in ({}, {"norm_by_std": False, "sppo_eta": 0.3, "sppo_beta": 0.1, "gdpo_reward_weights": [0.2, -1.5, 3.0]}):
+    for change in (
+        {},
+        {"norm_by_std": False, "sppo_eta": 0.3, "sppo_beta": 0.1, "gdpo_reward_weights": [0.2, -1.5, 3.0]},
+    ):
         columns = every_column(seed, signed=name != "max_rl") | change
         out = estimate(name, columns)
-        close(out.advantages.double() if name == "spin" else out.advantages, BY_ROW[name](columns))  # spin is given no float
+        # spin is given no float
+        close(out.advantages.double() if name == "spin" else out.advantages, BY_ROW[name](columns))
         assert torch.equal(out.returns, out.advantages) and out.returns is not out.advantages
         assert bool(out.advantages.any())  # the batch says something to each of them
 
@@ -106,7 +129,14 @@ def test_whitening_without_a_loss_mask_is_over_the_sampled_tokens(seed: int) -> 
     close(out.advantages, slow.reinforce_plus_plus_baseline(rewards, mask, groups, mask))
     out = gdpo(c["reward_components"], c["response_mask"], c["group_ids"])
     close(out.advantages, slow.gdpo(c["reward_components"].tolist(), mask, groups, [1.0, 1.0, 1.0], mask))
-    out = prime(c["process_rewards"], c["token_level_rewards"], c["response_mask"], c["group_ids"], process_coef=5.0, outcome_coef=5.0)
+    out = prime(
+        c["process_rewards"],
+        c["token_level_rewards"],
+        c["response_mask"],
+        c["group_ids"],
+        process_coef=5.0,
+        outcome_coef=5.0,
+    )
     close(out.advantages, slow.prime(c["process_rewards"].tolist(), rewards, mask, groups, 5.0, 5.0, mask)[0])
 
 
@@ -116,7 +146,10 @@ def test_reinforce_plus_plus(seed: int, gamma: float) -> None:
     columns = every_column(seed) | {"gamma": gamma}
     returns = slow.to_go(*lists(columns, "token_level_rewards", "response_mask"), gamma)
     for mask in ("loss_mask", "response_mask"):
-        out = estimate("reinforce_plus_plus", columns if mask == "loss_mask" else {k: v for k, v in columns.items() if k != "loss_mask"})
+        out = estimate(
+            "reinforce_plus_plus",
+            columns if mask == "loss_mask" else {k: v for k, v in columns.items() if k != "loss_mask"},
+        )
         close(out.returns, returns)
         close(out.advantages, reference.whiten(returns, columns[mask].tolist()))
 

@@ -24,7 +24,10 @@ def test_estimators(seed: int, kind: str) -> None:
     value, slope = torch.zeros_like(found), torch.zeros_like(found)
     for i, t in b.mask.nonzero().tolist():
         pair = float(b.log_prob[i, t]), float(b.ref_log_prob[i, t])
-        value[i, t], slope[i, t] = reference.kl_value(*pair, kind.removesuffix("+")), reference.kl_slope(*pair, kind)
+        value[i, t], slope[i, t] = (
+            reference.kl_value(*pair, kind.removesuffix("+")),
+            reference.kl_slope(*pair, kind),
+        )
     torch.testing.assert_close(found.detach(), value, **EXACT)
     torch.testing.assert_close(gradient, slope, **EXACT)
 
@@ -49,7 +52,9 @@ def test_full_kl_gradient_by_finite_differences() -> None:
 
 
 def test_the_mean_of_each_estimator_is_the_full_kl() -> None:
-    """Averaged over the policy's own tokens, k1 and k3 are unbiased: sums over a vocabulary instead of samples."""
+    """Averaged over the policy's own tokens, k1 and k3 are unbiased: sums over a vocabulary instead of
+    samples.
+    """
     g = torch.Generator().manual_seed(9)
     logits, other = (torch.randn(1, 7, generator=g, dtype=torch.float64) for _ in range(2))
     log_p, log_q = logits.log_softmax(-1), other.log_softmax(-1)
@@ -60,4 +65,6 @@ def test_the_mean_of_each_estimator_is_the_full_kl() -> None:
     leaf = logits.clone().requires_grad_()
     estimate = (log_p.exp() * kl_estimate(leaf.log_softmax(-1), log_q, "k3+")).sum()
     full = full_kl(leaf, other).sum()
-    torch.testing.assert_close(torch.autograd.grad(estimate, leaf)[0], torch.autograd.grad(full, leaf)[0], **EXACT)
+    torch.testing.assert_close(
+        torch.autograd.grad(estimate, leaf)[0], torch.autograd.grad(full, leaf)[0], **EXACT
+    )

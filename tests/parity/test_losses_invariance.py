@@ -24,7 +24,9 @@ Found = tuple[Tensor, Tensor, dict[str, tuple[float, float]]]
 Loss = Callable[[Tensor, Sequence[int]], LossOutput]
 
 
-def loss_of(name: str, b: Ragged, mode: str, positive: Tensor = POSITIVE, chosen: dict[str, Tensor] | None = None) -> Loss:
+def loss_of(
+    name: str, b: Ragged, mode: str, positive: Tensor = POSITIVE, chosen: dict[str, Tensor] | None = None
+) -> Loss:
     """The loss of some rows, under the counts and the selection of all of them."""
     scale = LossScale.count(b.mask, positive)
     if name == "value":
@@ -39,13 +41,25 @@ def loss_of(name: str, b: Ragged, mode: str, positive: Tensor = POSITIVE, chosen
             loss_scale_factor=FACTOR,
         )
     if name == "positive examples":
-        return lambda x, rows: LossOutput(positive_example_loss(x[rows], b.mask[rows], positive[rows], scale), {})
+        return lambda x, rows: LossOutput(
+            positive_example_loss(x[rows], b.mask[rows], positive[rows], scale), {}
+        )
     record, of_batch = POLICY_LOSSES[name], columns(POLICY_LOSSES[name], b) if chosen is None else chosen
 
     def loss(x: Tensor, rows: Sequence[int]) -> LossOutput:
         keys = {key: column[rows] for key, column in of_batch.items()}
         a, mask, weights = b.advantages[rows], b.mask[rows], b.weights[rows]
-        return record.function(x[rows], b.old_log_prob[rows], a, mask, scale, weights, **keys, loss_agg_mode=mode, loss_scale_factor=FACTOR)
+        return record.function(
+            x[rows],
+            b.old_log_prob[rows],
+            a,
+            mask,
+            scale,
+            weights,
+            **keys,
+            loss_agg_mode=mode,
+            loss_scale_factor=FACTOR,
+        )
 
     return loss
 
@@ -94,7 +108,9 @@ orders, cut_sets, modes = st.permutations(ROWS), st.sets(st.integers(1, 6)), st.
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(batches, orders, cut_sets, modes)
-def test_cutting_into_micro_batches_changes_no_loss_gradient_or_metric(b: Ragged, order: list[int], cuts: set[int], mode: str) -> None:
+def test_cutting_into_micro_batches_changes_no_loss_gradient_or_metric(
+    b: Ragged, order: list[int], cuts: set[int], mode: str
+) -> None:
     for name in LOSSES:
         loss = loss_of(name, b, mode)
         same(in_pieces(b.log_prob, loss, cut(name, b, order, cuts)), in_pieces(b.log_prob, loss, [ROWS]))
@@ -102,15 +118,24 @@ def test_cutting_into_micro_batches_changes_no_loss_gradient_or_metric(b: Ragged
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(batches, orders, cut_sets, st.integers(1, 4), modes)
-def test_dealing_to_ranks_changes_nothing(b: Ragged, order: list[int], cuts: set[int], ranks: int, mode: str) -> None:
-    """Gradients are averaged over ranks, and the engine multiplies by the number of them; ranks may have nothing at all."""
+def test_dealing_to_ranks_changes_nothing(
+    b: Ragged, order: list[int], cuts: set[int], ranks: int, mode: str
+) -> None:
+    """Gradients are averaged over ranks, and the engine multiplies by the number of them; ranks may have
+    nothing at all.
+    """
     for name in LOSSES:
         loss, pieces = loss_of(name, b, mode), cut(name, b, order, cuts)
-        shares = [in_pieces(b.log_prob, loss, pieces[rank::ranks]) for rank in range(ranks) if pieces[rank::ranks]]
+        shares = [
+            in_pieces(b.log_prob, loss, pieces[rank::ranks]) for rank in range(ranks) if pieces[rank::ranks]
+        ]
         gradient = ranks * (sum((share[1] for share in shares), torch.zeros_like(b.log_prob)) / ranks)
         metrics: dict[str, tuple[float, float]] = {}
         for _, _, found in shares:
-            metrics |= {key: (metrics.get(key, (0.0, 0.0))[0] + n, metrics.get(key, (0.0, 0.0))[1] + d) for key, (n, d) in found.items()}
+            metrics |= {
+                key: (metrics.get(key, (0.0, 0.0))[0] + n, metrics.get(key, (0.0, 0.0))[1] + d)
+                for key, (n, d) in found.items()
+            }
         value = sum((share[0] for share in shares), torch.zeros((), dtype=torch.float64))
         same((value, gradient, metrics), in_pieces(b.log_prob, loss, [ROWS]))
 
@@ -120,7 +145,9 @@ def test_dealing_to_ranks_changes_nothing(b: Ragged, order: list[int], cuts: set
 def test_the_order_of_rows_changes_nothing(b: Ragged, order: list[int], mode: str) -> None:
     moved = Ragged(**{key: value[order] for key, value in vars(b).items()})
     for name in LOSSES:
-        chosen = None  # what Clip-Cov draws is keyed by the order of the mini-batch, which is itself seeded: its column moves along
+        # what Clip-Cov draws is keyed by the order of the mini-batch, which is itself seeded: its column
+        # moves along
+        chosen = None
         if name == "clip_cov":
             chosen = {key: column[order] for key, column in columns(POLICY_LOSSES[name], b).items()}
         plain = in_pieces(b.log_prob, loss_of(name, b, mode), [ROWS])

@@ -41,7 +41,9 @@ def agrees(chosen: Tensor, rejected: Tensor, found: Loss, slow: Slow) -> None:
     value = found(*leaves)
     assert value.shape == (K,)
     slopes = torch.autograd.grad(value.sum(), leaves)
-    expected = torch.tensor([slow(k, float(chosen[k]), float(rejected[k])) for k in range(K)], dtype=torch.float64)
+    expected = torch.tensor(
+        [slow(k, float(chosen[k]), float(rejected[k])) for k in range(K)], dtype=torch.float64
+    )
     for one, other in zip((value.detach(), *slopes), expected.unbind(-1), strict=True):
         torch.testing.assert_close(one, other, **EXACT)
 
@@ -80,8 +82,13 @@ def test_kto(seed: int, weights: tuple[float, float], beta: float) -> None:
         leaf = delta.clone().requires_grad_()
         found = kto(leaf, good, point, beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1])
         (slope,) = torch.autograd.grad(found.sum(), leaf)
-        expected = [reference.kto(x, bool(y), z, beta, *weights) for x, y in zip(delta.tolist(), good.tolist(), strict=True)]
-        torch.testing.assert_close(torch.stack([found.detach(), slope], -1), torch.tensor(expected, dtype=torch.float64), **EXACT)
+        expected = [
+            reference.kto(x, bool(y), z, beta, *weights)
+            for x, y in zip(delta.tolist(), good.tolist(), strict=True)
+        ]
+        torch.testing.assert_close(
+            torch.stack([found.detach(), slope], -1), torch.tensor(expected, dtype=torch.float64), **EXACT
+        )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -113,15 +120,30 @@ def test_bradley_terry(seed: int) -> None:
     chosen, rejected, lengths, _ = numbers(seed)
     margins = lengths.double() / 3
     agrees(chosen, rejected, bradley_terry, lambda _, x, y: reference.bradley_terry(x, y, 0.0))
-    agrees(chosen, rejected, lambda x, y: bradley_terry(x, y, 0.7), lambda _, x, y: reference.bradley_terry(x, y, 0.7))
-    agrees(chosen, rejected, lambda x, y: bradley_terry(x, y, margins), lambda k, x, y: reference.bradley_terry(x, y, float(margins[k])))
+    agrees(
+        chosen,
+        rejected,
+        lambda x, y: bradley_terry(x, y, 0.7),
+        lambda _, x, y: reference.bradley_terry(x, y, 0.7),
+    )
+    agrees(
+        chosen,
+        rejected,
+        lambda x, y: bradley_terry(x, y, margins),
+        lambda k, x, y: reference.bradley_terry(x, y, float(margins[k])),
+    )
 
 
 def every_loss(pairs: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """[7, K]."""
     x, y, m, n = pairs
     z = torch.tensor(0.3, dtype=torch.float64)
-    losses = dpo(x, y, beta=0.1, label_smoothing=0.1), ipo(x, y, beta=0.1), kto(x, m > n, z, beta=0.1), bradley_terry(x, y)
+    losses = (
+        dpo(x, y, beta=0.1, label_smoothing=0.1),
+        ipo(x, y, beta=0.1),
+        kto(x, m > n, z, beta=0.1),
+        bradley_terry(x, y),
+    )
     return torch.stack([*losses, simpo(x, y, m, n), orpo(x, y, m, n), dpo(x, y, beta=2.0)])
 
 
@@ -131,7 +153,9 @@ def test_each_pair_is_its_own_matter(seed: int, order: list[int], cut: int) -> N
     """Order and cuts into micro-batches change no pair's loss, not even a cut that leaves a part empty."""
     chosen, rejected, m, n = numbers(seed, log_probs=True)
     whole = every_loss((chosen, rejected, m, n))
-    parts = [every_loss((chosen[rows], rejected[rows], m[rows], n[rows])) for rows in (order[:cut], order[cut:])]
+    parts = [
+        every_loss((chosen[rows], rejected[rows], m[rows], n[rows])) for rows in (order[:cut], order[cut:])
+    ]
     torch.testing.assert_close(torch.cat(parts, -1), whole[:, order], **EXACT)
 
 
@@ -143,5 +167,6 @@ def test_only_the_difference_counts(seed: int, shift: float) -> None:
     x, y = (torch.randn(K, generator=g, dtype=torch.float64) for _ in range(2))
     for loss in (lambda a, b: dpo(a, b, beta=0.5), lambda a, b: ipo(a, b, beta=0.5), bradley_terry):
         torch.testing.assert_close(loss(x + shift, y + shift), loss(x, y), **EXACT)
-    # swapping both labels is what label smoothing ½ could not tell apart; DPO's two sides differ by β·(difference)
+    # swapping both labels is what label smoothing ½ could not tell apart; DPO's two sides differ by
+    # β·(difference)
     torch.testing.assert_close(dpo(x, y, beta=0.5) - dpo(y, x, beta=0.5), -0.5 * (x - y), **EXACT)

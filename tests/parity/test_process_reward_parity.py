@@ -28,8 +28,12 @@ def outcomes(seed: int) -> Tensor:
 @pytest.mark.parametrize("granularity", ["token", "whole"])
 def test_rewards(seed: int, beta: float, granularity: str) -> None:
     b = ragged(seed)
-    found = implicit_rewards(b.log_prob.clone().requires_grad_(), b.ref_log_prob, b.mask, beta=beta, granularity=granularity)
-    expected = reference.implicit_rewards(b.log_prob.tolist(), b.ref_log_prob.tolist(), b.mask.tolist(), beta, granularity == "whole")
+    found = implicit_rewards(
+        b.log_prob.clone().requires_grad_(), b.ref_log_prob, b.mask, beta=beta, granularity=granularity
+    )
+    expected = reference.implicit_rewards(
+        b.log_prob.tolist(), b.ref_log_prob.tolist(), b.mask.tolist(), beta, granularity == "whole"
+    )
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), **EXACT)
     assert not found.requires_grad
 
@@ -49,12 +53,16 @@ def test_loss(seed: int, beta: float, certain: bool) -> None:
     assert found.loss.item() == pytest.approx(loss, rel=1e-9, abs=1e-9)
     torch.testing.assert_close(slopes, torch.tensor(gradient, dtype=torch.float64), **EXACT)
     metrics = {name: float(n) / float(d) for name, (n, d) in found.metrics.items()}
-    assert metrics == pytest.approx({"process_reward/accuracy": accuracy, "process_reward/probability": probability}, rel=1e-9, abs=1e-9)
+    assert metrics == pytest.approx(
+        {"process_reward/accuracy": accuracy, "process_reward/probability": probability}, rel=1e-9, abs=1e-9
+    )
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.permutations(range(7)), st.sets(st.integers(1, 6)), st.integers(0, 3))
-def test_cuts_order_and_padding_change_nothing(seed: int, order: list[int], cuts: set[int], more: int) -> None:
+def test_cuts_order_and_padding_change_nothing(
+    seed: int, order: list[int], cuts: set[int], more: int
+) -> None:
     b, outcome = ragged(seed), outcomes(seed)
     scale = LossScale.count(b.mask)
 
@@ -70,12 +78,22 @@ def test_cuts_order_and_padding_change_nothing(seed: int, order: list[int], cuts
     parts = [share(wide_leaf, pad(b.ref_log_prob, float("inf")), pad(b.mask, False), rows) for rows in pieces]
     total = torch.stack([part.loss for part in parts]).sum()
     torch.testing.assert_close(total, whole.loss, **EXACT)
-    torch.testing.assert_close(torch.autograd.grad(total, wide_leaf)[0], pad(torch.autograd.grad(whole.loss, leaf)[0], 0.0), **EXACT)
+    torch.testing.assert_close(
+        torch.autograd.grad(total, wide_leaf)[0], pad(torch.autograd.grad(whole.loss, leaf)[0], 0.0), **EXACT
+    )
     for name, (numerator, denominator) in whole.metrics.items():
-        assert sum(float(part.metrics[name][1]) for part in parts) == float(denominator) == scale.num_sequences
-        assert sum(float(part.metrics[name][0]) for part in parts) == pytest.approx(float(numerator), rel=1e-9)
-    rewards = {g: implicit_rewards(leaf, b.ref_log_prob, b.mask, beta=0.3, granularity=g) for g in ("token", "whole")}
+        assert (
+            sum(float(part.metrics[name][1]) for part in parts) == float(denominator) == scale.num_sequences
+        )
+        assert sum(float(part.metrics[name][0]) for part in parts) == pytest.approx(
+            float(numerator), rel=1e-9
+        )
+    rewards = {
+        g: implicit_rewards(leaf, b.ref_log_prob, b.mask, beta=0.3, granularity=g) for g in ("token", "whole")
+    }
     for granularity, found in rewards.items():
-        wide = implicit_rewards(wide_leaf, pad(b.ref_log_prob, 1.0), pad(b.mask, False), beta=0.3, granularity=granularity)
+        wide = implicit_rewards(
+            wide_leaf, pad(b.ref_log_prob, 1.0), pad(b.mask, False), beta=0.3, granularity=granularity
+        )
         torch.testing.assert_close(wide, pad(found, 0.0), **EXACT)
     torch.testing.assert_close(rewards["token"].sum(-1), rewards["whole"].sum(-1), **EXACT)

@@ -34,7 +34,9 @@ BOUNDS = {
 """Threshold, low, high: of k1 as ratios."""
 Rule = tuple[str, str, float, float]
 CASES: list[tuple[str, str, Rule]] = [
-    (option, text, (option[:-3], option[-2:], low, high)) for option in OPTIONS for text, low, high in BOUNDS[option[-2:]]
+    (option, text, (option[:-3], option[-2:], low, high))
+    for option in OPTIONS
+    for text, low, high in BOUNDS[option[-2:]]
 ]
 
 
@@ -61,10 +63,14 @@ def as_floats(metrics: dict[str, Ratio | float]) -> dict[str, float]:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("threshold", "low", "high"), THRESHOLDS)
 @pytest.mark.parametrize("normalise", [False, True])
-def test_weights(seed: int, level: str, threshold: float | str, low: float | None, high: float, normalise: bool) -> None:
+def test_weights(
+    seed: int, level: str, threshold: float | str, low: float | None, high: float, normalise: bool
+) -> None:
     b = ragged(seed)
     leaf = b.log_prob.clone().requires_grad_()
-    found = rollout_weights(leaf, b.old_log_prob, b.mask, level=level, threshold=threshold, batch_normalize=normalise)
+    found = rollout_weights(
+        leaf, b.old_log_prob, b.mask, level=level, threshold=threshold, batch_normalize=normalise
+    )
     exactly(found, reference.weights(*lists(b), level, low, high, normalise))
     assert not found.requires_grad and not found[~b.mask].any()
 
@@ -73,7 +79,8 @@ def test_weights(seed: int, level: str, threshold: float | str, low: float | Non
 @pytest.mark.parametrize(("option", "threshold", "rule"), CASES)
 def test_rejection_by_one_option(seed: int, option: str, threshold: str, rule: Rule) -> None:
     b = ragged(seed)
-    b.log_prob[3] = b.old_log_prob[3] + torch.linspace(-0.1, 0.1, 6, dtype=torch.float64)  # a row that is close
+    # a row that is close
+    b.log_prob[3] = b.old_log_prob[3] + torch.linspace(-0.1, 0.1, 6, dtype=torch.float64)
     found = rejection(b.log_prob, b.old_log_prob, b.mask, options=option, thresholds=threshold)
     assert found.tolist() == reference.keep(*lists(b), [rule])
     assert found.dtype == torch.bool and not (found & ~b.mask).any()
@@ -82,10 +89,14 @@ def test_rejection_by_one_option(seed: int, option: str, threshold: str, rule: R
 def test_the_cases_of_one_option_keep_some_and_reject_some() -> None:
     for option in OPTIONS:
         kept = total = 0
-        for seed, (_, threshold, _) in itertools.product(SEEDS, [case for case in CASES if case[0] == option]):
+        for seed, (_, threshold, _) in itertools.product(
+            SEEDS, [case for case in CASES if case[0] == option]
+        ):
             b = ragged(seed)
             b.log_prob[3] = b.old_log_prob[3] + torch.linspace(-0.1, 0.1, 6, dtype=torch.float64)
-            kept += int(rejection(b.log_prob, b.old_log_prob, b.mask, options=option, thresholds=threshold).sum())
+            kept += int(
+                rejection(b.log_prob, b.old_log_prob, b.mask, options=option, thresholds=threshold).sum()
+            )
             total += int(b.mask.sum())
         assert 0 < kept < total, option
 
@@ -97,14 +108,21 @@ def test_what_stands_on_a_bound_is_inside() -> None:
     args = old, torch.zeros_like(old), torch.ones_like(old, dtype=torch.bool)
     k3 = str(float(torch.expm1(old[1]) - log2))
     for over in ("token", "seq_sum", "seq_mean", "seq_max"):
-        expected = [("k2", "0.5", [True] * 4), ("k3", k3, [False, True, True, True]), ("k1", "0.5_2.0", [False, True, True, True])]
+        expected = [
+            ("k2", "0.5", [True] * 4),
+            ("k3", k3, [False, True, True, True]),
+            ("k1", "0.5_2.0", [False, True, True, True]),
+        ]
         for kind, threshold, kept in expected[: 2 if over == "seq_max" else 3]:
             assert rejection(*args, options=f"{over}_{kind}", thresholds=threshold)[:, 0].tolist() == kept
     for level in ("token", "sequence"):
         for threshold, weights in (("0.9_1", [0.0, 0.0, 0.0, 1.0]), ("1_1.9", [0.0, 0.0, 0.0, 1.0])):
             assert rollout_weights(*args, level=level, threshold=threshold)[:, 0].tolist() == weights
         found = as_floats(correction_metrics(*args, level=level, threshold=1.0))
-        assert (found["rollout_is_ratio_fraction_high"], found["rollout_is_ratio_fraction_low"]) == (0.5, 0.25)
+        assert (found["rollout_is_ratio_fraction_high"], found["rollout_is_ratio_fraction_low"]) == (
+            0.5,
+            0.25,
+        )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -123,18 +141,37 @@ def test_a_single_number_may_come_as_a_number(seed: int) -> None:
     b = ragged(seed)
     for option in ("token_k1", "seq_mean_k3"):
         by_text = rejection(b.log_prob, b.old_log_prob, b.mask, options=option, thresholds="1.25")
-        assert torch.equal(rejection(b.log_prob, b.old_log_prob, b.mask, options=option, thresholds=1.25), by_text)
+        assert torch.equal(
+            rejection(b.log_prob, b.old_log_prob, b.mask, options=option, thresholds=1.25), by_text
+        )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("threshold", "low", "high"), THRESHOLDS)
 @pytest.mark.parametrize("corrected", [(False, False), (True, False), (False, True), (True, True)])
-def test_metrics(seed: int, level: str, threshold: float | str, low: float | None, high: float, corrected: tuple[bool, bool]) -> None:
+def test_metrics(
+    seed: int,
+    level: str,
+    threshold: float | str,
+    low: float | None,
+    high: float,
+    corrected: tuple[bool, bool],
+) -> None:
     b = ragged(seed)
-    weights = rollout_weights(b.log_prob, b.old_log_prob, b.mask, level=level, threshold=threshold) if corrected[0] else None
-    keep = rejection(b.log_prob, b.old_log_prob, b.mask, options="token_k1", thresholds="0.8_1.2") if corrected[1] else None
-    found = correction_metrics(b.log_prob, b.old_log_prob, b.mask, weights=weights, keep=keep, level=level, threshold=threshold)
+    weights = (
+        rollout_weights(b.log_prob, b.old_log_prob, b.mask, level=level, threshold=threshold)
+        if corrected[0]
+        else None
+    )
+    keep = (
+        rejection(b.log_prob, b.old_log_prob, b.mask, options="token_k1", thresholds="0.8_1.2")
+        if corrected[1]
+        else None
+    )
+    found = correction_metrics(
+        b.log_prob, b.old_log_prob, b.mask, weights=weights, keep=keep, level=level, threshold=threshold
+    )
     expected = reference.metrics(
         *lists(b),
         reference.weights(*lists(b), level, low, high, False) if corrected[0] else None,
@@ -155,7 +192,9 @@ def test_metrics_of_nothing(level: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("option", "threshold", "rule"), CASES)
-def test_the_denominators_after_rejection_count_what_was_accepted(seed: int, option: str, threshold: str, rule: Rule) -> None:
+def test_the_denominators_after_rejection_count_what_was_accepted(
+    seed: int, option: str, threshold: str, rule: Rule
+) -> None:
     b = ragged(seed)
     keep = rejection(b.log_prob, b.old_log_prob, b.mask, options=option, thresholds=threshold)
     accepted = reference.keep(*lists(b), [rule])
@@ -163,14 +202,19 @@ def test_the_denominators_after_rejection_count_what_was_accepted(seed: int, opt
     scale = LossScale.count(b.mask & keep)
     assert (scale.num_tokens, scale.num_sequences) == (num_tokens, num_rows)
     loss = vanilla(b.old_log_prob, b.old_log_prob, torch.ones_like(b.log_prob), b.mask & keep, scale).loss
-    assert loss.item() == pytest.approx(-1.0 if num_tokens else 0.0)  # Σ over accepted / accepted, whatever was rejected
+    # Σ over accepted / accepted, whatever was rejected
+    assert loss.item() == pytest.approx(-1.0 if num_tokens else 0.0)
 
 
 def everything(b: Ragged, level: str, normalise: bool) -> tuple[Tensor, Tensor, dict[str, float]]:
     args = b.log_prob, b.old_log_prob, b.mask
     weights = rollout_weights(*args, level=level, threshold=1.4, batch_normalize=normalise)
     keep = rejection(*args, options="seq_mean_k1,token_k3", thresholds="0.7_1.5,0.2")
-    return weights, keep, as_floats(correction_metrics(*args, weights=weights, keep=keep, level=level, threshold=1.4))
+    return (
+        weights,
+        keep,
+        as_floats(correction_metrics(*args, weights=weights, keep=keep, level=level, threshold=1.4)),
+    )
 
 
 def changed(b: Ragged, change: dict[str, Tensor]) -> Ragged:
@@ -178,7 +222,9 @@ def changed(b: Ragged, change: dict[str, Tensor]) -> Ragged:
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(0, 10_000), st.permutations(range(7)), st.sampled_from(["token", "sequence"]), st.booleans())
+@given(
+    st.integers(0, 10_000), st.permutations(range(7)), st.sampled_from(["token", "sequence"]), st.booleans()
+)
 def test_row_order_changes_nothing(seed: int, order: list[int], level: str, normalise: bool) -> None:
     b = ragged(seed)
     weights, keep, metrics = everything(b, level, normalise)
@@ -189,12 +235,23 @@ def test_row_order_changes_nothing(seed: int, order: list[int], level: str, norm
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(0, 10_000), st.integers(1, 4), st.booleans(), st.sampled_from(["token", "sequence"]), st.booleans())
-def test_padding_changes_nothing(seed: int, more: int, on_the_left: bool, level: str, normalise: bool) -> None:
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from(["token", "sequence"]),
+    st.booleans(),
+)
+def test_padding_changes_nothing(
+    seed: int, more: int, on_the_left: bool, level: str, normalise: bool
+) -> None:
     b = ragged(seed)
     sides, kept = ((more, 0), slice(more, None)) if on_the_left else ((0, more), slice(0, -more))
     wide = {"mask": torch.nn.functional.pad(b.mask, sides, value=False)}
-    wide |= {name: torch.nn.functional.pad(vars(b)[name], sides, value=float("nan")) for name in ("log_prob", "old_log_prob")}
+    wide |= {
+        name: torch.nn.functional.pad(vars(b)[name], sides, value=float("nan"))
+        for name in ("log_prob", "old_log_prob")
+    }
     weights, keep, metrics = everything(b, level, normalise)
     there = everything(changed(b, wide), level, normalise)
     torch.testing.assert_close(there[0][:, kept], weights, **EXACT)
@@ -208,9 +265,14 @@ def test_parts_of_a_batch_say_what_the_whole_says(seed: int, cut: int, level: st
     """Weights and rejection are a row's own matter without normalisation; metrics with counts add up."""
     b = ragged(seed)
     whole = everything(b, level, False)
-    parts = [changed(b, {name: x[rows] for name, x in vars(b).items()}) for rows in (slice(0, cut), slice(cut, None))]
+    parts = [
+        changed(b, {name: x[rows] for name, x in vars(b).items()})
+        for rows in (slice(0, cut), slice(cut, None))
+    ]
     for k in (0, 1):
-        torch.testing.assert_close(torch.cat([everything(part, level, False)[k] for part in parts]), whole[k], **EXACT)
+        torch.testing.assert_close(
+            torch.cat([everything(part, level, False)[k] for part in parts]), whole[k], **EXACT
+        )
     args = [(part.log_prob, part.old_log_prob, part.mask) for part in [*parts, b]]
     first, second, joint = (correction_metrics(*each, level=level) for each in args)
     for name, value in joint.items():

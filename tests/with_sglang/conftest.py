@@ -1,4 +1,6 @@
-"""These tests need sglang: `make test-sglang` runs them in an environment of its own (scripts/setup_sglang.sh)."""
+"""These tests need sglang: `make test-sglang` runs them in an environment of its own
+(scripts/setup_sglang.sh).
+"""
 
 from __future__ import annotations
 

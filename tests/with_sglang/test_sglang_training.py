@@ -33,10 +33,17 @@ def test_rollout_and_training_agree_in_each_step(tmp_path: Path) -> None:
         "trainer.logger=[jsonl]",
     ]
     command = [sys.executable, "-m", "hybridflow.cli.main", "train", "--recipe", "tiny/grpo", *overrides]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=890)
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=890
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "training/rollout_log_probs_diff_max" in line]
     assert len(steps) == 3 and max(line["training/rollout_log_probs_diff_max"] for line in steps) < 1e-4
     assert all(line["actor/grad_norm"] > 0 for line in steps)
-    print("\n".join(f"{line['training/rollout_log_probs_diff_max']:.1e} {line['actor/grad_norm']:.3f}" for line in steps))
+    print(
+        "\n".join(
+            f"{line['training/rollout_log_probs_diff_max']:.1e} {line['actor/grad_norm']:.3f}"
+            for line in steps
+        )
+    )

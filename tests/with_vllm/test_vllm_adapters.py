@@ -27,7 +27,9 @@ from hybridflow.weight_sync.owned import OwnedWeights
 def build(folder: str, *, server: bool) -> VLLMEngine:
     config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64, lora_as_adapters=True)
     config = replace(config, server=replace(config.server, enable=server, start_timeout=300, push_timeout=60))
-    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32", lora_rank=4), [EOS], rank=0, ranks=1)
+    return build_vllm_engine(
+        config, ModelFacts(folder, torch.device("cpu"), "float32", lora_rank=4), [EOS], rank=0, ranks=1
+    )
 
 
 @pytest.fixture(scope="module", params=["in process", "server"])
@@ -56,11 +58,15 @@ def folded(policy: PolicyModel) -> Any:
     return hf
 
 
-def test_adapters_go_over_a_base_that_is_sent_once(adapted: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_go_over_a_base_that_is_sent_once(
+    adapted: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pushes: list[tuple[str, int]] = []
     plain = adapted.runner.push
 
-    def counted(weights: Any, version: int, part: str = "whole", adapter: dict[str, Any] | None = None) -> None:
+    def counted(
+        weights: Any, version: int, part: str = "whole", adapter: dict[str, Any] | None = None
+    ) -> None:
         weights = list(weights)
         pushes.append((part, sum(tensor.numel() for _, tensor in weights)))
         plain(weights, version, part, adapter)  # type: ignore[arg-type]

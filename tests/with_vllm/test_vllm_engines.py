@@ -29,7 +29,9 @@ from hybridflow.rollout.vllm.server import Server
 
 
 @pytest.mark.parametrize(("version", "seed"), [(1, 0), (2, 1)])
-def test_greedy_tokens_and_log_probs_are_those_of_transformers_after_each_push(engine: VLLMEngine, version: int, seed: int) -> None:
+def test_greedy_tokens_and_log_probs_are_those_of_transformers_after_each_push(
+    engine: VLLMEngine, version: int, seed: int
+) -> None:
     hf = tiny(seed)
     engine.update_weights(weights(hf), version)
     outputs = run(engine, greedy=True)
@@ -43,23 +45,39 @@ def test_greedy_tokens_and_log_probs_are_those_of_transformers_after_each_push(e
 def test_log_probs_are_at_the_temperature_alone_whatever_limits_the_tokens(engine: VLLMEngine) -> None:
     hf = tiny(2)
     engine.update_weights(weights(hf), 3)
-    limited = {"top_k": 5, "top_p": 0.6, "min_p": 0.05, "repetition_penalty": 1.3, "min_tokens": 4, "logit_bias": ((7, 3.0),)}
+    limited = {
+        "top_k": 5,
+        "top_p": 0.6,
+        "min_p": 0.05,
+        "repetition_penalty": 1.3,
+        "min_tokens": 4,
+        "logit_bias": ((7, 3.0),),
+    }
     outputs = run(engine, temperature=0.7, top_log_probs=3, **limited)
     assert furthest(hf, outputs, 0.7) < TOLERANCE and min(len(output.token_ids) for output in outputs) >= 4
     assert all(len(place) == 3 for output in outputs for place in output.top_log_probs or ())
     again = run(engine, temperature=0.7, **limited)
-    assert [output.token_ids for output in again] == [output.token_ids for output in outputs], "the same seeds"
+    assert [output.token_ids for output in again] == [output.token_ids for output in outputs], (
+        "the same seeds"
+    )
     alone = list(engine.generate([requests_for(PROMPTS, temperature=0.7, **limited)[5]]))
     assert alone[0].token_ids == outputs[5].token_ids, "in other company"
 
 
 def test_texts_and_tokens_stop(engine: VLLMEngine) -> None:
     engine.update_weights(weights(tiny(2)), 4)
-    by_text, by_token = run(engine, stop=("w7", "w9"), max_tokens=60), run(engine, stop_token_ids=(40, 41), ignore_eos=True, max_tokens=60)
+    by_text, by_token = (
+        run(engine, stop=("w7", "w9"), max_tokens=60),
+        run(engine, stop_token_ids=(40, 41), ignore_eos=True, max_tokens=60),
+    )
     ended = [output for output in by_text if output.stop_reason in ("w7", "w9")]
     assert ended and all(str(output.token_ids[-1])[0] in "79" for output in ended)
     reasons = {output.stop_reason for output in by_token if output.finish_reason == "stop"}
-    assert reasons and reasons <= {40, 41} and all(output.token_ids[-1] == output.stop_reason for output in by_token if output.stop_reason)
+    assert (
+        reasons
+        and reasons <= {40, 41}
+        and all(output.token_ids[-1] == output.stop_reason for output in by_token if output.stop_reason)
+    )
 
 
 def test_abort_gives_what_there_is(engine: VLLMEngine) -> None:
@@ -69,13 +87,20 @@ def test_abort_gives_what_there_is(engine: VLLMEngine) -> None:
     running = engine.generate([first, *longer])
     assert next(running).request_id == 0
     partial = engine.abort([3, 4])
-    assert {output.request_id for output in partial} == {3, 4} and {output.finish_reason for output in partial} == {"abort"}
-    assert all(len(output.token_ids) == len(output.log_probs) == len(output.policy_versions) < 80 for output in partial)
+    assert {output.request_id for output in partial} == {3, 4} and {
+        output.finish_reason for output in partial
+    } == {"abort"}
+    assert all(
+        len(output.token_ids) == len(output.log_probs) == len(output.policy_versions) < 80
+        for output in partial
+    )
     assert sorted(output.request_id for output in running) == [1, 2, 5, 6, 7]
     assert len(run(engine, max_tokens=2)) == len(PROMPTS), "it goes on"
 
 
-def test_a_push_that_loses_a_weight_or_does_not_come_is_found(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_loses_a_weight_or_does_not_come_is_found(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_spoilt_pushes(engine, monkeypatch)
 
 
@@ -83,7 +108,11 @@ def test_an_engine_in_this_process_leaves_its_random_numbers_and_threads(folder:
     before, drawn, threads = torch.random.get_rng_state(), random.getstate(), torch.get_num_threads()
     np.random.seed(7)
     build(folder, server=False).close()
-    assert torch.equal(torch.random.get_rng_state(), before) and random.getstate() == drawn and torch.get_num_threads() == threads
+    assert (
+        torch.equal(torch.random.get_rng_state(), before)
+        and random.getstate() == drawn
+        and torch.get_num_threads() == threads
+    )
     assert np.random.rand() == np.random.RandomState(7).rand()
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1
@@ -102,7 +131,14 @@ def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: VLLMEngine)
     kept = next(running)
     os.killpg(engine.runner.process.pid, signal.SIGKILL)
     lost = list(running)
-    assert kept.finish_reason == "length" and {output.finish_reason for output in lost} == {"error"} and len(lost) == 2
-    assert all(f"vllm server http://127.0.0.1:{engine.runner.address.port} (process" in str(output.error) for output in lost)
+    assert (
+        kept.finish_reason == "length"
+        and {output.finish_reason for output in lost} == {"error"}
+        and len(lost) == 2
+    )
+    assert all(
+        f"vllm server http://127.0.0.1:{engine.runner.address.port} (process" in str(output.error)
+        for output in lost
+    )
     with pytest.raises(RolloutError, match="died"):
         list(engine.generate([short]))

@@ -17,17 +17,26 @@ from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.in_process import InProcess
 
 MEAN_APART = 0.25
-"""Nats by which rounding to eight bits moves log-probs of this model, on average; another model's are further away."""
+"""Nats by which rounding to eight bits moves log-probs of this model, on average; another model's are further
+away.
+"""
 
 
 def build(folder: str, method: str) -> VLLMEngine:
-    config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64, dtype="bfloat16", quantization=method)
-    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1)
+    config = RolloutConfig(
+        name="vllm", max_model_len=128, max_num_seqs=64, dtype="bfloat16", quantization=method
+    )
+    return build_vllm_engine(
+        config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1
+    )
 
 
 def apart(hf: Any, engine: VLLMEngine) -> float:
     given = zip(PROMPTS, run(engine, temperature=1.0), strict=True)
-    rows = [(torch.tensor(output.log_probs) - log_probs(hf, prompt, output.token_ids, 1.0)).abs() for prompt, output in given]
+    rows = [
+        (torch.tensor(output.log_probs) - log_probs(hf, prompt, output.token_ids, 1.0)).abs()
+        for prompt, output in given
+    ]
     return float(torch.cat(rows).mean())
 
 

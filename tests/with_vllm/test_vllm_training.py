@@ -1,4 +1,6 @@
-"""A run that generates by vLLM: the tokens' log-probs are those that training computes, after each update, wherever vLLM is."""
+"""A run that generates by vLLM: the tokens' log-probs are those that training computes, after each update,
+wherever vLLM is.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def address(model: Path) -> Iterator[str]:
     """Of a server that somebody else started."""
-    arguments = engine_arguments(RolloutConfig(name="vllm", max_model_len=256), ModelFacts(str(model), torch.device("cpu"), "float32"))
+    arguments = engine_arguments(
+        RolloutConfig(name="vllm", max_model_len=256), ModelFacts(str(model), torch.device("cpu"), "float32")
+    )
     where, process = start_server(arguments, python=None, timeout=300)
     yield where.url
     process.stop()
@@ -57,14 +61,18 @@ def train(model: Path, folder: Path, *more: str) -> list[dict[str, float]]:
         *more,
     ]
     command = [sys.executable, "-m", "hybridflow.cli.main", "train", "--recipe", "tiny/grpo", *overrides]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=590)
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=590
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "training/rollout_log_probs_diff_max" in line]
 
 
 def check(steps: list[dict[str, float]]) -> None:
-    """Each step learned, and what was generated after it was generated with what it learned: with old weights they would differ."""
+    """Each step learned, and what was generated after it was generated with what it learned: with old weights
+    they would differ.
+    """
     assert len(steps) == STEPS and max(line["training/rollout_log_probs_diff_max"] for line in steps) < 1e-4
     assert all(line["actor/grad_norm"] > 0 for line in steps)
 
@@ -82,10 +90,18 @@ def test_rollout_and_training_agree_in_each_step(model: Path, tmp_path: Path, mo
 @pytest.mark.timeout(600)
 def test_a_server_that_somebody_else_started(model: Path, tmp_path: Path, address: str) -> None:
     check(train(model, tmp_path / "run", f"{SERVER}.address={address}"))
-    check(train(model, tmp_path / "again", f"{SERVER}.address={address}"))  # it goes on, with the weights of another run
+    # it goes on, with the weights of another run
+    check(train(model, tmp_path / "again", f"{SERVER}.address={address}"))
 
 
 @pytest.mark.timeout(600)
 def test_vllm_in_a_process_of_its_own_under_ray(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    check(train(model, tmp_path / "run", "trainer.resource_pools={train: [1], generate: [1]}", "trainer.placement={rollout: generate}"))
+    check(
+        train(
+            model,
+            tmp_path / "run",
+            "trainer.resource_pools={train: [1], generate: [1]}",
+            "trainer.placement={rollout: generate}",
+        )
+    )

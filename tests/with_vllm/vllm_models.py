@@ -52,7 +52,9 @@ def save(folder: Path, hf: LlamaForCausalLM | Qwen2ForCausalLM) -> str:
     hf.save_pretrained(folder)
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
     inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -65,7 +67,10 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 def requests_for(token_ids: Sequence[tuple[int, ...]], **params: object) -> list[GenerationRequest]:
     sampling = SamplingParams(**{"max_tokens": 24, **params})  # type: ignore[arg-type]
-    return [GenerationRequest(number, prompt, sampling, seed=1000 + number) for number, prompt in enumerate(token_ids)]
+    return [
+        GenerationRequest(number, prompt, sampling, seed=1000 + number)
+        for number, prompt in enumerate(token_ids)
+    ]
 
 
 def weights(hf: LlamaForCausalLM | Qwen2ForCausalLM) -> list[tuple[str, Tensor]]:
@@ -76,12 +81,22 @@ def weights(hf: LlamaForCausalLM | Qwen2ForCausalLM) -> list[tuple[str, Tensor]]
 @torch.no_grad()
 def greedy(hf: LlamaForCausalLM | Qwen2ForCausalLM, prompt: tuple[int, ...], count: int = 24) -> list[int]:
     """transformers' own, one row at a time, with the end token."""
-    out = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=count, do_sample=False)
+    out = hf.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        max_new_tokens=count,
+        do_sample=False,
+    )
     return out[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()
-def log_probs(hf: LlamaForCausalLM | Qwen2ForCausalLM, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
+def log_probs(
+    hf: LlamaForCausalLM | Qwen2ForCausalLM,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    temperature: float,
+) -> Tensor:
     """Of the response's tokens, at the temperature alone [R]."""
     logits = hf(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
@@ -91,7 +106,9 @@ def build(folder: str, *, server: bool) -> VLLMEngine:
     """With the weights of no model."""
     config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64)
     config = replace(config, server=replace(config.server, enable=server, start_timeout=300, push_timeout=60))
-    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1)
+    return build_vllm_engine(
+        config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1
+    )
 
 
 PROMPTS = prompts(64)

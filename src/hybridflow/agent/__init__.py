@@ -1,6 +1,12 @@
 """From prompts to trajectories: what a prompt row becomes by talking to the policy."""
 
 from hybridflow.agent.collate import collate
-from hybridflow.agent.single_turn import Generate, RequestBatch, build_requests, demonstration_outputs, one_more_each
+from hybridflow.agent.single_turn import (
+    Generate,
+    RequestBatch,
+    build_requests,
+    demonstration_outputs,
+    one_more_each,
+)
 
 __all__ = ["Generate", "RequestBatch", "build_requests", "collate", "demonstration_outputs", "one_more_each"]

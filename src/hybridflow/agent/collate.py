@@ -16,16 +16,21 @@ from hybridflow.rollout.base import GenerationOutput
 ROWS_PER_STEP = 1 << 32  # row ids: step * ROWS_PER_STEP + row, unique in a run
 
 
-def collate(batch: RequestBatch, outputs: Sequence[GenerationOutput], tokenizer: Tokenizer, *, step: int) -> DataProto:
+def collate(
+    batch: RequestBatch, outputs: Sequence[GenerationOutput], tokenizer: Tokenizer, *, step: int
+) -> DataProto:
     """Rows in the order of the requests.
 
-    Tensors: prompts, responses, input_ids, attention_mask, response_mask, loss_mask, rollout_log_probs [B, R] float32 nats,
-    policy_version [B, R] int32, row_id [B]. Object columns: uid, finish_reason, solution_str and the prompt row's own fields.
-    RolloutError where a request failed.
+    Tensors: prompts, responses, input_ids, attention_mask, response_mask, loss_mask, rollout_log_probs [B, R]
+    float32 nats, policy_version [B, R] int32, row_id [B]. Object columns: uid, finish_reason, solution_str
+    and the prompt row's own fields. RolloutError where a request failed.
     """
     failed = [o for o in outputs if o.finish_reason == "error"]
     if failed:
-        raise RolloutError(f"{len(failed)} of {len(outputs)} requests failed; the first, row {failed[0].request_id}: {failed[0].error}")
+        raise RolloutError(
+            f"{len(failed)} of {len(outputs)} requests failed; the first, row {failed[0].request_id}: "
+            f"{failed[0].error}"
+        )
     responses = [output.token_ids for output in outputs]
     pad = tokenizer.pad_token_id
     assert pad is not None, "the tokenizer loader sets a pad token"

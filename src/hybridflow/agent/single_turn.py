@@ -1,7 +1,8 @@
 """The simplest agent: one prompt, `n` responses.
 
 prompt rows ──build_requests──► GenerationRequest × n ──Generate──► GenerationOutput ──collate──► DataProto
-                                     └─one_more_each─► a greedy request, or a row for the data's own answer, in each group
+                                     └─one_more_each─► a greedy request, or a row for the data's own answer,
+                                     in each group
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Generate = Callable[[Sequence[GenerationRequest]], list[GenerationOutput]]
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """Requests with the prompt row that each stands for; the rows of one prompt are neighbours and share a `uid`."""
+    """Requests with the prompt row that each stands for; the rows of one prompt are neighbours and share a
+    `uid`.
+    """
 
     requests: list[GenerationRequest]
     rows: list[PromptRow]
@@ -34,9 +37,17 @@ class RequestBatch:
 
 
 def build_requests(
-    prompts: Sequence[PromptRow], sampling: SamplingParams, *, n: int, seed: int, purpose: str, step: int, first_row: int = 0
+    prompts: Sequence[PromptRow],
+    sampling: SamplingParams,
+    *,
+    n: int,
+    seed: int,
+    purpose: str,
+    step: int,
+    first_row: int = 0,
 ) -> RequestBatch:
-    """`n` requests for each prompt, each with a seed of its own that depends on (seed, purpose, step, row) alone.
+    """`n` requests for each prompt, each with a seed of its own that depends on (seed, purpose, step, row)
+    alone.
 
     `first_row` is the number of the first row where the prompts are one part of several.
     """
@@ -59,12 +70,16 @@ def one_more_each(batch: RequestBatch, sampling: SamplingParams, *, first_row: i
     firsts = {uid: row for row, uid in reversed(list(enumerate(batch.uids)))}
     uids = list(dict.fromkeys(batch.uids))
     rows = [firsts[uid] for uid in uids]
-    requests = [GenerationRequest(first_row + number, batch.requests[row].prompt_token_ids, sampling, 0) for number, row in enumerate(rows)]
+    requests = [
+        GenerationRequest(first_row + number, batch.requests[row].prompt_token_ids, sampling, 0)
+        for number, row in enumerate(rows)
+    ]
     return RequestBatch(requests, [batch.rows[row] for row in rows], uids)
 
 
 def demonstration_outputs(batch: RequestBatch) -> list[GenerationOutput]:
-    """The data's own answers as if they had been generated: log-probs 0, weights' version -1, finished by "stop".
+    """The data's own answers as if they had been generated: log-probs 0, weights' version -1, finished by
+    "stop".
 
     Raises DataError for a prompt row without an answer.
     """
@@ -72,6 +87,13 @@ def demonstration_outputs(batch: RequestBatch) -> list[GenerationOutput]:
     for request, row in zip(batch.requests, batch.rows, strict=True):
         tokens = row.demonstration_token_ids
         if tokens is None:
-            raise DataError(f"the prompt row {row.index} has no answer of the data to learn from: build the data with demonstrations")
-        outputs.append(GenerationOutput(request.request_id, list(tokens), [0.0] * len(tokens), "stop", [-1] * len(tokens)))
+            raise DataError(
+                f"the prompt row {row.index} has no answer of the data to learn from: build the data with "
+                "demonstrations"
+            )
+        outputs.append(
+            GenerationOutput(
+                request.request_id, list(tokens), [0.0] * len(tokens), "stop", [-1] * len(tokens)
+            )
+        )
     return outputs

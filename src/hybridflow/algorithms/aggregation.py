@@ -1,7 +1,7 @@
 """From token losses to one number, normalised by counts that are handed in.
 
-A mini-batch is counted once, as a whole (`LossScale.count`, summed over ranks); each micro-batch then contributes its share, so the
-sum over micro-batches is the loss of the mini-batch, however it was cut.
+A mini-batch is counted once, as a whole (`LossScale.count`, summed over ranks); each micro-batch then
+contributes its share, so the sum over micro-batches is the loss of the mini-batch, however it was cut.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from torch import Tensor
 from hybridflow.algorithms.masked import masked_mean, zero_outside
 from hybridflow.errors import ConfigError
 
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 Ratio = tuple[Tensor, Tensor]
-"""Numerator and denominator, both detached 0-d: sums of them over micro-batches and ranks give the exact mean."""
+"""Numerator and denominator, both detached 0-d: sums of them over micro-batches and ranks give the exact
+mean.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,17 @@ class LossOutput:
     metrics: dict[str, Ratio]
 
 
-def aggregate(per_token: Tensor, mask: Tensor, mode: str, scale: LossScale, scale_factor: float | None = None) -> Tensor:
-    """This micro-batch's share of the mini-batch loss; 0 (with a zero gradient) where the scale counts nothing.
+def aggregate(
+    per_token: Tensor, mask: Tensor, mode: str, scale: LossScale, scale_factor: float | None = None
+) -> Tensor:
+    """This micro-batch's share of the mini-batch loss; 0 (with a zero gradient) where the scale counts
+    nothing.
 
     per_token [B, R] float, mask [B, R] bool. With sums over the tokens t of the mask and over rows i:
     `token-mean` Σ/num_tokens · `token-sum` Σ · `seq-mean-token-sum` Σ_i Σ_t/num_sequences ·
-    `seq-mean-token-mean` Σ_i mean_t/num_sequences · `seq-mean-token-sum-norm` Σ_i Σ_t/(num_sequences·scale_factor).
-    Raises ConfigError for another mode, and for the last one without `scale_factor`.
+    `seq-mean-token-mean` Σ_i mean_t/num_sequences · `seq-mean-token-sum-norm` Σ_i
+    Σ_t/(num_sequences·scale_factor). Raises ConfigError for another mode, and for the last one without
+    `scale_factor`.
     """
     total = zero_outside(per_token, mask).sum()
     if mode not in get_args(LossAggMode):
@@ -65,7 +73,9 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str, scale: LossScale, scal
         count = scale.num_tokens
     elif mode == "seq-mean-token-sum-norm":
         if scale_factor is None or scale_factor <= 0:
-            raise ConfigError(f"loss_agg_mode=seq-mean-token-sum-norm needs a loss_scale_factor above 0, got {scale_factor}")
+            raise ConfigError(
+                f"loss_agg_mode=seq-mean-token-sum-norm needs a loss_scale_factor above 0, got {scale_factor}"
+            )
         count = scale.num_sequences * scale_factor
     else:
         count = scale.num_sequences

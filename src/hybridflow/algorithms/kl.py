@@ -1,4 +1,5 @@
-"""KL divergence from the reference: estimates from log-probs, the full sum over a vocabulary, and the coefficient's controllers.
+"""KL divergence from the reference: estimates from log-probs, the full sum over a vocabulary, and the
+coefficient's controllers.
 
 Estimators are from John Schulman, "Approximating KL divergence" (2020).
 """
@@ -33,7 +34,10 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor 
     base = kind.removesuffix("+")
     if base not in KL_KINDS:
         way_out = ": the sum over the vocabulary needs logits, see full_kl" if base == "full" else ""
-        raise ConfigError(f"unknown KL estimator {kind!r}{way_out}: choose from {', '.join(KL_KINDS)}, with + for the gradient of k2")
+        raise ConfigError(
+            f"unknown KL estimator {kind!r}{way_out}: choose from {', '.join(KL_KINDS)}, with + for the "
+            "gradient of k2"
+        )
     x, y = at_least_float32(log_prob), at_least_float32(ref_log_prob)
     if mask is not None:
         x, y = zero_outside(x, mask), zero_outside(y, mask)
@@ -56,12 +60,16 @@ def _estimate(x: Tensor, y: Tensor, kind: str) -> Tensor:
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Σ_v π(v)·(log π(v) − log π_ref(v)) [M] float, nats, from logits [M, V]; a token of probability 0 counts 0.
+    """Σ_v π(v)·(log π(v) − log π_ref(v)) [M] float, nats, from logits [M, V]; a token of probability 0 counts
+    0.
 
     Works through rows in chunks, so that its float32 copies stay small where no gradient is asked for.
     """
     rows = max(1, _CHUNK_BYTES // (8 * max(1, logits.shape[-1])))
-    parts = [_full_kl(ours, theirs) for ours, theirs in zip(torch.split(logits, rows), torch.split(ref_logits, rows), strict=True)]
+    parts = [
+        _full_kl(ours, theirs)
+        for ours, theirs in zip(torch.split(logits, rows), torch.split(ref_logits, rows), strict=True)
+    ]
     return torch.cat(parts) if parts else at_least_float32(logits).sum(-1)
 
 
@@ -87,7 +95,11 @@ class FixedKLController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the configured coefficient; say so where the checkpoint had another."""
         if state["value"] != self.value:
-            logger.warning("the checkpoint's KL coefficient is %s; going on with the configured %s", state["value"], self.value)
+            logger.warning(
+                "the checkpoint's KL coefficient is %s; going on with the configured %s",
+                state["value"],
+                self.value,
+            )
 
 
 class AdaptiveKLController:
@@ -98,11 +110,16 @@ class AdaptiveKLController:
 
     def __init__(self, value: float, target: float = 0.1, horizon: int = 10_000) -> None:
         if target <= 0 or horizon < 1:
-            raise ConfigError(f"the adaptive KL controller needs target_kl above 0 and horizon of at least 1, got {target} and {horizon}")
+            raise ConfigError(
+                "the adaptive KL controller needs target_kl above 0 and horizon of at least 1, got "
+                f"{target} and {horizon}"
+            )
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, current_kl: float, num_rows: int) -> None:
-        """Move after use: `current_kl` is the mean over rows of the token mean, in nats; `num_rows` the rows of the batch."""
+        """Move after use: `current_kl` is the mean over rows of the token mean, in nats; `num_rows` the rows
+        of the batch.
+        """
         if not math.isfinite(current_kl):
             logger.warning("KL to the reference is %s: the coefficient stays at %s", current_kl, self.value)
             return

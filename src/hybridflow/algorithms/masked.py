@@ -1,4 +1,5 @@
-"""Statistics of the tokens that a mask [B, R] bool leaves in. What stands outside the mask, NaN included, has no effect.
+"""Statistics of the tokens that a mask [B, R] bool leaves in. What stands outside the mask, NaN included, has
+no effect.
 
 None of these crash on an empty mask or on a single token.
 """

@@ -1,4 +1,5 @@
-"""The implicit process reward of PRIME (2502.01456): a policy trained on outcomes alone is a reward model of every token.
+"""The implicit process reward of PRIME (2502.01456): a policy trained on outcomes alone is a reward model of
+every token.
 
 logπ_rm, logπ_ref ──implicit_rewards───► q [B, R], what the estimator `prime` takes
                  └─process_reward_loss─► cross-entropy against the outcome, by which logπ_rm learns
@@ -15,12 +16,16 @@ from hybridflow.algorithms.masked import masked_sum, zero_outside
 from hybridflow.errors import ConfigError
 
 
-def implicit_rewards(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, *, beta: float, granularity: str) -> Tensor:
-    """q_t = β·(logπ_rm − logπ_ref) of each token (granularity `token`), or their sum on the row's last token (`whole`).
+def implicit_rewards(
+    log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, *, beta: float, granularity: str
+) -> Tensor:
+    """q_t = β·(logπ_rm − logπ_ref) of each token (granularity `token`), or their sum on the row's last token
+    (`whole`).
 
-    log_prob, ref_log_prob [B, R] float, nats: of the reward model and of its reference on the sampled tokens, mask [B, R] bool.
-    Returns [B, R] float without gradient, 0 outside the mask. β: `beta`. Raises ConfigError for another granularity.
-    PRIME, 2502.01456, from implicit PRMs, 2412.01981. Left out: rewards that another λ has smoothed over tokens.
+    log_prob, ref_log_prob [B, R] float, nats: of the reward model and of its reference on the sampled tokens,
+    mask [B, R] bool. Returns [B, R] float without gradient, 0 outside the mask. β: `beta`. Raises ConfigError
+    for another granularity. PRIME, 2502.01456, from implicit PRMs, 2412.01981. Left out: rewards that another
+    λ has smoothed over tokens.
     """
     if granularity not in ("token", "whole"):
         raise ConfigError(f"reward.process_reward_model.granularity got {granularity!r}: set token or whole")
@@ -35,12 +40,13 @@ def implicit_rewards(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, *, be
 def process_reward_loss(
     log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor, outcome: Tensor, scale: LossScale, *, beta: float
 ) -> LossOutput:
-    """−o·logσ(h) − (1 − o)·logσ(−h) with h = β·Σ_t (logπ_rm − logπ_ref): cross-entropy of each row's outcome o, the mean over rows.
+    """−o·logσ(h) − (1 − o)·logσ(−h) with h = β·Σ_t (logπ_rm − logπ_ref): cross-entropy of each row's outcome
+    o, the mean over rows.
 
-    log_prob (with gradient), ref_log_prob [B, R] float, nats; mask [B, R] bool: the sampled tokens; outcome [B] bool or float in [0, 1];
-    `scale` counts the rows of the whole mini-batch. A row without tokens has no part in it. β: `beta`.
-    Metrics, as means over rows: `process_reward/accuracy` (h > 0 where o > ½) and `process_reward/probability` (σ(h)).
-    PRIME, 2502.01456. Left out: the pairwise (DPO) form of the loss.
+    log_prob (with gradient), ref_log_prob [B, R] float, nats; mask [B, R] bool: the sampled tokens; outcome
+    [B] bool or float in [0, 1]; `scale` counts the rows of the whole mini-batch. A row without tokens has no
+    part in it. β: `beta`. Metrics, as means over rows: `process_reward/accuracy` (h > 0 where o > ½) and
+    `process_reward/probability` (σ(h)). PRIME, 2502.01456. Left out: the pairwise (DPO) form of the loss.
     """
     log_ratio = zero_outside(log_prob, mask) - zero_outside(ref_log_prob, mask).detach()
     h, rows = beta * log_ratio.sum(-1), mask.bool().any(-1)

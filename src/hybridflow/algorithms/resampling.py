@@ -1,4 +1,6 @@
-"""Which rows of a batch to learn from, drawn by their scores: policy filtration, PF-PPO (Zhang et al., 2409.06957)."""
+"""Which rows of a batch to learn from, drawn by their scores: policy filtration, PF-PPO (Zhang et al.,
+2409.06957).
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ def resample_rows(scores: Tensor, *, method: str, weight_pow: float, generator: 
     `max_min`: w = 1 where s is the batch's highest or lowest, else 0 ·
     `max_random`: w = 0.4 where s is the highest, else 0.1.
 
-    scores [B] float, before any KL penalty; p = `weight_pow`, at least 0; the result [B] int64 holds positions in the batch, and the
-    caller moves every field of a row with it. `generator` is a CPU generator and the only source of randomness. Where all weights are 0
-    (`pow` with scores of 0) every row is as likely. Raises ConfigError for another method.
+    scores [B] float, before any KL penalty; p = `weight_pow`, at least 0; the result [B] int64 holds
+    positions in the batch, and the caller moves every field of a row with it. `generator` is a CPU generator
+    and the only source of randomness. Where all weights are 0 (`pow` with scores of 0) every row is as
+    likely. Raises ConfigError for another method.
 
-    Left out: the paper filters by the rank of a response among those of its prompt and with a buffer of earlier ones; here the batch's
-    own scores decide, and there is no buffer.
+    Left out: the paper filters by the rank of a response among those of its prompt and with a buffer of
+    earlier ones; here the batch's own scores decide, and there is no buffer.
     """
     if not scores.numel():
         return torch.empty(0, dtype=torch.int64)
@@ -32,7 +35,9 @@ def resample_rows(scores: Tensor, *, method: str, weight_pow: float, generator: 
     elif method == "max_random":
         weights = torch.where(s == s.max(), 0.4, 0.1).double()
     else:
-        raise ConfigError(f"unknown algorithm.pf_ppo.reweight_method {method!r}: choose from pow, max_min, max_random")
+        raise ConfigError(
+            f"unknown algorithm.pf_ppo.reweight_method {method!r}: choose from pow, max_min, max_random"
+        )
     if not weights.any():
         weights = torch.ones_like(weights)
     return torch.multinomial(weights, len(s), replacement=True, generator=generator)

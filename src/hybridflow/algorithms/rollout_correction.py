@@ -1,11 +1,13 @@
-"""Rollout correction: the policy that sampled is never quite the one that is trained. Weigh, reject, and always measure.
+"""Rollout correction: the policy that sampled is never quite the one that is trained. Weigh, reject, and
+always measure.
 
     logπ_old, logπ_rollout ──┬─ rollout_weights    ─► weights [B, R] that multiply the token loss
-                             ├─ rejection          ─► keep [B, R] bool, by which the caller narrows `loss_mask`
-                             └─ correction_metrics ─► rollout_corr/*
+                             ├─ rejection          ─► keep [B, R] bool, by which the caller narrows
+                             `loss_mask` └─ correction_metrics ─► rollout_corr/*
 
-π_rollout is what the generation engine sampled from; π_old what the trainer recomputes, in bypass mode the policy of the moment. Rows are
-seen whole, and where there is an average it is one of all rows handed in: this runs before micro-batches are cut. Nothing has a gradient.
+π_rollout is what the generation engine sampled from; π_old what the trainer recomputes, in bypass mode the
+policy of the moment. Rows are seen whole, and where there is an average it is one of all rows handed in: this
+runs before micro-batches are cut. Nothing has a gradient.
 """
 
 from __future__ import annotations
@@ -41,18 +43,26 @@ class Rule(NamedTuple):
 
 
 def rollout_weights(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, *, level: str, threshold: float | str, batch_normalize: bool = False
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    level: str,
+    threshold: float | str,
+    batch_normalize: bool = False,
 ) -> Tensor:
     """w_t = min(ρ_t, threshold); by token ρ_t = exp(logr_t), by sequence ρ_t = exp(clamp(Σ_t logr_t, ±20)); with
     logr = clamp(logπ_old − logπ_rollout, ±20).
 
-    A threshold written `lo_hi` sets weights outside [lo, hi] to 0 instead (IcePop). old_log_prob, rollout_log_prob [B, R] float, nats;
-    mask [B, R] bool; `level` is token or sequence. Returns [B, R] float without gradient, 0 outside the mask.
-    `batch_normalize` divides by the mean of the truncated weights, over tokens or (sequence) over rows with tokens.
-    Raises ConfigError for another level, and for a threshold that is not a number above 0 or `lo_hi` with 0 ≤ lo < hi.
+    A threshold written `lo_hi` sets weights outside [lo, hi] to 0 instead (IcePop). old_log_prob,
+    rollout_log_prob [B, R] float, nats; mask [B, R] bool; `level` is token or sequence. Returns [B, R] float
+    without gradient, 0 outside the mask. `batch_normalize` divides by the mean of the truncated weights, over
+    tokens or (sequence) over rows with tokens. Raises ConfigError for another level, and for a threshold that
+    is not a number above 0 or `lo_hi` with 0 ≤ lo < hi.
 
-    Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; a lower
-    bound too: IcePop, 2510.18855. Left out: weights of prefixes (products up to t).
+    Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"; a lower bound too: IcePop, 2510.18855. Left out: weights of prefixes (products up
+    to t).
     """
     low, high = parse_is_threshold(threshold)
     weights = _ratios(_log_ratio(old_log_prob, rollout_log_prob, mask), level)
@@ -61,24 +71,37 @@ def rollout_weights(
     else:
         weights = torch.where((weights >= low) & (weights <= high), weights, 0.0)
     if batch_normalize:
-        mean = masked_mean(weights, mask) if level == "token" else masked_mean(weights[:, 0], mask.bool().any(-1))
+        mean = (
+            masked_mean(weights, mask)
+            if level == "token"
+            else masked_mean(weights[:, 0], mask.bool().any(-1))
+        )
         weights = weights / torch.where(mean > 0, mean, 1.0)
     return zero_outside(weights, mask)
 
 
-def rejection(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, *, options: str, thresholds: float | str | None) -> Tensor:
-    """k1 = −logr in [log lo, log hi], k2 = ½·logr² ≤ u, k3 = e^logr − 1 − logr ≤ u; logr = clamp(logπ_old − logπ_rollout, ±20).
+def rejection(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    options: str,
+    thresholds: float | str | None,
+) -> Tensor:
+    """k1 = −logr in [log lo, log hi], k2 = ½·logr² ≤ u, k3 = e^logr − 1 − logr ≤ u; logr = clamp(logπ_old −
+    logπ_rollout, ±20).
 
-    `options` is a comma list of `token_k…` (each token for itself) and `seq_sum_k…`, `seq_mean_k…`, `seq_max_k…` (the statistic over the
-    row's tokens decides on the row as a whole); what stays has passed them all. `thresholds` has one for each, by comma: `lo_hi` bounds
-    the ratio π_rollout/π_old of k1 (of a row: the product or the geometric mean of ratios), where one number u means [1/u, u]; one
-    number is the upper bound of k2 and k3. The maximum of k1 would see one side only: it is no option.
-    old_log_prob, rollout_log_prob [B, R] float, nats; mask [B, R] bool. Returns the tokens to keep, [B, R] bool, a subset of the mask;
-    a statistic that is no number is rejected. Raises ConfigError as `parse_rejection` does.
+    `options` is a comma list of `token_k…` (each token for itself) and `seq_sum_k…`, `seq_mean_k…`,
+    `seq_max_k…` (the statistic over the row's tokens decides on the row as a whole); what stays has passed
+    them all. `thresholds` has one for each, by comma: `lo_hi` bounds the ratio π_rollout/π_old of k1 (of a
+    row: the product or the geometric mean of ratios), where one number u means [1/u, u]; one number is the
+    upper bound of k2 and k3. The maximum of k1 would see one side only: it is no option. old_log_prob,
+    rollout_log_prob [B, R] float, nats; mask [B, R] bool. Returns the tokens to keep, [B, R] bool, a subset
+    of the mask; a statistic that is no number is rejected. Raises ConfigError as `parse_rejection` does.
 
-    Rejection of whole rows by k1: Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference
-    mismatch". k1, k2 and k3 are the estimators of John Schulman, "Approximating KL divergence" (2020). Left out: a veto by one token's
-    own ratio, which seq_max_k2 and seq_max_k3 are.
+    Rejection of whole rows by k1: Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse
+    from the training-inference mismatch". k1, k2 and k3 are the estimators of John Schulman, "Approximating
+    KL divergence" (2020). Left out: a veto by one token's own ratio, which seq_max_k2 and seq_max_k3 are.
     """
     log_ratio = _log_ratio(old_log_prob, rollout_log_prob, mask)
     keep = mask.bool()
@@ -89,7 +112,8 @@ def rejection(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor, *, o
         elif rule.over == "seq_mean":
             value = masked_mean(value, mask, dim=-1)[:, None]
         elif rule.over == "seq_max":
-            value = value.amax(-1, keepdim=True)  # k2 and k3 are never below the 0 that stands outside the mask
+            # k2 and k3 are never below the 0 that stands outside the mask
+            value = value.amax(-1, keepdim=True)
         keep = keep & (value >= rule.low) & (value <= rule.high)
     return keep
 
@@ -104,18 +128,24 @@ def correction_metrics(
     level: str = "token",
     threshold: float | str = 2.0,
 ) -> dict[str, Ratio | float]:
-    """How far training and rollout are apart: `rollout_corr/*`, also where nothing is corrected (weights, keep None).
+    """How far training and rollout are apart: `rollout_corr/*`, also where nothing is corrected (weights,
+    keep None).
 
-    With logr and the tokens of mask [B, R] bool as in `rollout_weights`, means over tokens: `kl` −logr · `k3_kl` e^logr − 1 − logr ·
-    `chi2_token` e^(2·logr) − 1. Means over rows with tokens: `training_ppl`, `rollout_ppl` exp(−mean_t logπ) · `log_ppl_diff`
-    mean_t(logπ_rollout − logπ_old) · `ppl_ratio` exp of it · `chi2_seq` e^(2·clamp(Σ logr, ±20)) − 1.
-    `rollout_is_{mean,std,min,max,eff_sample_size}`: of `weights`, or without them of the ratios ρ that they would be made of; over
-    tokens, or for the level `sequence` over rows; the last is (Σw)²/(N·Σw²), 1 where all are equal.
-    `rollout_is_ratio_fraction_high`, `_low`: part of the ρ above hi and below lo; of a number u only the high ones are cut, and lo is 1/u.
-    `rollout_rs_masked_fraction`: part of the tokens rejected; `rollout_rs_seq_masked_fraction`: part of the rows that lost some token.
-    Everything in float64. (numerator, denominator) where parts of a batch can be added up, else a float; 0 where there are no tokens.
+    With logr and the tokens of mask [B, R] bool as in `rollout_weights`, means over tokens: `kl` −logr ·
+    `k3_kl` e^logr − 1 − logr · `chi2_token` e^(2·logr) − 1. Means over rows with tokens: `training_ppl`,
+    `rollout_ppl` exp(−mean_t logπ) · `log_ppl_diff` mean_t(logπ_rollout − logπ_old) · `ppl_ratio` exp of it ·
+    `chi2_seq` e^(2·clamp(Σ logr, ±20)) − 1. `rollout_is_{mean,std,min,max,eff_sample_size}`: of `weights`, or
+    without them of the ratios ρ that they would be made of; over tokens, or for the level `sequence` over
+    rows; the last is (Σw)²/(N·Σw²), 1 where all are equal. `rollout_is_ratio_fraction_high`, `_low`: part of
+    the ρ above hi and below lo; of a number u only the high ones are cut, and lo is 1/u.
+    `rollout_rs_masked_fraction`: part of the tokens rejected; `rollout_rs_seq_masked_fraction`: part of the
+    rows that lost some token. Everything in float64. (numerator, denominator) where parts of a batch can be
+    added up, else a float; 0 where there are no tokens.
     """
-    old, rollout = zero_outside(old_log_prob, mask).detach().double(), zero_outside(rollout_log_prob, mask).detach().double()
+    old, rollout = (
+        zero_outside(old_log_prob, mask).detach().double(),
+        zero_outside(rollout_log_prob, mask).detach().double(),
+    )
     log_ratio, rows = _log_ratio(old, rollout, mask), mask.bool().any(-1)
     sums = log_ratio.sum(-1).clamp(-20.0, 20.0)
     old_mean, rollout_mean = masked_mean(old, mask, dim=-1), masked_mean(rollout, mask, dim=-1)
@@ -193,7 +223,8 @@ def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
     if len(bounds) == 2 and 0 <= bounds[0] < bounds[1]:
         return bounds[0], bounds[1]
     raise ConfigError(
-        f"{_KEY}.rollout_is_threshold got {threshold!r}: set a number above 0 (weights are truncated above it), for example 2.0, "
+        f"{_KEY}.rollout_is_threshold got {threshold!r}: set a number above 0 (weights are truncated above "
+        "it), for example 2.0, "
         "or 'lo_hi' with 0 ≤ lo < hi (weights outside become 0), for example '0.5_5.0'"
     )
 
@@ -201,17 +232,21 @@ def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
 def parse_rejection(options: str, thresholds: float | str | None) -> list[Rule]:
     """The rules of a comma list of options with their thresholds.
 
-    Raises ConfigError for an unknown option, where the thresholds are missing or not as many as the options, for one of k1 that is
-    neither u > 1 nor `lo_hi` with 0 < lo < hi, and for one of k2 or k3 that is not a single number above 0.
+    Raises ConfigError for an unknown option, where the thresholds are missing or not as many as the options,
+    for one of k1 that is neither u > 1 nor `lo_hi` with 0 < lo < hi, and for one of k2 or k3 that is not a
+    single number above 0.
     """
     names = [name.strip() for name in options.split(",")]
     for name in names:
         if name not in OPTIONS:
-            raise ConfigError(f"{_KEY}.rollout_rs has no option {name!r}: set a comma list of {', '.join(OPTIONS)}")
+            raise ConfigError(
+                f"{_KEY}.rollout_rs has no option {name!r}: set a comma list of {', '.join(OPTIONS)}"
+            )
     given = [] if thresholds is None else [part.strip() for part in str(thresholds).split(",")]
     if len(given) != len(names):
         raise ConfigError(
-            f"{_KEY}.rollout_rs={options} has {len(names)} options, but rollout_rs_threshold={thresholds} has {len(given)} thresholds: "
+            f"{_KEY}.rollout_rs={options} has {len(names)} options, but rollout_rs_threshold={thresholds} "
+            f"has {len(given)} thresholds: "
             "set one for each option, by comma"
         )
     return [_rule(name, threshold) for name, threshold in zip(names, given, strict=True)]
@@ -225,7 +260,9 @@ def _rule(name: str, threshold: str) -> Rule:
             return Rule(over, statistic, -math.log(bounds[0]), math.log(bounds[0]))
         if len(bounds) == 2 and 0 < bounds[0] < bounds[1]:
             return Rule(over, statistic, math.log(bounds[0]), math.log(bounds[1]))
-        wanted = "'lo_hi' with 0 < lo < hi, for example '0.5_2.0', or one number u above 1, which means [1/u, u]"
+        wanted = (
+            "'lo_hi' with 0 < lo < hi, for example '0.5_2.0', or one number u above 1, which means [1/u, u]"
+        )
     else:
         if len(bounds) == 1 and bounds[0] > 0:
             return Rule(over, statistic, -math.inf, bounds[0])
@@ -234,7 +271,9 @@ def _rule(name: str, threshold: str) -> Rule:
 
 
 def _numbers(threshold: float | str) -> tuple[float, ...]:
-    """The numbers of `a` or `a_b`; none where one of them is no number. float() alone would read '0.5_5' as 0.55."""
+    """The numbers of `a` or `a_b`; none where one of them is no number. float() alone would read '0.5_5' as
+    0.55.
+    """
     try:
         return tuple(float(part) for part in str(threshold).split("_"))
     except ValueError:

@@ -20,20 +20,30 @@ def value_loss(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """½·agg(max((v − R)², (clip(v, V ± clip_range) − R)²)), PPO's value loss (1707.06347 as OpenAI's code has it).
+    """½·agg(max((v − R)², (clip(v, V ± clip_range) − R)²)), PPO's value loss (1707.06347 as OpenAI's code has
+    it).
 
-    values v, old_values V, returns R: [B, R] float, in units of the score; mask [B, R] bool is the loss mask. `clip_range` None: no
-    clipping. Metrics `critic/vf_clipfrac` (share of tokens where the clipped term is the larger) and `critic/vpred_mean`.
+    values v, old_values V, returns R: [B, R] float, in units of the score; mask [B, R] bool is the loss mask.
+    `clip_range` None: no clipping. Metrics `critic/vf_clipfrac` (share of tokens where the clipped term is
+    the larger) and `critic/vpred_mean`.
 
     Left out: nothing; VAPO's training of the values before the policy is `trainer.critic_warmup`.
     """
-    v, anchor, target = zero_outside(values, mask), zero_outside(old_values, mask).detach(), zero_outside(returns, mask).detach()
+    v, anchor, target = (
+        zero_outside(values, mask),
+        zero_outside(old_values, mask).detach(),
+        zero_outside(returns, mask).detach(),
+    )
     error = (v - target).square()
     clipped = error
     if clip_range is not None:
-        clipped = (torch.minimum(torch.maximum(v, anchor - clip_range), anchor + clip_range) - target).square()
+        clipped = (
+            torch.minimum(torch.maximum(v, anchor - clip_range), anchor + clip_range) - target
+        ).square()
     above = clipped > error
-    loss = 0.5 * aggregate(torch.where(above, clipped, error), mask, loss_agg_mode or "token-mean", scale, loss_scale_factor)
+    loss = 0.5 * aggregate(
+        torch.where(above, clipped, error), mask, loss_agg_mode or "token-mean", scale, loss_scale_factor
+    )
     count = mask.bool().sum()
     return LossOutput(
         loss,

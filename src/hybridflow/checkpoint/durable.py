@@ -1,4 +1,6 @@
-"""Writing so that a machine may stop at any moment: what is seen under its final name is whole and on the disk."""
+"""Writing so that a machine may stop at any moment: what is seen under its final name is whole and on the
+disk.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def replace_file(path: Path, text: str) -> None:
 def locked(path: Path) -> Iterator[bool]:
     """Hold a lock file; gives False, without waiting, where a living process holds it.
 
-    The system lets go of it with the process that held it, however that ended. Where the file system has no locks it is taken as free.
+    The system lets go of it with the process that held it, however that ended. Where the file system has no
+    locks it is taken as free.
     """
     with path.open("a") as file:
         held = True

@@ -51,5 +51,7 @@ def step_folders(run_dir: Path) -> list[Path]:
     """All checkpoint folders of a run by ascending step, whole or not."""
     if not run_dir.is_dir():
         return []
-    found = [(step, path) for path in run_dir.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    found = [
+        (step, path) for path in run_dir.iterdir() if (step := step_of(path)) is not None and path.is_dir()
+    ]
     return [path for _, path in sorted(found)]

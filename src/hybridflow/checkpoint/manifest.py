@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: size and SHA-256 of every file in it, and of itself.
 
-folder ──write_manifest──► manifest.json ──read_manifest──► Manifest ──damage(folder)──► what differs, in words
+folder ──write_manifest──► manifest.json ──read_manifest──► Manifest ──damage(folder)──► what differs, in
+words
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ FORMAT = 2
 HASHING_THREADS = 4
 
 _whole: dict[tuple[Path, str], tuple[Mapping[str, FileDigest], list[tuple[int, ...]]]] = {}
-"""Folders that this process has found whole: by what digests, and what the file system said of their files before they were read."""
+"""Folders that this process has found whole: by what digests, and what the file system said of their files
+before they were read.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ class Manifest:
 
     step: int
     sequence: int
-    """1 for the first checkpoint that a run saved, then 2 and so on: a run that went back saves lower steps later."""
+    """1 for the first checkpoint that a run saved, then 2 and so on: a run that went back saves lower steps
+    later.
+    """
     roles: tuple[str, ...]
     """Folders that hold a state of the driver (`state.py`)."""
     files: Mapping[str, FileDigest]
@@ -50,11 +55,17 @@ class Manifest:
         return tuple(name.removesuffix(f"/{SHARDS}") for name in self.files if name.endswith(f"/{SHARDS}"))
 
     def damage(self, folder: Path, *, below: str = "") -> str | None:
-        """What is wrong with the first file that differs (with `below`, of those in that folder), None where all are as written.
+        """What is wrong with the first file that differs (with `below`, of those in that folder), None where
+        all are as written.
 
-        A folder that this process has found whole is read again only if one of its files is another or was written since.
+        A folder that this process has found whole is read again only if one of its files is another or was
+        written since.
         """
-        wanted = {folder / name: digest for name, digest in self.files.items() if name.startswith(f"{below}/" if below else "")}
+        wanted = {
+            folder / name: digest
+            for name, digest in self.files.items()
+            if name.startswith(f"{below}/" if below else "")
+        }
         seen: list[tuple[int, ...]] = []
         for path, digest in wanted.items():
             if not path.is_file():
@@ -73,29 +84,39 @@ class Manifest:
         return None
 
 
-def write_manifest(folder: Path, *, step: int, sequence: int, roles: tuple[str, ...], known: Mapping[str, FileDigest]) -> None:
+def write_manifest(
+    folder: Path, *, step: int, sequence: int, roles: tuple[str, ...], known: Mapping[str, FileDigest]
+) -> None:
     """Write the manifest of all files that are in the folder now; those in `known` are not read again.
 
     CheckpointError where a known one is not there as its writer left it.
     """
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    paths = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
     for name, digest in known.items():
         size = paths[name].stat().st_size if name in paths else None
         if size != digest.size:
             seen = "is not there" if size is None else f"has {size} bytes"
             raise CheckpointError(
-                f"{name} {seen}, though a rank wrote {digest.size} bytes of it into {folder}: trainer.default_local_dir must be on a file "
+                f"{name} {seen}, though a rank wrote {digest.size} bytes of it into {folder}: "
+                "trainer.default_local_dir must be on a file "
                 "system that all nodes share"
             )
     unknown = {name: path for name, path in paths.items() if name not in known}
-    digests = {name: FileDigest(path.stat().st_size, digest) for (name, path), digest in zip(unknown.items(), _digests(unknown.values()))}
+    digests = {
+        name: FileDigest(path.stat().st_size, digest)
+        for (name, path), digest in zip(unknown.items(), _digests(unknown.values()))
+    }
     files = {name: asdict(known[name] if name in known else digests[name]) for name in paths}
     content = {"format": FORMAT, "step": step, "sequence": sequence, "roles": list(roles), "files": files}
     (folder / MANIFEST).write_text(_text(content), encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest. CheckpointError where it is missing, was changed or belongs to a newer version."""
+    """Read and check a manifest. CheckpointError where it is missing, was changed or belongs to a newer
+    version.
+    """
     path = folder / MANIFEST
     try:
         text = path.read_bytes().decode("utf-8")
@@ -108,9 +129,14 @@ def read_manifest(folder: Path) -> Manifest:
     claimed = content.pop("digest", None)
     expected = _digest(content)
     if claimed != expected or text != _text(content):
-        raise CheckpointError(f"{path} was changed: it says its digest is {claimed}, its content has {expected}")
+        raise CheckpointError(
+            f"{path} was changed: it says its digest is {claimed}, its content has {expected}"
+        )
     if content["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {content['format']}, this version reads {FORMAT}: use the version that wrote it")
+        raise CheckpointError(
+            f"{path} has format {content['format']}, this version reads {FORMAT}: use the version that "
+            "wrote it"
+        )
     files = {name: FileDigest(entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
     return Manifest(content["step"], content["sequence"], tuple(content["roles"]), files)
 

@@ -1,11 +1,14 @@
-"""Which part of which tensor is in which file of an engine's saved state, as JSON; and reading whole tensors from it, without ranks.
+"""Which part of which tensor is in which file of an engine's saved state, as JSON; and reading whole tensors
+from it, without ranks.
 
-    state.json    {"model": {"w": {"$tensor": "model/w"}}, "scheduler": {"num_steps": 4}}     the structure, as in `state.py`
+    state.json    {"model": {"w": {"$tensor": "model/w"}}, "scheduler": {"num_steps": 4}}     the structure,
+    as in `state.py`
     shards.json   {"files": [F0, F1],
-                   "tensors": {"model/w": {"dtype": "F32", "shape": [5, 3], "chunks": [[0, [0, 0], [3, 3]], [1, [3, 0], [2, 3]]]}}}
+                   "tensors": {"model/w": {"dtype": "F32", "shape": [5, 3], "chunks": [[0, [0, 0], [3, 3]],
+                   [1, [3, 0], [2, 3]]]}}}
 
-A chunk is (number of the file, offsets, sizes); in its file it has the tensor's name without the part. A folder is the same at every
-number of ranks, one included.
+A chunk is (number of the file, offsets, sizes); in its file it has the tensor's name without the part. A
+folder is the same at every number of ranks, one included.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ def index_text(tensors: Mapping[str, SavedTensor]) -> str:
         name: {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "chunks": [[number[chunk.file], list(chunk.offsets), list(chunk.sizes)] for chunk in tensor.chunks],
+            "chunks": [
+                [number[chunk.file], list(chunk.offsets), list(chunk.sizes)] for chunk in tensor.chunks
+            ],
         }
         for name, tensor in sorted(tensors.items())
     }
@@ -73,18 +78,24 @@ def index_text(tensors: Mapping[str, SavedTensor]) -> str:
 
 
 def read_index(folder: Path) -> ShardIndex:
-    """The index in a role's folder. CheckpointError where it is missing, does not cover a tensor or is of a newer version."""
+    """The index in a role's folder. CheckpointError where it is missing, does not cover a tensor or is of a
+    newer version.
+    """
     try:
         structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
         content = json.loads((folder / SHARDS).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise CheckpointError(f"{folder / SHARDS} has format {content['format']}, this version reads {FORMAT}: it is newer")
+            raise CheckpointError(
+                f"{folder / SHARDS} has format {content['format']}, this version reads {FORMAT}: it is newer"
+            )
         tensors = {name: _tensor(entry, content["files"]) for name, entry in content["tensors"].items()}
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"cannot read the engine's state in {folder}: {error!r}") from error
     for name, tensor in tensors.items():
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
-            raise CheckpointError(f"{folder / SHARDS}: the parts of {name} do not make its shape {tensor.shape}: one is missing")
+            raise CheckpointError(
+                f"{folder / SHARDS}: the parts of {name} do not make its shape {tensor.shape}: one is missing"
+            )
     return ShardIndex(folder, structure, tensors)
 
 
@@ -103,7 +114,10 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __init__(self, index: ShardIndex, part: str) -> None:
         if part not in index.structure:
-            raise CheckpointError(f"the state in {index.folder} has no {part}: it was saved without '{part}' in checkpoint.save_contents")
+            raise CheckpointError(
+                f"the state in {index.folder} has no {part}: it was saved without '{part}' in "
+                "checkpoint.save_contents"
+            )
         self._index = index
         self._stored = dict(stored_tensors(index.structure[part]))
 
@@ -114,7 +128,9 @@ class SavedTensors(Mapping[str, Tensor]):
             return self._read(saved.chunks[0], stored)
         whole = torch.empty(saved.shape, dtype=saved.dtype)
         for chunk in saved.chunks:
-            box = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            box = tuple(
+                slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
             whole[box] = self._read(chunk, stored)
         return whole
 
@@ -147,12 +163,16 @@ class SavedTensors(Mapping[str, Tensor]):
 
 
 def read_tensors(folder: Path, part: str) -> SavedTensors:
-    """The tensors of a part (`model`) of an engine's state, saved by any number of ranks; CheckpointError where there is no such part."""
+    """The tensors of a part (`model`) of an engine's state, saved by any number of ranks; CheckpointError
+    where there is no such part.
+    """
     return SavedTensors(read_index(folder), part)
 
 
 def _tensor(entry: dict[str, Any], files: list[str]) -> SavedTensor:
-    chunks = tuple(Chunk(files[number], tuple(offsets), tuple(sizes)) for number, offsets, sizes in entry["chunks"])
+    chunks = tuple(
+        Chunk(files[number], tuple(offsets), tuple(sizes)) for number, offsets, sizes in entry["chunks"]
+    )
     return SavedTensor(DTYPES[entry["dtype"]], tuple(entry["shape"]), chunks)
 
 

@@ -1,9 +1,11 @@
-"""The two ends of torch.distributed.checkpoint: where a rank's parts of tensors go to, and where they come from. No pickle on the disk.
+"""The two ends of torch.distributed.checkpoint: where a rank's parts of tensors go to, and where they come
+from. No pickle on the disk.
 
-    save: planner's items ─► one safetensors file a part and rank, written now or in a thread ─► coordinator: shards.json
-    load: shards.json ─► planner's items ─► slices of the files, into the target tensors
+    save: planner's items ─► one safetensors file a part and rank, written now or in a thread ─► coordinator:
+    shards.json load: shards.json ─► planner's items ─► slices of the files, into the target tensors
 
-The library's own safetensors storage keeps a rank's whole state in memory a second time, takes no digests and writes no index.
+The library's own safetensors storage keeps a rank's whole state in memory a second time, takes no digests and
+writes no index.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -32,8 +40,8 @@ from hybridflow.checkpoint.tensor_file import write_tensors, write_text
 class ShardWriter(StorageWriter):
     """Writes what the plan gives this rank.
 
-    Without `copy` it is on the disk when the plan is done. With it, the plan only takes copies, and `write` puts them on the disk, whenever
-    and in whatever thread it is called: it needs no other rank.
+    Without `copy` it is on the disk when the plan is done. With it, the plan only takes copies, and `write`
+    puts them on the disk, whenever and in whatever thread it is called: it needs no other rank.
     """
 
     folder: Path
@@ -55,7 +63,9 @@ class ShardWriter(StorageWriter):
         """Of DCP's interface: a writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Of DCP's interface. What fails here on one rank is known to all: before it, the others would wait for that rank."""
+        """Of DCP's interface. What fails here on one rank is known to all: before it, the others would wait
+        for that rank.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -82,11 +92,18 @@ class ShardWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Of DCP's interface, on the coordinator: write structure and index."""
-        file_of = {(result.index.fqn, result.index.offset): result.storage_data for part in results for result in part}
+        file_of = {
+            (result.index.fqn, result.index.offset): result.storage_data
+            for part in results
+            for result in part
+        }
         tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
-            chunks = tuple(Chunk(file_of[name, chunk.offsets], tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+            chunks = tuple(
+                Chunk(file_of[name, chunk.offsets], tuple(chunk.offsets), tuple(chunk.sizes))
+                for chunk in entry.chunks
+            )
             tensors[name] = SavedTensor(entry.properties.dtype, tuple(entry.size), chunks)
         self.digests[STRUCTURE] = write_text(self.folder / STRUCTURE, structure_text(self.structure))
         self.digests[SHARDS] = write_text(self.folder / SHARDS, index_text(tensors))
@@ -110,7 +127,9 @@ class ShardReader(StorageReader):
         """Of DCP's interface."""
         return Metadata({name: _metadata(tensor) for name, tensor in self.index.tensors.items()})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Of DCP's interface."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -130,7 +149,10 @@ class ShardReader(StorageReader):
             with safe_open(self.index.folder / name, framework="pt") as file:
                 for item in items:
                     key = key_in_file(item.storage_index.fqn)
-                    box = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True))
+                    box = tuple(
+                        slice(start, start + size)
+                        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+                    )
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(file.get_slice(key)[box] if box else file.get_tensor(key))
                     planner.commit_tensor(item, target)
@@ -147,7 +169,9 @@ class ShardReader(StorageReader):
 
 
 def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
+    chunks = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+    ]
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
 
 

@@ -1,6 +1,8 @@
-"""An engine's state saved by any number of ranks and loaded by any other, through torch.distributed.checkpoint.
+"""An engine's state saved by any number of ranks and loaded by any other, through
+torch.distributed.checkpoint.
 
-    save_shards    ranks' {part: nested state, DTensors where sharded} ──plan──► each rank writes its own files
+    save_shards    ranks' {part: nested state, DTensors where sharded} ──plan──► each rank writes its own
+    files
     start_shards   the same with copies on the CPU, written in a thread while the ranks go on
     load_shards    the folder + a template of the same names ──► the state, sharded as the template
 
@@ -43,7 +45,8 @@ ROOM = "Make room or set trainer.default_local_dir to a writable place"
 
 
 def save_shards(folder: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> dict[str, FileDigest]:
-    """Write a state into a folder; called by all ranks of the group. Gives the digests of the files that this rank wrote, by name.
+    """Write a state into a folder; called by all ranks of the group. Gives the digests of the files that this
+    rank wrote, by name.
 
     CheckpointError, on all ranks, names the first rank that could not write and why.
     """
@@ -51,13 +54,17 @@ def save_shards(folder: Path, parts: Parts, group: dist.ProcessGroup | None = No
 
 
 class CpuCopies:
-    """Makes copies of tensors on the CPU. Those of device tensors go into page-locked memory, which is kept for the next save."""
+    """Makes copies of tensors on the CPU. Those of device tensors go into page-locked memory, which is kept
+    for the next save.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy; whole only after `wait`, and where the tensor is not on the CPU only until the next copy under this name."""
+        """A copy; whole only after `wait`, and where the tensor is not on the CPU only until the next copy
+        under this name.
+        """
         if tensor.device.type == "cpu":
             return tensor.detach().clone()
         kept = self._kept.get(name)
@@ -98,8 +105,11 @@ class PendingShards:
             self._error = error
 
 
-def start_shards(folder: Path, parts: Parts, copies: CpuCopies, group: dist.ProcessGroup | None = None) -> PendingShards:
-    """Like `save_shards`, but only until the state is copied: the writing needs no other rank, so it cannot cross the ranks' own traffic.
+def start_shards(
+    folder: Path, parts: Parts, copies: CpuCopies, group: dist.ProcessGroup | None = None
+) -> PendingShards:
+    """Like `save_shards`, but only until the state is copied: the writing needs no other rank, so it cannot
+    cross the ranks' own traffic.
 
     `copies` must not be used again before the save is done.
     """
@@ -109,10 +119,12 @@ def start_shards(folder: Path, parts: Parts, copies: CpuCopies, group: dist.Proc
 
 
 def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
-    """The saved parts that `templates` names, each tensor sharded as the template's of the same name; plain ones come on the CPU.
+    """The saved parts that `templates` names, each tensor sharded as the template's of the same name; plain
+    ones come on the CPU.
 
-    All ranks call it, but none waits for another. Dtypes are those of the checkpoint. CheckpointError where a shape differs or a file
-    cannot be read. A tensor that the template lacks comes sharded as its neighbours of the same shape.
+    All ranks call it, but none waits for another. Dtypes are those of the checkpoint. CheckpointError where a
+    shape differs or a file cannot be read. A tensor that the template lacks comes sharded as its neighbours
+    of the same shape.
     """
     index = read_index(folder)
     missing = sorted(set(templates) - set(index.structure))
@@ -123,14 +135,21 @@ def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
     for name, place in places.items():
         neighbours.setdefault(name.rpartition("/")[0], []).append(place)
     wanted = sorted({name for part in templates for _, name in stored_tensors(index.structure[part])})
-    targets = {name: _target(name, index.tensors[name], places.get(name), neighbours.get(name.rpartition("/")[0], [])) for name in wanted}
+    targets = {
+        name: _target(
+            name, index.tensors[name], places.get(name), neighbours.get(name.rpartition("/")[0], [])
+        )
+        for name in wanted
+    }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _explained(f"cannot load the engine's state from {folder}"):
         load(targets, storage_reader=ShardReader(index), planner=planner, no_dist=True)
     return {part: decode_tree(index.structure[part], targets.__getitem__) for part in templates}
 
 
-def _plan(folder: Path, parts: Parts, group: dist.ProcessGroup | None, copies: CpuCopies | None) -> ShardWriter:
+def _plan(
+    folder: Path, parts: Parts, group: dist.ProcessGroup | None, copies: CpuCopies | None
+) -> ShardWriter:
     rank, world_size = rank_and_size(group)
     structure, tensors = encode_tree(dict(parts))
     if world_size > 1:
@@ -150,7 +169,9 @@ def _plan(folder: Path, parts: Parts, group: dist.ProcessGroup | None, copies: C
 
 
 def _save_alone(tensors: dict[str, Tensor], writer: ShardWriter, planner: DefaultSavePlanner) -> None:
-    """What DCP's `save` does where there is one rank, without its log record for every tensor (half the time of a small save)."""
+    """What DCP's `save` does where there is one rank, without its log record for every tensor (half the time
+    of a small save).
+    """
     planner.set_up_planner(tensors, is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
@@ -169,7 +190,9 @@ def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: lis
 
 @contextmanager
 def _explained(what: str, hint: str = "") -> Iterator[None]:
-    """DCP's exception, which is not even an Exception, as ours; without its warning that a single process has no ranks."""
+    """DCP's exception, which is not even an Exception, as ours; without its warning that a single process has
+    no ranks.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -1,10 +1,11 @@
 """A nested state as two files, without pickle: tensors in `state.safetensors`, all else in `state.json`.
 
-    {"w": tensor, "lr": 1e-3} ──save_tree──► {"w": {"$tensor": "w"}, "lr": 0.001} + tensors ──load_tree──► the same
+    {"w": tensor, "lr": 1e-3} ──save_tree──► {"w": {"$tensor": "w"}, "lr": 0.001} + tensors ──load_tree──► the
+    same
 
-What comes back equals what went in, type by type and bit by bit. Tensors come back on the CPU; a tensor that stood in several places
-(tied weights) is stored once and comes back as one tensor. JSON's own types stand for themselves; a dictionary with one key that begins
-with `$` stands for something that JSON lacks.
+What comes back equals what went in, type by type and bit by bit. Tensors come back on the CPU; a tensor that
+stood in several places (tied weights) is stored once and comes back as one tensor. JSON's own types stand for
+themselves; a dictionary with one key that begins with `$` stands for something that JSON lacks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
 from hybridflow.errors import CheckpointError
 
 State = Any
-"""dict, list, tuple, Tensor, numpy array or scalar, int, float, bool, str, None; dictionaries have str or int keys."""
+"""dict, list, tuple, Tensor, numpy array or scalar, int, float, bool, str, None; dictionaries have str or int
+keys.
+"""
 
 
 def save_tree(folder: Path, tree: State) -> None:
@@ -41,7 +44,8 @@ def save_tree(folder: Path, tree: State) -> None:
 def load_tree(folder: Path, *, only: str | None = None) -> State:
     """Read a state; with `only`, that entry of the outermost dictionary, without reading other tensors.
 
-    CheckpointError for files that are missing or that `save_tree` did not write, KeyError for an `only` that is not there.
+    CheckpointError for files that are missing or that `save_tree` did not write, KeyError for an `only` that
+    is not there.
     """
     try:
         structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
@@ -52,7 +56,9 @@ def load_tree(folder: Path, *, only: str | None = None) -> State:
 
 
 def encode_tree(tree: State) -> tuple[Any, dict[str, Tensor]]:
-    """A state as JSON's types, and its tensors by the names that stand there for them; CheckpointError names what cannot be stored."""
+    """A state as JSON's types, and its tensors by the names that stand there for them; CheckpointError names
+    what cannot be stored.
+    """
     encoder = _Encoder()
     return encoder.encode(tree, ""), encoder.tensors
 
@@ -84,28 +90,49 @@ class _Encoder:
         if type(value) in (list, tuple):
             entries = [self.encode(entry, f"{path}/{index}") for index, entry in enumerate(value)]
             return entries if type(value) is list else {"$tuple": entries}
-        raise CheckpointError(f"cannot store {path or 'the state'} of type {type(value).__qualname__}: {_ACCEPTED}")
+        raise CheckpointError(
+            f"cannot store {path or 'the state'} of type {type(value).__qualname__}: {_ACCEPTED}"
+        )
 
     def _encode_dict(self, value: dict[Any, Any], path: str) -> Any:
         for key in value:
             if type(key) not in (str, int):
-                raise CheckpointError(f"cannot store {path or 'the state'}: its key {key!r} is a {type(key).__qualname__}, not str or int")
+                raise CheckpointError(
+                    f"cannot store {path or 'the state'}: its key {key!r} is a {type(key).__qualname__}, "
+                    "not str or int"
+                )
         pairs = [(key, self.encode(entry, f"{path}/{key}")) for key, entry in value.items()]
         if all(type(key) is str and not key.startswith("$") for key in value):
             return dict(pairs)
         return {"$dict": [list(pair) for pair in pairs]}
 
     def _keep(self, tensor: Tensor, path: str) -> str:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: {_ACCEPTED}")
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+            or tensor.dtype not in _DTYPES
+        ):
+            raise CheckpointError(
+                f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: "
+                f"{_ACCEPTED}"
+            )
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = own.untyped_storage()
-        same = (own.device, storage.data_ptr(), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
+        same = (
+            own.device,
+            storage.data_ptr(),
+            own.storage_offset(),
+            tuple(own.shape),
+            own.stride(),
+            own.dtype,
+        )
         if own.numel() and same in self._names:
             return self._names[same]
         name = stem = path.removeprefix("/") or "state"
         number = 1
-        while name in self.tensors or name == "__metadata__":  # two paths may read alike; that name is taken by the format
+        # two paths may read alike; that name is taken by the format
+        while name in self.tensors or name == "__metadata__":
             number += 1
             name = f"{stem}#{number}"
         self.tensors[name] = tensor
@@ -115,8 +142,25 @@ class _Encoder:
 
 _DTYPES = frozenset(
     {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        ),
+        *(
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint64,
+            torch.uint32,
+            torch.uint16,
+            torch.uint8,
+            torch.bool,
+        ),
     }
 )
 _ACCEPTED = (
@@ -143,7 +187,9 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """The state of which `encode_tree` made `node`; `tensor_of` gives a tensor by its name and is asked once for each."""
+    """The state of which `encode_tree` made `node`; `tensor_of` gives a tensor by its name and is asked once
+    for each.
+    """
     known: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:

@@ -45,7 +45,9 @@ class Checkpoint:
 
 
 Fill = Callable[[Path], Mapping[str, FileDigest] | None]
-"""Writes into a folder, or begins to; gives the digests of the files in it that need not be read again, by name."""
+"""Writes into a folder, or begins to; gives the digests of the files in it that need not be read again, by
+name.
+"""
 
 
 @dataclass
@@ -80,22 +82,32 @@ class CheckpointStore:
                 logger.warning("cannot tidy up after an interrupted save in %s: %s", self.run_dir, error)
 
     def save(self, step: int, state: Mapping[str, State], folders: Mapping[str, Fill] | None = None) -> Path:
-        """Write the checkpoint of a step: `state` by role, and further folders by the functions that fill them.
+        """Write the checkpoint of a step: `state` by role, and further folders by the functions that fill
+        them.
 
-        A step that exists is replaced. CheckpointError where it cannot be written (earlier ones stay as they were) or where another
-        process is saving into the same run folder.
+        A step that exists is replaced. CheckpointError where it cannot be written (earlier ones stay as they
+        were) or where another process is saving into the same run folder.
         """
         return self.commit(self.begin(step, state, folders))
 
-    def begin(self, step: int, state: Mapping[str, State], folders: Mapping[str, Fill] | None = None) -> PendingSave:
-        """Like `save`, without making it count: what `folders` began may go on until `commit`. Until then no other save can begin."""
+    def begin(
+        self, step: int, state: Mapping[str, State], folders: Mapping[str, Fill] | None = None
+    ) -> PendingSave:
+        """Like `save`, without making it count: what `folders` began may go on until `commit`. Until then no
+        other save can begin.
+        """
         for name in [*state, *(folders or {})]:
-            assert name and not name.startswith((".", "/")) and ".." not in name.split("/"), f"{name!r} is no name of a folder"
+            assert name and not name.startswith((".", "/")) and ".." not in name.split("/"), (
+                f"{name!r} is no name of a folder"
+            )
         temporary = self.run_dir / f".tmp_{STEP_PREFIX}{step}_{os.getpid()}"
         with self._explained(step), ExitStack() as stack:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if not stack.enter_context(self._lock()):
-                raise CheckpointError(f"another process is saving into {self.run_dir}: give each run its own trainer.default_local_dir")
+                raise CheckpointError(
+                    f"another process is saving into {self.run_dir}: give each run its own "
+                    "trainer.default_local_dir"
+                )
             shutil.rmtree(temporary, ignore_errors=True)
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
             pending = PendingSave(step, temporary, tuple(state), {}, stack)
@@ -127,12 +139,15 @@ class CheckpointStore:
             yield
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"cannot save step {step} into {self.run_dir}: {error}. Make room or set trainer.default_local_dir to a writable place; "
+                f"cannot save step {step} into {self.run_dir}: {error}. Make room or set "
+                "trainer.default_local_dir to a writable place; "
                 f"checkpoints there: {_steps(self.run_dir)}"
             ) from error
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, all digests verified; None without any. Damaged ones are logged as errors."""
+        """The newest whole checkpoint, all digests verified; None without any. Damaged ones are logged as
+        errors.
+        """
         for folder in reversed(self._by_age()):
             try:
                 damage = read_manifest(folder).damage(folder)
@@ -145,34 +160,44 @@ class CheckpointStore:
         return None
 
     def newest_sequence(self) -> int:
-        """The highest number in the order of saving of the checkpoints that are here, whole or not; 0 without any. No digest is taken."""
+        """The highest number in the order of saving of the checkpoints that are here, whole or not; 0 without
+        any. No digest is taken.
+        """
         return max((_sequence(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
 
     def load_latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, None in a run folder without any.
 
-        Newest is by order of saving, as written in the checkpoints themselves: a tracker that is stale or missing does no harm.
-        CheckpointError where there are checkpoints but all are damaged.
+        Newest is by order of saving, as written in the checkpoints themselves: a tracker that is stale or
+        missing does no harm. CheckpointError where there are checkpoints but all are damaged.
         """
         folder = self.latest()
         if folder is None:
             if step_folders(self.run_dir):
                 raise CheckpointError(
-                    f"all checkpoints in {self.run_dir} are damaged (steps {_steps(self.run_dir)}; the log names the files): "
+                    f"all checkpoints in {self.run_dir} are damaged (steps {_steps(self.run_dir)}; the log "
+                    "names the files): "
                     "restore one, or start anew with trainer.resume_mode=disable"
                 )
             return None
         return _read(folder, read_manifest(folder))
 
     def load(self, path: str | Path) -> Checkpoint:
-        """The checkpoint in a `global_step_N` folder, of this run or another. CheckpointError where it is missing or damaged."""
+        """The checkpoint in a `global_step_N` folder, of this run or another. CheckpointError where it is
+        missing or damaged.
+        """
         folder = Path(path).expanduser()
         runs = folder if step_folders(folder) else folder.parent
         there = f"Steps in {runs}: {_steps(runs)}"
         if not folder.is_dir():
-            raise CheckpointError(f"no checkpoint at {folder}: {'it is a file' if folder.exists() else 'there is no such folder'}. {there}")
+            raise CheckpointError(
+                f"no checkpoint at {folder}: "
+                f"{'it is a file' if folder.exists() else 'there is no such folder'}. {there}"
+            )
         if step_of(folder) is None and runs == folder:
-            raise CheckpointError(f"{folder} is a run folder, not a checkpoint: name one of its {STEP_PREFIX}N folders. {there}")
+            raise CheckpointError(
+                f"{folder} is a run folder, not a checkpoint: name one of its {STEP_PREFIX}N folders. {there}"
+            )
         try:
             manifest = read_manifest(folder)
             damage = manifest.damage(folder)
@@ -187,7 +212,9 @@ class CheckpointStore:
         old: Path | None = None
         try:
             sequence = 1 + self.newest_sequence()
-            write_manifest(pending.folder, step=pending.step, sequence=sequence, roles=pending.roles, known=pending.known)
+            write_manifest(
+                pending.folder, step=pending.step, sequence=sequence, roles=pending.roles, known=pending.known
+            )
             sync_tree(pending.folder)
             if final.exists():
                 old = self._set_aside(final, "old")
@@ -207,19 +234,24 @@ class CheckpointStore:
         return aside
 
     def _rotate(self) -> None:
-        """Remove what is older, by order of saving, than the `keep` newest; damaged ones do not count, so none pushes out a good one."""
+        """Remove what is older, by order of saving, than the `keep` newest; damaged ones do not count, so
+        none pushes out a good one.
+        """
         by_age = self._by_age()
         good = [folder for folder in by_age if folder not in self._damaged and _sequence(folder) is not None]
         if self.keep is None or len(good) <= self.keep:
             return
         for folder in by_age[: by_age.index(good[-self.keep])]:
             try:
-                shutil.rmtree(self._set_aside(folder, "trash"))  # renamed first: no half-removed folder looks like a checkpoint
+                # renamed first: no half-removed folder looks like a checkpoint
+                shutil.rmtree(self._set_aside(folder, "trash"))
             except OSError as error:
                 logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
 
     def _by_age(self) -> list[Path]:
-        """Checkpoint folders by order of saving; one whose manifest cannot be read stands right after the one of the step before."""
+        """Checkpoint folders by order of saving; one whose manifest cannot be read stands right after the one
+        of the step before.
+        """
         aged: list[tuple[float, int, Path]] = []
         before = 0.0
         for folder in step_folders(self.run_dir):
@@ -229,14 +261,18 @@ class CheckpointStore:
         return [folder for _, _, folder in sorted(aged)]
 
     def _clean(self) -> None:
-        """Remove what processes that are gone left behind; a replaced checkpoint whose successor never arrived is put back."""
+        """Remove what processes that are gone left behind; a replaced checkpoint whose successor never
+        arrived is put back.
+        """
         for path in sorted(self.run_dir.iterdir()):
             match = _LEFTOVER.fullmatch(path.name)
             if match is None:
                 continue
             final = self.run_dir / match.group(2)
             if match.group(1) == "old" and not final.exists():
-                logger.warning("putting back checkpoint %s: the save that was to replace it did not finish", final)
+                logger.warning(
+                    "putting back checkpoint %s: the save that was to replace it did not finish", final
+                )
                 os.replace(path, final)
                 continue
             logger.info("removing %s, left by a process that ended while saving", path)
@@ -258,7 +294,9 @@ def _sequence(folder: Path) -> int | None:
 
 def _read(folder: Path, manifest: Manifest) -> Checkpoint:
     state = {role: load_tree(folder / role) for role in manifest.roles}
-    return Checkpoint(manifest.step, folder, state, {role: saved_parts(folder / role) for role in manifest.engines})
+    return Checkpoint(
+        manifest.step, folder, state, {role: saved_parts(folder / role) for role in manifest.engines}
+    )
 
 
 def _steps(run_dir: Path) -> str:

@@ -1,8 +1,11 @@
-"""A safetensors file written tensor by tensor: its digest is taken on the way, and nothing is held twice in memory.
+"""A safetensors file written tensor by tensor: its digest is taken on the way, and nothing is held twice in
+memory.
 
-    {name: tensor, on any device} ──► header, then the bytes of one tensor after the other ──► file on the disk, FileDigest
+    {name: tensor, on any device} ──► header, then the bytes of one tensor after the other ──► file on the
+    disk, FileDigest
 
-The library's own writer wants all tensors on the CPU, apart from each other, and whoever needs a digest reads the file once more.
+The library's own writer wants all tensors on the CPU, apart from each other, and whoever needs a digest reads
+the file once more.
 """
 
 from __future__ import annotations
@@ -73,7 +76,11 @@ def _blocks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[memoryv
     for name in names:
         tensor, start = tensors[name], end
         end += tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)

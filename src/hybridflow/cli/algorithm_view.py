@@ -1,4 +1,6 @@
-"""How `hybridflow explain` shows the formulas of a run: sections in the order of the step, plain text where nobody watches."""
+"""How `hybridflow explain` shows the formulas of a run: sections in the order of the step, plain text where
+nobody watches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ INDENT, DEEPER = 3, 5
 
 
 def show_algorithm(config: PPOConfig) -> None:
-    """Print each part of a step: the equation, the same with this run's numbers, where they are set, the paper, the code."""
+    """Print each part of a step: the equation, the same with this run's numbers, where they are set, the
+    paper, the code.
+    """
     console = Console()
     for number, section in enumerate(explain_algorithm(config), start=1):
         _line(console, f"{number}. {section.title}", 0, "bold")
@@ -36,7 +40,12 @@ def _show(console: Console, formula: Formula) -> None:
         _line(console, f"{formula.label(number)} = {number.shown}   ({number.key}{meaning})", DEEPER)
     for note in formula.notes:
         _line(console, note, DEEPER)
-    _line(console, "   ".join(("code " + formula.place, *(f"source {address}" for address in formula.sources))), DEEPER, "dim")
+    _line(
+        console,
+        "   ".join(("code " + formula.place, *(f"source {address}" for address in formula.sources))),
+        DEEPER,
+        "dim",
+    )
 
 
 def _line(console: Console, text: str, indent: int, style: str = "") -> None:

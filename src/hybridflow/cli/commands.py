@@ -17,7 +17,11 @@ def demo(options: argparse.Namespace) -> int:
 
     setup_logging()
     wanted = DemoOptions(
-        Path(options.out), algorithm=options.algo, seed=options.seed, reward=options.reward, overrides=tuple(options.overrides)
+        Path(options.out),
+        algorithm=options.algo,
+        seed=options.seed,
+        reward=options.reward,
+        overrides=tuple(options.overrides),
     )
     show_summary(run_demo(wanted))
     return 0
@@ -51,7 +55,8 @@ def _runs(options: argparse.Namespace, root: type[Any], run: Callable[[Any], obj
     folders = [each.config.trainer.default_local_dir for each in prepared]
     if len(set(folders)) < len(folders):
         raise ConfigError(
-            f"--multirun: {len(folders)} runs would write into {len(set(folders))} run folders, for example {folders[0]}: let its name "
+            f"--multirun: {len(folders)} runs would write into {len(set(folders))} run folders, for example "
+            f"{folders[0]}: let its name "
             "follow the values, as in 'trainer.experiment_name=lr-${actor_rollout_ref.actor.optim.lr}'"
         )
     for each in prepared:
@@ -61,7 +66,9 @@ def _runs(options: argparse.Namespace, root: type[Any], run: Callable[[Any], obj
 
 
 def config(options: argparse.Namespace) -> int:
-    """The resolved configuration as YAML; with --explain what follows from it. With nothing given, every key with its default."""
+    """The resolved configuration as YAML; with --explain what follows from it. With nothing given, every key
+    with its default.
+    """
     from hybridflow.config import PPOConfig, SFTConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.config.show import to_yaml

@@ -1,4 +1,6 @@
-"""`hybridflow doctor`: versions, devices and what a run can ask for here, engines, optional parts, the backends that are not there yet."""
+"""`hybridflow doctor`: versions, devices and what a run can ask for here, engines, optional parts, the
+backends that are not there yet.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part: the module that proves it, the package it is in, and the extra of ours that brings that."""
+    """An optional part: the module that proves it, the package it is in, and the extra of ours that brings
+    that.
+    """
 
     name: str
     module: str
@@ -67,10 +71,15 @@ def _machine() -> Table:
     for name in ("torch", "transformers", "tensordict", "hydra-core"):
         table.add_row(name, importlib.metadata.version(name))
     cores, threads = _usable_cores(), torch.get_num_threads()
-    table.add_row("CPU cores", f"{cores} usable; torch uses {threads} threads (OMP_NUM_THREADS, trainer.num_threads)")
+    table.add_row(
+        "CPU cores", f"{cores} usable; torch uses {threads} threads (OMP_NUM_THREADS, trainer.num_threads)"
+    )
     table.add_row("memory", f"{_memory_gib():.1f} GiB")
     if Path(SHARED_MEMORY).is_dir():
-        table.add_row("shared memory", f"{shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB free: batches of many processes")
+        table.add_row(
+            "shared memory",
+            f"{shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB free: batches of many processes",
+        )
     table.add_row("disk free here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB")
     table.add_row("CPU vectors", torch.backends.cpu.get_cpu_capability())
     if torch.cuda.is_available():
@@ -82,8 +91,15 @@ def _machine() -> Table:
         table.add_row("CUDA", "none: runs use the CPU in float32")
         table.add_row("training engine", "fsdp2, float32")
     table.add_row("attention over rows of any length", _varlen())
-    table.add_row("CUDA graphs", "decode steps are recorded (rollout.enforce_eager=true: not)" if torch.cuda.is_available() else "no CUDA")
-    table.add_row("processes of a run", _processes(torch.cuda.device_count() if torch.cuda.is_available() else 0, cores))
+    table.add_row(
+        "CUDA graphs",
+        "decode steps are recorded (rollout.enforce_eager=true: not)"
+        if torch.cuda.is_available()
+        else "no CUDA",
+    )
+    table.add_row(
+        "processes of a run", _processes(torch.cuda.device_count() if torch.cuda.is_available() else 0, cores)
+    )
     return table
 
 
@@ -102,7 +118,11 @@ def _engines() -> Table:
     from hybridflow.config.engine_features import ENGINES
 
     table = Table(
-        "engine", "here", "what it is, and how to have it", title="Generation (actor_rollout_ref.rollout.name)", title_justify="left"
+        "engine",
+        "here",
+        "what it is, and how to have it",
+        title="Generation (actor_rollout_ref.rollout.name)",
+        title_justify="left",
     )
     for name, engine in ENGINES.items():
         here, way = ENGINE_STATES[name]() if name in ENGINE_STATES else _server(name)
@@ -118,12 +138,18 @@ def _server(name: str) -> tuple[str, str]:
     own = Path(f".venv-{name}/bin/python")
     if own.exists():
         return f"in {own.parent.parent}", f"set actor_rollout_ref.rollout.server.python={own}"
-    return "no", f"pip install -e '.[{name}]' on CUDA, scripts/setup_{name}.sh on a CPU, or rollout.server.address of a server that runs"
+    return (
+        "no",
+        f"pip install -e '.[{name}]' on CUDA, scripts/setup_{name}.sh on a CPU, or rollout.server.address "
+        "of a server that runs",
+    )
 
 
 def _over_http() -> tuple[str, str]:
     version = _version(Part("", "httpx", "httpx", "openai"))
-    return ("yes", "Not to train with") if version else ("no", "pip install -e '.[openai]'; not to train with")
+    return (
+        ("yes", "Not to train with") if version else ("no", "pip install -e '.[openai]'; not to train with")
+    )
 
 
 ENGINE_STATES: Mapping[str, Callable[[], tuple[str, str]]] = {
@@ -141,14 +167,19 @@ def _processes(gpus: int, cores: int) -> str:
         return f"as many as the Ray cluster at RAY_ADDRESS={address} has devices (`ray status`)"
     if gpus:
         return f"trainer.n_gpus_per_node up to {gpus}, one a GPU"
-    return f"trainer.n_gpus_per_node up to {cores}, one a core; more may share them (ray_kwargs.ray_init.num_cpus)"
+    return (
+        f"trainer.n_gpus_per_node up to {cores}, one a core; more may share them "
+        "(ray_kwargs.ray_init.num_cpus)"
+    )
 
 
 def _parts() -> Table:
     table = Table("optional part", "there", "to have it", title="Optional parts", title_justify="left")
     for part in PARTS:
         version = _version(part)
-        table.add_row(part.name, version or "no", "" if version else Text(f"pip install -e '.[{part.extra}]'"))
+        table.add_row(
+            part.name, version or "no", "" if version else Text(f"pip install -e '.[{part.extra}]'")
+        )
     return table
 
 

@@ -13,11 +13,20 @@ from hybridflow.trainer.explain_run import explain_run
 
 
 def show_explanation(config: PPOConfig | SFTConfig) -> None:
-    """Print the sizes of a step, the steps of the run, its processes, and the memory they need where the models' folders are at hand."""
+    """Print the sizes of a step, the steps of the run, its processes, and the memory they need where the
+    models' folders are at hand.
+    """
     rows, batch = training_rows(config), config.data.train_batch_size
     lines = explain_run(config, rows)
     if rows is not None and rows < batch:
-        lines.insert(0, Line("cannot run", f"{rows} training rows", f"fewer than data.train_batch_size={batch}: lower it, or add data"))
+        lines.insert(
+            0,
+            Line(
+                "cannot run",
+                f"{rows} training rows",
+                f"fewer than data.train_batch_size={batch}: lower it, or add data",
+            ),
+        )
     table = Table("", title="What follows from this configuration", title_justify="left")
     table.add_column("", justify="right")
     table.add_column("because", overflow="fold")
@@ -27,7 +36,9 @@ def show_explanation(config: PPOConfig | SFTConfig) -> None:
 
 
 def training_rows(config: PPOConfig | SFTConfig) -> int | None:
-    """Rows of the training data, before any is left out; None where they cannot be counted without fetching or making them."""
+    """Rows of the training data, before any is left out; None where they cannot be counted without fetching
+    or making them.
+    """
     own_class = isinstance(config, PPOConfig) and config.data.custom_cls.path
     if config.data.task.name or own_class or not config.data.train_files:
         return None

@@ -14,7 +14,8 @@ from hybridflow.cli.serve import add_serve
 from hybridflow.trainer.command import ends_in_status
 
 FIRST_STEPS = (
-    "First steps: `hybridflow doctor`, `hybridflow demo`, then `hybridflow config --explain --recipe grpo key=value …` and the same with "
+    "First steps: `hybridflow doctor`, `hybridflow demo`, then `hybridflow config --explain --recipe grpo "
+    "key=value …` and the same with "
     "`train`. `hybridflow COMMAND --help` has the options of a command."
 )
 RECIPE = "a recipe by name (grpo, ppo, dapo, …), or a YAML file"
@@ -31,14 +32,23 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"hybridflow {__version__}")
     words = root.add_subparsers(dest="command", metavar="command", required=True)
 
-    demo = words.add_parser("demo", help="watch a tiny language model learn arithmetic, in minutes, on this machine")
-    demo.add_argument("--algo", choices=_demo_names(), metavar="NAME", default="grpo", help="a tiny recipe: %(choices)s")
+    demo = words.add_parser(
+        "demo", help="watch a tiny language model learn arithmetic, in minutes, on this machine"
+    )
+    demo.add_argument(
+        "--algo", choices=_demo_names(), metavar="NAME", default="grpo", help="a tiny recipe: %(choices)s"
+    )
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--out", default="demo", help="folder of the run (default: demo)")
     demo.add_argument(
-        "--reward", choices=["arithmetic_chain", "random"], default="arithmetic_chain", help="random: the control that must not learn"
+        "--reward",
+        choices=["arithmetic_chain", "random"],
+        default="arithmetic_chain",
+        help="random: the control that must not learn",
     )
-    demo.add_argument("overrides", nargs="*", help=f"overrides of the reinforcement-learning run: {OVERRIDES}")
+    demo.add_argument(
+        "overrides", nargs="*", help=f"overrides of the reinforcement-learning run: {OVERRIDES}"
+    )
     demo.set_defaults(body=commands.demo)
 
     for word, body, text in (
@@ -47,18 +57,28 @@ def parser() -> argparse.ArgumentParser:
     ):
         run = words.add_parser(word, help=text)
         run.add_argument("--recipe", help=RECIPE)
-        run.add_argument("--multirun", action="store_true", help="run every combination of comma-separated values, one after another")
+        run.add_argument(
+            "--multirun",
+            action="store_true",
+            help="run every combination of comma-separated values, one after another",
+        )
         run.add_argument("overrides", nargs="*", help=OVERRIDES)
         run.set_defaults(body=body)
 
     _add_looking(words)
-    words.add_parser("doctor", help="what this machine has: versions, devices, optional parts").set_defaults(body=commands.doctor)
+    words.add_parser("doctor", help="what this machine has: versions, devices, optional parts").set_defaults(
+        body=commands.doctor
+    )
 
     _add_merge(words)
     add_serve(words)
     reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
     reward.add_argument("-n", "--rows", type=int, default=8)
-    reward.add_argument("--response", default="ground_truth", help="what is scored: ground_truth, empty, or a column of the data")
+    reward.add_argument(
+        "--response",
+        default="ground_truth",
+        help="what is scored: ground_truth, empty, or a column of the data",
+    )
     reward.add_argument("--recipe", help=RECIPE)
     reward.add_argument("overrides", nargs="*", help=OVERRIDES)
     reward.set_defaults(body=commands.reward_test)
@@ -72,16 +92,23 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_looking(words: Any) -> None:
     """The commands that say what a run would be."""
-    config = words.add_parser("config", help="print a run's keys and values; with --explain, what follows: steps, processes, memory")
+    config = words.add_parser(
+        "config", help="print a run's keys and values; with --explain, what follows: steps, processes, memory"
+    )
     config.add_argument("--recipe", help=RECIPE)
     config.add_argument("--sft", action="store_true", help="a supervised run")
-    config.add_argument("--explain", action="store_true", help="steps, processes, rows and memory of each, instead of the keys")
+    config.add_argument(
+        "--explain",
+        action="store_true",
+        help="steps, processes, rows and memory of each, instead of the keys",
+    )
     config.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     config.add_argument("overrides", nargs="*", help=OVERRIDES)
     config.set_defaults(body=commands.config)
 
     explained = words.add_parser(
-        "explain", help="print a run's formulas (advantage, loss) with its numbers put in; needs no model and no data"
+        "explain",
+        help="print a run's formulas (advantage, loss) with its numbers put in; needs no model and no data",
     )
     explained.add_argument("--recipe", help=RECIPE)
     explained.add_argument("overrides", nargs="*", help=OVERRIDES)
@@ -92,14 +119,20 @@ def _add_merge(words: Any) -> None:
     merge = words.add_parser("merge", help="turn a checkpoint into a Hugging Face folder")
     merge.add_argument("checkpoint", help="global_step_N, or its actor folder")
     merge.add_argument("target", help="folder to write; must be new or empty")
-    merge.add_argument("--lora", choices=["fold", "keep"], help="adapters: fold them into their base, or keep them beside it")
+    merge.add_argument(
+        "--lora", choices=["fold", "keep"], help="adapters: fold them into their base, or keep them beside it"
+    )
     merge.add_argument("--base_model", help="where the base of adapters is, if not where the run had it")
-    merge.add_argument("--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along")
+    merge.add_argument(
+        "--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along"
+    )
     merge.set_defaults(body=commands.merge)
 
 
 def _demo_names() -> list[str]:
-    """The tiny recipes that need nothing but the demo's own model; read off the folder, so that nothing heavy is imported."""
+    """The tiny recipes that need nothing but the demo's own model; read off the folder, so that nothing heavy
+    is imported.
+    """
     names = {path.stem for path in (Path(__file__).parents[1] / "recipes" / "tiny").glob("*.yaml")}
     return sorted(names - {"base", "sft", "on_policy_distillation"})
 

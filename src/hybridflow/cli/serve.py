@@ -16,35 +16,78 @@ def add_serve(words: Any) -> None:
     """The grammar of the command."""
     serve = words.add_parser("serve", help="serve a model over HTTP, for clients of OpenAI's interface")
     serve.add_argument("model", help="a Hugging Face folder or hub name, or a checkpoint (global_step_N)")
-    serve.add_argument("--host", default="127.0.0.1", help="default: this machine only; any other needs a token of yours")
-    serve.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free one")
-    serve.add_argument("--api-key", help=f"the token that clients send; better set {TOKEN_VARIABLE}, which no list of processes shows")
-    serve.add_argument("--no-token", action="store_true", help="let every program on this machine in")
-    serve.add_argument("--served-model-name", help="what requests call the model (default: the folder's name)")
     serve.add_argument(
-        "--device", help="cpu, cuda, or several with commas (cuda:0,cuda:1): an engine on each (default: cuda where there is one)"
+        "--host", default="127.0.0.1", help="default: this machine only; any other needs a token of yours"
+    )
+    serve.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free one")
+    serve.add_argument(
+        "--api-key",
+        help=f"the token that clients send; better set {TOKEN_VARIABLE}, which no list of processes shows",
+    )
+    serve.add_argument("--no-token", action="store_true", help="let every program on this machine in")
+    serve.add_argument(
+        "--served-model-name", help="what requests call the model (default: the folder's name)"
+    )
+    serve.add_argument(
+        "--device",
+        help=(
+            "cpu, cuda, or several with commas (cuda:0,cuda:1): an engine on each (default: cuda where "
+            "there is one)"
+        ),
     )
     serve.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16")
-    serve.add_argument("--max-model-len", type=int, help="tokens of prompt and response together (default: the model's positions)")
-    serve.add_argument("--max-num-seqs", type=int, default=256, help="responses decoded together by an engine (default: %(default)s)")
-    serve.add_argument("--max-num-batched-tokens", type=int, default=8192, help="prompt tokens of one pass (default: %(default)s)")
     serve.add_argument(
-        "--gpu-memory-utilization", type=float, help="share of the free memory for keys and values (default: 0.8, on a CPU 0.25)"
+        "--max-model-len",
+        type=int,
+        help="tokens of prompt and response together (default: the model's positions)",
+    )
+    serve.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=256,
+        help="responses decoded together by an engine (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=8192,
+        help="prompt tokens of one pass (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        help="share of the free memory for keys and values (default: 0.8, on a CPU 0.25)",
     )
     serve.add_argument("--no-prefix-caching", action="store_true", help="keep nothing of earlier responses")
     serve.add_argument(
-        "--tool-call-parser", help="how the model writes calls: hermes, llama3_json, qwen3_coder (default: by its chat template)"
+        "--tool-call-parser",
+        help="how the model writes calls: hermes, llama3_json, qwen3_coder (default: by its chat template)",
     )
     serve.add_argument("--chat-template", type=Path, help="a jinja file in place of the tokenizer's template")
-    serve.add_argument("--max-queue", type=int, default=4096, help="responses in work or waiting; more get 429 (default: %(default)s)")
-    serve.add_argument("--max-body-mb", type=float, default=16.0, help="a larger body gets 413 (default: %(default)s)")
     serve.add_argument(
-        "--request-timeout", type=float, default=600.0, help="seconds until a request gets 504; 0: none (default: %(default)s)"
+        "--max-queue",
+        type=int,
+        default=4096,
+        help="responses in work or waiting; more get 429 (default: %(default)s)",
     )
     serve.add_argument(
-        "--shutdown-timeout", type=int, default=30, help="seconds that running requests have at the end (default: %(default)s)"
+        "--max-body-mb", type=float, default=16.0, help="a larger body gets 413 (default: %(default)s)"
     )
-    serve.add_argument("--trust-remote-code", action="store_true", help="run the model code that the folder brings along")
+    serve.add_argument(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        help="seconds until a request gets 504; 0: none (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        default=30,
+        help="seconds that running requests have at the end (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--trust-remote-code", action="store_true", help="run the model code that the folder brings along"
+    )
     serve.set_defaults(body=run)
 
 
@@ -54,7 +97,10 @@ def run(options: argparse.Namespace) -> int:
 
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"hybridflow serve needs {' and '.join(missing)}, which is not installed: {install_extra('serve')}")
+        raise ConfigError(
+            f"hybridflow serve needs {' and '.join(missing)}, which is not installed: "
+            f"{install_extra('serve')}"
+        )
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.rollout.server.run import choose_token, listen
 

@@ -1,4 +1,5 @@
-"""Other names under which a key is known: older documents, secondary documents, short forms. One printed line each.
+"""Other names under which a key is known: older documents, secondary documents, short forms. One printed line
+each.
 
     "reward_model.reward_fn.path" ──rewrite──► "reward.custom_reward_function.path"
     "algorithm.adv_estimator", "grpo_vectorized" ──rewrite_value──► "grpo"
@@ -28,10 +29,19 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"sandbox_fusion\.(.+)", r"reward.sandbox_fusion.\1"),
     (r"reward_model\.(.+)", r"reward.reward_model.\1"),
     # LoRA under the actor
-    (r"actor_rollout_ref\.actor\.peft\.(lora_rank|lora_alpha|target_modules|peft_type)", r"actor_rollout_ref.model.\1"),
+    (
+        r"actor_rollout_ref\.actor\.peft\.(lora_rank|lora_alpha|target_modules|peft_type)",
+        r"actor_rollout_ref.model.\1",
+    ),
     # rollout
-    (r"actor_rollout_ref\.rollout\.multi_turn\.max_turns", r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
-    (r"actor_rollout_ref\.rollout\.multi_turn\.tool_server", r"actor_rollout_ref.rollout.multi_turn.tool_config_path"),
+    (
+        r"actor_rollout_ref\.rollout\.multi_turn\.max_turns",
+        r"actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
+    ),
+    (
+        r"actor_rollout_ref\.rollout\.multi_turn\.tool_server",
+        r"actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    ),
     (r"trainer\.prometheus\.(.+)", r"actor_rollout_ref.rollout.prometheus.\1"),
     (r"actor_rollout_ref\.rollout\.response_length", r"data.max_response_length"),
     (r"actor_rollout_ref\.rollout\.prompt_length", r"data.max_prompt_length"),
@@ -40,7 +50,10 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"(actor_rollout_ref\.actor|critic)\.optim\.warmup_steps_proportion", r"\1.optim.lr_warmup_steps_ratio"),
     (r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad", r"\1.grad_clip"),
     # where models are spread
-    (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config\.ulysses_sequence_parallel_size", r"\1.ulysses_sequence_parallel_size"),
+    (
+        r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config\.ulysses_sequence_parallel_size",
+        r"\1.ulysses_sequence_parallel_size",
+    ),
     (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp\.(.+)", r"\1.fsdp_config.\2"),
     (r"critic\.model\.fsdp_config\.(.+)", r"critic.fsdp_config.\1"),
     (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.use_torch_compile", r"\1.fsdp_config.use_torch_compile"),
@@ -48,11 +61,17 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     # sizes over all devices, deprecated; taken as the sizes per device, which they are with one
     (r"(actor_rollout_ref\.actor|critic)\.ppo_micro_batch_size", r"\1.ppo_micro_batch_size_per_gpu"),
     (r"critic\.forward_micro_batch_size", r"critic.forward_micro_batch_size_per_gpu"),
-    (r"actor_rollout_ref\.(rollout|ref)\.log_prob_micro_batch_size", r"actor_rollout_ref.\1.log_prob_micro_batch_size_per_gpu"),
+    (
+        r"actor_rollout_ref\.(rollout|ref)\.log_prob_micro_batch_size",
+        r"actor_rollout_ref.\1.log_prob_micro_batch_size_per_gpu",
+    ),
     # losses and rollout correction
     (r"actor_rollout_ref\.actor\.(tau_pos|tau_neg)", r"actor_rollout_ref.actor.policy_loss.\1"),
     (r"algorithm\.(rollout_[ir]s\w*)", r"algorithm.rollout_correction.\1"),
-    (r"algorithm\.rollout_correction\.bypass_old_logprob_for_rollout", r"algorithm.rollout_correction.bypass_mode"),
+    (
+        r"algorithm\.rollout_correction\.bypass_old_logprob_for_rollout",
+        r"algorithm.rollout_correction.bypass_mode",
+    ),
     (r"distillation\.teacher_model\.model_path", r"distillation.teacher_model.path"),
     # checkpoints
     (r"(actor_rollout_ref\.actor|critic)\.checkpoint\.contents", r"\1.checkpoint.save_contents"),

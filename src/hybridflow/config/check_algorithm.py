@@ -1,7 +1,8 @@
-"""The checks of the algorithm: which estimator goes with which loss, roles and sizes, by the facts in `algorithm_names.py`.
+"""The checks of the algorithm: which estimator goes with which loss, roles and sizes, by the facts in
+`algorithm_names.py`.
 
-Each yields one line per problem, with both values and the way out. Of a user's own estimator or loss (`path.py:name`) nothing is known,
-so nothing is refused.
+Each yields one line per problem, with both values and the way out. Of a user's own estimator or loss
+(`path.py:name`) nothing is known, so nothing is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from hybridflow.config.root import PPOConfig
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PROCESS, TEACHER = "reward.process_reward_model", "distillation.teacher_model"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
-RATIO_CLIPS = ("vanilla", "gspo", "clip_cov")  # losses in which 1 − clip_ratio_low bounds the ratio from below
+# losses in which 1 − clip_ratio_low bounds the ratio from below
+RATIO_CLIPS = ("vanilla", "gspo", "clip_cov")
 # Losses and estimators that make sense only together.
 PARTNERS: dict[str, tuple[str, ...]] = {"dpo": ("online_dpo", "spin"), "sppo": ("sppo",)}
 
@@ -45,27 +47,35 @@ def algorithm_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _needs(config: PPOConfig) -> Iterator[str]:
-    facts, name, n = estimator_facts(config), config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    facts, name, n = (
+        estimator_facts(config),
+        config.algorithm.adv_estimator,
+        config.actor_rollout_ref.rollout.n,
+    )
     if facts is None:
         return
     if facts.group and n < 2:
         yield (
-            f"algorithm.adv_estimator={name} compares the responses of a prompt, and {ROLLOUT}.n={n} gives one: "
+            f"algorithm.adv_estimator={name} compares the responses of a prompt, and {ROLLOUT}.n={n} gives "
+            "one: "
             f"set {ROLLOUT}.n to 2 or more, for example 8"
         )
     if facts.critic and config.critic.enable is False:
         yield (
-            f"algorithm.adv_estimator={name} needs the critic, and critic.enable=false: leave critic.enable out, or set an estimator "
+            f"algorithm.adv_estimator={name} needs the critic, and critic.enable=false: leave critic.enable "
+            "out, or set an estimator "
             "without one, for example adv_estimator=grpo"
         )
     if facts.process_rewards and config.reward.process_reward_model.enable is False:
         yield (
-            f"algorithm.adv_estimator={name} reads process rewards, and {PROCESS}.enable=false: leave {PROCESS}.enable out, or set "
+            f"algorithm.adv_estimator={name} reads process rewards, and {PROCESS}.enable=false: leave "
+            f"{PROCESS}.enable out, or set "
             "adv_estimator=rloo, which reads the outcome alone"
         )
     if facts.teacher and not config.distillation.teacher_model.path:
         yield (
-            f"algorithm.adv_estimator={name} needs a teacher, and {TEACHER}.path is not set: give a Hugging Face folder or a hub name "
+            f"algorithm.adv_estimator={name} needs a teacher, and {TEACHER}.path is not set: give a Hugging "
+            "Face folder or a hub name "
             "of a model with the same tokenizer"
         )
     elif facts.teacher:
@@ -73,14 +83,17 @@ def _needs(config: PPOConfig) -> Iterator[str]:
 
 
 def _partners(config: PPOConfig) -> Iterator[str]:
-    """A loss over pairs or rows is aimed at what its estimator gives, and the estimator's numbers mean nothing to other losses."""
+    """A loss over pairs or rows is aimed at what its estimator gives, and the estimator's numbers mean
+    nothing to other losses.
+    """
     estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
     for special, partners in PARTNERS.items():
         known = estimator in ESTIMATORS and loss in POLICY_LOSSES
         if known and (loss == special) != (estimator in partners):
             yield (
                 f"algorithm.adv_estimator={estimator} with {LOSS}={loss}: loss {special} goes with "
-                f"algorithm.adv_estimator={' or '.join(partners)}, and they only with it: set both, or neither"
+                f"algorithm.adv_estimator={' or '.join(partners)}, and they only with it: set both, or "
+                "neither"
             )
 
 
@@ -92,12 +105,14 @@ def _pairs(config: PPOConfig) -> Iterator[str]:
     path = f"{ACTOR}.policy_loss"
     if loss.dpo_loss == "ipo" and loss.dpo_label_smoothing:
         yield (
-            f"{path}.dpo_label_smoothing={loss.dpo_label_smoothing} has no meaning with {path}.dpo_loss=ipo: set it to 0, or "
+            f"{path}.dpo_label_smoothing={loss.dpo_label_smoothing} has no meaning with "
+            f"{path}.dpo_loss=ipo: set it to 0, or "
             f"{path}.dpo_loss=sigmoid"
         )
     if config.algorithm.use_pf_ppo:
         yield (
-            f"algorithm.use_pf_ppo=true draws single rows, and {LOSS}=dpo needs the two rows of a pair: set algorithm.use_pf_ppo=false, or "
+            f"algorithm.use_pf_ppo=true draws single rows, and {LOSS}=dpo needs the two rows of a pair: set "
+            "algorithm.use_pf_ppo=false, or "
             "another loss"
         )
 
@@ -107,30 +122,39 @@ def _gdpo(config: PPOConfig) -> Iterator[str]:
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if algorithm.adv_estimator == "gdpo" and not keys:
         yield (
-            "algorithm.adv_estimator=gdpo normalises several rewards one by one, and algorithm.gdpo_reward_keys is empty: set it to keys "
+            "algorithm.adv_estimator=gdpo normalises several rewards one by one, and "
+            "algorithm.gdpo_reward_keys is empty: set it to keys "
             "that the reward function returns, for example [acc,format]"
         )
     if weights and len(weights) != len(keys):
         yield (
-            f"algorithm.gdpo_reward_weights={weights} has {len(weights)} weights, and algorithm.gdpo_reward_keys={keys} has {len(keys)} "
+            f"algorithm.gdpo_reward_weights={weights} has {len(weights)} weights, and "
+            f"algorithm.gdpo_reward_keys={keys} has {len(keys)} "
             "keys: give one weight for each key, or leave the weights out"
         )
     if len(set(keys)) != len(keys):
-        yield f"algorithm.gdpo_reward_keys={keys} names a key twice: name each once and set its weight in algorithm.gdpo_reward_weights"
+        yield (
+            f"algorithm.gdpo_reward_keys={keys} names a key twice: name each once and set its weight in "
+            "algorithm.gdpo_reward_weights"
+        )
 
 
 def _max_rl(config: PPOConfig) -> Iterator[str]:
-    """It divides by the mean score of a group, and refuses scores below 0 when it meets them: these settings make them."""
+    """It divides by the mean score of a group, and refuses scores below 0 when it meets them: these settings
+    make them.
+    """
     if config.algorithm.adv_estimator != "max_rl":
         return
     if config.algorithm.use_kl_in_reward:
         yield (
-            "algorithm.adv_estimator=max_rl takes scores of 0 or more, and algorithm.use_kl_in_reward=true lowers them below 0: "
+            "algorithm.adv_estimator=max_rl takes scores of 0 or more, and algorithm.use_kl_in_reward=true "
+            "lowers them below 0: "
             f"set {ACTOR}.use_kl_loss=true in its place"
         )
     if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
         yield (
-            "algorithm.adv_estimator=max_rl takes scores of 0 or more, and reward.reward_kwargs.overlong_buffer_cfg.enable=true lowers "
+            "algorithm.adv_estimator=max_rl takes scores of 0 or more, and "
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=true lowers "
             "them below 0: set algorithm.overlong_filtering=true in its place"
         )
 
@@ -139,11 +163,15 @@ def _clip_bounds(config: PPOConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss.loss_mode in RATIO_CLIPS and actor.clip_low > 1:
         name = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
-        yield f"{ACTOR}.{name}={actor.clip_low} lets the ratio fall below 0: set it to 1 or less, for example 0.2"
+        yield (
+            f"{ACTOR}.{name}={actor.clip_low} lets the ratio fall below 0: set it to 1 or less, for "
+            "example 0.2"
+        )
     loss = actor.policy_loss
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield (
-            f"{ACTOR}.policy_loss.clip_cov_lb={loss.clip_cov_lb} is not below clip_cov_ub={loss.clip_cov_ub}: no token lies between them; "
+            f"{ACTOR}.policy_loss.clip_cov_lb={loss.clip_cov_lb} is not below "
+            f"clip_cov_ub={loss.clip_cov_ub}: no token lies between them; "
             "set for example 1.0 and 5.0"
         )
 
@@ -151,7 +179,10 @@ def _clip_bounds(config: PPOConfig) -> Iterator[str]:
 def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
     base = name.removesuffix("+")
     if base == "full":
-        yield f"{path}=full needs the reference's whole distribution, which this version does not keep: use low_var_kl"
+        yield (
+            f"{path}=full needs the reference's whole distribution, which this version does not keep: use "
+            "low_var_kl"
+        )
     elif base not in KL_ESTIMATORS:
         yield f"{path}={name}: there are {', '.join(KL_ESTIMATORS)}"
     elif name.endswith("+") and not gradient:
@@ -159,10 +190,15 @@ def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
 
 
 def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
-    groups, path, n = config.algorithm.filter_groups, "algorithm.filter_groups", config.actor_rollout_ref.rollout.n
+    groups, path, n = (
+        config.algorithm.filter_groups,
+        "algorithm.filter_groups",
+        config.actor_rollout_ref.rollout.n,
+    )
     if groups.min_mean is not None and groups.max_mean is not None and groups.min_mean > groups.max_mean:
         yield (
-            f"{path}.min_mean={groups.min_mean} is more than {path}.max_mean={groups.max_mean}: no group would be kept; "
+            f"{path}.min_mean={groups.min_mean} is more than {path}.max_mean={groups.max_mean}: no group "
+            "would be kept; "
             "set for example 0.2 and 0.8"
         )
     if not groups.enable:
@@ -170,11 +206,19 @@ def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
     if not groups.metric:
         yield f"{path}.metric is empty: set it to acc, score, or a key that the reward function returns"
     if n < 2:
-        yield f"{path}.enable=true keeps groups that vary, and {ROLLOUT}.n={n} gives one response a prompt: set {ROLLOUT}.n to 2 or more"
-    prompts, batches, wanted = config.data.gen_batch_size or 0, groups.max_num_gen_batches, config.data.train_batch_size
+        yield (
+            f"{path}.enable=true keeps groups that vary, and {ROLLOUT}.n={n} gives one response a prompt: "
+            f"set {ROLLOUT}.n to 2 or more"
+        )
+    prompts, batches, wanted = (
+        config.data.gen_batch_size or 0,
+        groups.max_num_gen_batches,
+        config.data.train_batch_size,
+    )
     if batches and batches * prompts < wanted:
         yield (
-            f"{path}.max_num_gen_batches={batches} × data.gen_batch_size={prompts} = {batches * prompts} prompts can never fill "
+            f"{path}.max_num_gen_batches={batches} × data.gen_batch_size={prompts} = {batches * prompts} "
+            "prompts can never fill "
             f"data.train_batch_size={wanted}: raise one of the first two"
         )
 
@@ -184,6 +228,8 @@ def _overlong(config: PPOConfig) -> Iterator[str]:
     buffer, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or config.data.max_response_length
     if buffer.enable and buffer.len > longest:
         yield (
-            f"{path}.overlong_buffer_cfg.len={buffer.len} is more than {path}.max_resp_len={longest} (data.max_response_length="
-            f"{config.data.max_response_length} where it is left out): set it to a part of that, for example {max(1, longest // 5)}"
+            f"{path}.overlong_buffer_cfg.len={buffer.len} is more than {path}.max_resp_len={longest} "
+            "(data.max_response_length="
+            f"{config.data.max_response_length} where it is left out): set it to a part of that, for "
+            f"example {max(1, longest // 5)}"
         )

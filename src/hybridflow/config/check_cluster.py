@@ -20,7 +20,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def num_processes(trainer: TrainerConfig | SFTTrainerConfig) -> int:
     """Worker processes of a run: those of its pools, else nodes × devices."""
     pools = getattr(trainer, "resource_pools", {})
-    return sum(sum(devices) for devices in pools.values()) if pools else trainer.nnodes * trainer.n_gpus_per_node
+    return (
+        sum(sum(devices) for devices in pools.values()) if pools else trainer.nnodes * trainer.n_gpus_per_node
+    )
 
 
 def resolved_controller(trainer: TrainerConfig | SFTTrainerConfig) -> str:
@@ -50,24 +52,43 @@ class Spread:
         return self.processes, self.processes // tensor if size == -1 else size, tensor
 
     def __str__(self) -> str:
-        return f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, tensor_parallel_size={self.fsdp.tensor_parallel_size}"
+        return (
+            f"{self.processes} processes with fsdp_size={self.fsdp.fsdp_size}, "
+            f"tensor_parallel_size={self.fsdp.tensor_parallel_size}"
+        )
 
     def problems(self) -> Iterator[str]:
         """One line for each thing that cannot be."""
-        tensor, size, here = self.fsdp.tensor_parallel_size, self.fsdp.fsdp_size, f"{self.block}.{self.fsdp_name}"
+        tensor, size, here = (
+            self.fsdp.tensor_parallel_size,
+            self.fsdp.fsdp_size,
+            f"{self.block}.{self.fsdp_name}",
+        )
         ulysses = f"{self.block}.ulysses_sequence_parallel_size"
         if tensor > 1 and self.sequence > 1:
-            yield f"{here}tensor_parallel_size={tensor} with {ulysses}={self.sequence}: a model is split in one of these ways; set one to 1"
+            yield (
+                f"{here}tensor_parallel_size={tensor} with {ulysses}={self.sequence}: a model is split in "
+                "one of these ways; set one to 1"
+            )
             return
         for name, width in ((f"{here}tensor_parallel_size", tensor), (ulysses, self.sequence)):
             if self.processes % width:
-                yield f"{name}={width} does not divide the {self.processes} processes of its pool: set a divisor, or other devices"
+                yield (
+                    f"{name}={width} does not divide the {self.processes} processes of its pool: set a "
+                    "divisor, or other devices"
+                )
                 return
         if tensor > 1 and (self.model.lora_rank or self.model.lora_adapter_path):
-            yield f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are not split; leave one out"
+            yield (
+                f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are "
+                "not split; leave one out"
+            )
         sharers = self.processes // tensor
         if size == 0 or (size > 0 and sharers % size):
-            yield f"{here}fsdp_size={size} does not divide the {sharers} ranks that could share them: set a divisor, or -1 for all"
+            yield (
+                f"{here}fsdp_size={size} does not divide the {sharers} ranks that could share them: set a "
+                "divisor, or -1 for all"
+            )
         elif size > 0 and size % self.sequence and self.sequence % size:
             yield f"{here}fsdp_size={size} and {ulysses}={self.sequence}: one must be a multiple of the other"
 
@@ -80,30 +101,58 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     cut = max(roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size or 1)
     if roles.actor.use_prefix_grouper and cut > 1:
         yield (
-            f"actor_rollout_ref.actor.use_prefix_grouper=true with ulysses_sequence_parallel_size={cut}: ranks that share rows hold each "
+            f"actor_rollout_ref.actor.use_prefix_grouper=true with ulysses_sequence_parallel_size={cut}: "
+            "ranks that share rows hold each "
             "prompt as often as it has responses; leave one of them out"
         )
     actor = sum(pool_sizes(trainer, "actor"))
-    spreads = [Spread("actor_rollout_ref.actor", roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, roles.model, actor)]
+    spreads = [
+        Spread(
+            "actor_rollout_ref.actor",
+            roles.actor.fsdp_config,
+            roles.actor.ulysses_sequence_parallel_size,
+            roles.model,
+            actor,
+        )
+    ]
     if needs_reference(config):
         sequence = roles.ref.ulysses_sequence_parallel_size or roles.actor.ulysses_sequence_parallel_size
-        spreads.append(Spread("actor_rollout_ref.ref", roles.ref.fsdp_config, sequence, roles.model, sum(pool_sizes(trainer, "reference"))))
+        spreads.append(
+            Spread(
+                "actor_rollout_ref.ref",
+                roles.ref.fsdp_config,
+                sequence,
+                roles.model,
+                sum(pool_sizes(trainer, "reference")),
+            )
+        )
     if config.critic.enable:
         critic = config.critic
         spreads.append(
-            Spread("critic", critic.fsdp_config, critic.ulysses_sequence_parallel_size, critic.model, sum(pool_sizes(trainer, "critic")))
+            Spread(
+                "critic",
+                critic.fsdp_config,
+                critic.ulysses_sequence_parallel_size,
+                critic.model,
+                sum(pool_sizes(trainer, "critic")),
+            )
         )
     for spread in spreads:
         yield from spread.problems()
     if needs_reference(config) and config.algorithm.ref_update_freq and spreads[0].cut != spreads[1].cut:
         yield (
-            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes over what the same rank of the "
-            f"actor holds, but the actor has {spreads[0]} and the reference {spreads[1]}: make them equal, or set ref_update_freq=0"
+            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes "
+            "over what the same rank of the "
+            f"actor holds, but the actor has {spreads[0]} and the reference {spreads[1]}: make them equal, "
+            "or set ref_update_freq=0"
         )
     width = roles.rollout.tensor_model_parallel_size if roles.rollout.name == "native" else 1
     for processes in pool_sizes(trainer, "rollout"):
         if processes % width:
-            yield f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {processes} processes that generate: set a divisor"
+            yield (
+                f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {processes} processes "
+                "that generate: set a divisor"
+            )
     yield from _lora(config)
 
 
@@ -111,16 +160,29 @@ def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
     """One line for each problem of a supervised run."""
     yield from _controller(config.trainer)
     processes = num_processes(config.trainer)
-    yield from Spread("engine", config.engine, config.engine.ulysses_sequence_parallel_size, config.model, processes, "").problems()
+    yield from Spread(
+        "engine", config.engine, config.engine.ulysses_sequence_parallel_size, config.model, processes, ""
+    ).problems()
 
 
 def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
     """What is set and means less than it seems."""
     trainer = config.trainer
-    if isinstance(trainer, TrainerConfig) and trainer.resource_pools and ({"trainer.nnodes", "trainer.n_gpus_per_node"} & given):
-        yield "trainer.nnodes and trainer.n_gpus_per_node are not read: trainer.resource_pools says which devices there are"
+    if (
+        isinstance(trainer, TrainerConfig)
+        and trainer.resource_pools
+        and ({"trainer.nnodes", "trainer.n_gpus_per_node"} & given)
+    ):
+        yield (
+            "trainer.nnodes and trainer.n_gpus_per_node are not read: trainer.resource_pools says which "
+            "devices there are"
+        )
     if num_processes(trainer) == 1:
-        blocks = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config") if isinstance(config, PPOConfig) else ("engine",)
+        blocks = (
+            ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config")
+            if isinstance(config, PPOConfig)
+            else ("engine",)
+        )
         odd = [
             f"{block}.{name}"
             for block in blocks
@@ -130,55 +192,84 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
         if odd:
             yield f"{', '.join(odd)}: with one process there is nothing to shard"
     if trainer.max_restarts and trainer.save_freq <= 0:
-        yield f"trainer.max_restarts={trainer.max_restarts} without trainer.save_freq: a restart begins at step 1 again"
+        yield (
+            f"trainer.max_restarts={trainer.max_restarts} without trainer.save_freq: a restart begins at "
+            "step 1 again"
+        )
 
 
 ROLES = ("actor", "rollout", "reference", "critic", "teacher", "process_reward")
 
 
 def _placement(trainer: TrainerConfig) -> Iterator[str]:
-    """What is wrong with pools and placement whatever roles the run has; the rest is refused where the placement is made."""
+    """What is wrong with pools and placement whatever roles the run has; the rest is refused where the
+    placement is made.
+    """
     pools = trainer.resource_pools
     for name, devices in pools.items():
         if not devices or min(devices) < 1:
-            yield f"trainer.resource_pools.{name}={devices}: a pool has at least one device on each of its nodes, for example [2]"
+            yield (
+                f"trainer.resource_pools.{name}={devices}: a pool has at least one device on each of its "
+                "nodes, for example [2]"
+            )
     there = ", ".join(pools) or "none: set trainer.resource_pools"
     for role, named in trainer.placement.items():
         if role not in ROLES:
             yield f"trainer.placement.{role} is no role: there are {', '.join(ROLES)}"
         wanted = [named] if isinstance(named, str) else named
         if not wanted:
-            yield f"trainer.placement.{role}=[] leaves the {role} without devices: name a pool (there are {there})"
+            yield (
+                f"trainer.placement.{role}=[] leaves the {role} without devices: name a pool (there are "
+                f"{there})"
+            )
         for pool in wanted:
             if pool not in pools:
-                yield f"trainer.placement.{role} is resource pool {pool!r}, which does not exist (there are {there})"
+                yield (
+                    f"trainer.placement.{role} is resource pool {pool!r}, which does not exist (there are "
+                    f"{there})"
+                )
 
 
 def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     processes = num_processes(trainer)
     if trainer.controller == "local" and (processes > 1 or getattr(trainer, "resource_pools", {})):
-        named = "trainer.resource_pools" if getattr(trainer, "resource_pools", {}) else "trainer.nnodes × trainer.n_gpus_per_node"
+        named = (
+            "trainer.resource_pools"
+            if getattr(trainer, "resource_pools", {})
+            else "trainer.nnodes × trainer.n_gpus_per_node"
+        )
         yield (
-            f"trainer.controller=local hosts every role in this process, but {named} ask for {processes}: set trainer.controller=ray or "
+            f"trainer.controller=local hosts every role in this process, but {named} ask for {processes}: "
+            "set trainer.controller=ray or "
             "auto, or trainer.nnodes=1 and trainer.n_gpus_per_node=1"
         )
 
 
 def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:
-    """Processes of each pool that hosts a role; pools that do not exist are refused where placements are made."""
+    """Processes of each pool that hosts a role; pools that do not exist are refused where placements are
+    made.
+    """
     if not trainer.resource_pools:
         return [num_processes(trainer)]
     named = trainer.placement.get(role, next(iter(trainer.resource_pools)))
-    return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in ([named] if isinstance(named, str) else named)]
+    return [
+        max(1, sum(trainer.resource_pools.get(pool, [])))
+        for pool in ([named] if isinstance(named, str) else named)
+    ]
 
 
 def _lora(config: PPOConfig) -> Iterator[str]:
     teacher = config.distillation.teacher_model
     if teacher.lora_rank or teacher.lora_adapter_path:
-        yield "distillation.teacher_model.lora_rank: the teacher does not train; merge its adapter into its folder (hybridflow merge)"
+        yield (
+            "distillation.teacher_model.lora_rank: the teacher does not train; merge its adapter into its "
+            "folder (hybridflow merge)"
+        )
     model = config.actor_rollout_ref.model
     if (model.lora_rank or model.lora_adapter_path) and config.algorithm.ref_update_freq:
         yield (
-            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} with actor_rollout_ref.model.lora_rank={model.lora_rank}: the "
-            "reference is the actor without its adapter and has no weights of its own to renew; set ref_update_freq=0 or lora_rank=0"
+            f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} with "
+            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: the "
+            "reference is the actor without its adapter and has no weights of its own to renew; set "
+            "ref_update_freq=0 or lora_rank=0"
         )

@@ -1,6 +1,7 @@
 """The checks of `algorithm.rollout_correction`, and the syntax of its thresholds.
 
-    "0.5_2.0" ──► (0.5, 2.0)        "2.0" ──► (2.0,)        "token_k1,seq_max_k2" with "0.5_2.0,0.1" ──► one threshold an option
+    "0.5_2.0" ──► (0.5, 2.0)        "2.0" ──► (2.0,)        "token_k1,seq_max_k2" with "0.5_2.0,0.1" ──► one
+    threshold an option
 
 Hydra and YAML 1.1 read `0.5_5` as the number 0.55: `quote_bounds` runs over the text before they do.
 """
@@ -17,11 +18,14 @@ PATH = "algorithm.rollout_correction"
 OPTIONS = re.compile(r"token_k[123]|seq_(?:sum|mean)_k[123]|seq_max_k[23]")
 OPTION_NAMES = "token_k1, k2, k3, seq_sum_k1, k2, k3, seq_mean_k1, k2, k3, seq_max_k2, k3"
 NEEDS_THE_ACTORS_PASS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-WITHOUT_RATIO = ("reinforce", "gpg", "dro", "sppo", "dpo")  # losses whose tokens are not weighted by the policy's ratio to the old one
+# losses whose tokens are not weighted by the policy's ratio to the old one
+WITHOUT_RATIO = ("reinforce", "gpg", "dro", "sppo", "dpo")
 
 _BOUNDS = r"\d[\d.]*_\d[\d.]*"
 _ON_COMMAND_LINE = re.compile(r"(.*\brollout_[ir]s_threshold=)(.+)", re.DOTALL)
-_IN_YAML = re.compile(rf"(\brollout_[ir]s_threshold[ \t]*:[ \t]*)({_BOUNDS})(?=[ \t]*(?:\}}|#|$|,\s*\w+\s*:))", re.MULTILINE)
+_IN_YAML = re.compile(
+    rf"(\brollout_[ir]s_threshold[ \t]*:[ \t]*)({_BOUNDS})(?=[ \t]*(?:\}}|#|$|,\s*\w+\s*:))", re.MULTILINE
+)
 
 
 def quote_bounds(text: str) -> str:
@@ -34,20 +38,31 @@ def quote_bounds(text: str) -> str:
 
 
 def correction_problems(config: PPOConfig) -> Iterator[str]:
-    """Thresholds and options that do not parse or do not fit each other, and what bypass mode cannot be joined with."""
+    """Thresholds and options that do not parse or do not fit each other, and what bypass mode cannot be
+    joined with.
+    """
     correction = config.algorithm.rollout_correction
     yield from _weights(correction)
     yield from _rejection(correction)
     if correction.bypass_mode and config.algorithm.adv_estimator in NEEDS_THE_ACTORS_PASS:
         yield (
-            f"{PATH}.bypass_mode=true leaves out the actor's pass over the batch, and algorithm.adv_estimator="
-            f"{config.algorithm.adv_estimator} needs Σπ² from it: set {PATH}.bypass_mode=false, or another estimator, for example rloo"
+            f"{PATH}.bypass_mode=true leaves out the actor's pass over the batch, and "
+            "algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator} needs Σπ² from it: set {PATH}.bypass_mode=false, or another "
+            "estimator, for example rloo"
         )
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if correction.bypass_mode and correction.rollout_is and correction.loss_type == "ppo_clip" and loss in WITHOUT_RATIO:
+    if (
+        correction.bypass_mode
+        and correction.rollout_is
+        and correction.loss_type == "ppo_clip"
+        and loss in WITHOUT_RATIO
+    ):
         yield (
-            f"{PATH}.rollout_is={correction.rollout_is} with bypass_mode=true and loss_type=ppo_clip leaves the weights to the ratio of "
-            f"the loss, and actor_rollout_ref.actor.policy_loss.loss_mode={loss} has none: set {PATH}.loss_type=reinforce, or "
+            f"{PATH}.rollout_is={correction.rollout_is} with bypass_mode=true and loss_type=ppo_clip leaves "
+            "the weights to the ratio of "
+            f"the loss, and actor_rollout_ref.actor.policy_loss.loss_mode={loss} has none: set "
+            f"{PATH}.loss_type=reinforce, or "
             "bypass_mode=false"
         )
 
@@ -55,9 +70,15 @@ def correction_problems(config: PPOConfig) -> Iterator[str]:
 def _weights(correction: RolloutCorrectionConfig) -> Iterator[str]:
     bounds, given = _numbers(correction.rollout_is_threshold), correction.rollout_is_threshold
     if bounds is None or len(bounds) > 2:
-        yield f"{PATH}.rollout_is_threshold={given}: wanted a number, for example 2.0, or two as lo_hi, for example 0.5_5.0"
+        yield (
+            f"{PATH}.rollout_is_threshold={given}: wanted a number, for example 2.0, or two as lo_hi, for "
+            "example 0.5_5.0"
+        )
     elif len(bounds) == 1 and not bounds[0] > 0:
-        yield f"{PATH}.rollout_is_threshold={given} would cut every weight to 0 or below: set it above 0, for example 2.0"
+        yield (
+            f"{PATH}.rollout_is_threshold={given} would cut every weight to 0 or below: set it above 0, "
+            "for example 2.0"
+        )
     elif len(bounds) == 2 and not 0 <= bounds[0] < bounds[1]:
         yield f"{PATH}.rollout_is_threshold={given}: wanted lo_hi with 0 ≤ lo < hi, for example 0.5_5.0"
 
@@ -68,15 +89,23 @@ def _rejection(correction: RolloutCorrectionConfig) -> Iterator[str]:
     options = _split(correction.rollout_rs)
     unknown = [option for option in options if not OPTIONS.fullmatch(option)]
     for option in unknown:
-        yield f"{PATH}.rollout_rs={correction.rollout_rs}: there is no option {option!r}; there are {OPTION_NAMES}, joined by commas"
+        yield (
+            f"{PATH}.rollout_rs={correction.rollout_rs}: there is no option {option!r}; there are "
+            f"{OPTION_NAMES}, joined by commas"
+        )
     if correction.rollout_rs_threshold is None:
-        yield f"{PATH}.rollout_rs={correction.rollout_rs} without {PATH}.rollout_rs_threshold: set one threshold for each option, by comma"
+        yield (
+            f"{PATH}.rollout_rs={correction.rollout_rs} without {PATH}.rollout_rs_threshold: set one "
+            "threshold for each option, by comma"
+        )
         return
     thresholds = _split(str(correction.rollout_rs_threshold))
     if len(thresholds) != len(options):
         yield (
-            f"{PATH}.rollout_rs={correction.rollout_rs} has {len(options)} options, and {PATH}.rollout_rs_threshold="
-            f"{correction.rollout_rs_threshold} has {len(thresholds)} thresholds: give one threshold for each option, by comma"
+            f"{PATH}.rollout_rs={correction.rollout_rs} has {len(options)} options, and "
+            f"{PATH}.rollout_rs_threshold="
+            f"{correction.rollout_rs_threshold} has {len(thresholds)} thresholds: give one threshold for "
+            "each option, by comma"
         )
     elif not unknown:
         for option, threshold in zip(options, thresholds, strict=True):
@@ -89,7 +118,10 @@ def _threshold(option: str, threshold: str) -> Iterator[str]:
         if bounds is None or len(bounds) > 2:
             yield f"{key}: wanted lo_hi, for example 0.5_2.0, or one number u for [1/u, u]"
         elif len(bounds) == 1 and not bounds[0] > 1:
-            yield f"{key} means ratios from 1/{threshold} to {threshold}, which holds none: set it above 1, for example 2.0"
+            yield (
+                f"{key} means ratios from 1/{threshold} to {threshold}, which holds none: set it above 1, "
+                "for example 2.0"
+            )
         elif len(bounds) == 2 and not 0 < bounds[0] < bounds[1]:
             yield f"{key}: wanted lo_hi with 0 < lo < hi, for example 0.5_2.0"
     elif bounds is None or len(bounds) != 1 or not bounds[0] > 0:
@@ -98,7 +130,10 @@ def _threshold(option: str, threshold: str) -> Iterator[str]:
 
 def correction_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Keys of the correction that this run does not read."""
-    correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    correction, loss = (
+        config.algorithm.rollout_correction,
+        config.actor_rollout_ref.actor.policy_loss.loss_mode,
+    )
     for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
         if correction.rollout_is is None and f"{PATH}.{name}" in given:
             yield f"{PATH}.{name} is read only with {PATH}.rollout_is=token or sequence"
@@ -108,7 +143,8 @@ def correction_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         yield f"{PATH}.loss_type is read only with {PATH}.bypass_mode=true: the policy loss is {loss}"
     if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is:
         yield (
-            f"{PATH}.rollout_is={correction.rollout_is} is not used by {PATH}.loss_type=ppo_clip: in bypass mode its ratio is already "
+            f"{PATH}.rollout_is={correction.rollout_is} is not used by {PATH}.loss_type=ppo_clip: in bypass "
+            "mode its ratio is already "
             "that of the policy to the rollout; loss_type=reinforce uses the weights"
         )
 

@@ -18,8 +18,8 @@ def engine_problems(config: PPOConfig) -> Iterator[str]:
         if not column[feature].has:
             able = [name for name, engine in ENGINES.items() if engine.trains and TABLE[name][feature].has]
             yield (
-                f"{asked} with {KEY}={config.actor_rollout_ref.rollout.name}, which cannot: {column[feature].note}"
-                + (f" (engines that can: {', '.join(able)})" if able else "")
+                f"{asked} with {KEY}={config.actor_rollout_ref.rollout.name}, which cannot: "
+                f"{column[feature].note}" + (f" (engines that can: {', '.join(able)})" if able else "")
             )
 
 
@@ -48,6 +48,11 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
     if rollout.exact is True:
         yield "exact", f"{ROLLOUT}.exact=true"
     if model.lora_rank or model.lora_adapter_path:
-        yield "lora", f"{MODEL}.lora_rank={model.lora_rank}" if model.lora_rank else f"{MODEL}.lora_adapter_path={model.lora_adapter_path}"
+        yield (
+            "lora",
+            f"{MODEL}.lora_rank={model.lora_rank}"
+            if model.lora_rank
+            else f"{MODEL}.lora_adapter_path={model.lora_adapter_path}",
+        )
     if (processes := sum(pool_sizes(config.trainer, "actor"))) > 1:
         yield "sharded_training", f"an actor on {processes} processes"

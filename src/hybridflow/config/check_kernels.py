@@ -17,20 +17,27 @@ def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
             continue
         if config.trainer.device == "cpu":
             yield (
-                f"{block}.use_liger=true with trainer.device=cpu: Liger's kernels are Triton programs, which run on CUDA only: leave "
+                f"{block}.use_liger=true with trainer.device=cpu: Liger's kernels are Triton programs, "
+                "which run on CUDA only: leave "
                 f"{block}.use_liger out"
             )
         if model.dtype == "float64":
-            yield f"{block}.use_liger=true with {block}.dtype=float64: Liger's kernels compute in float32: leave one of them out"
+            yield (
+                f"{block}.use_liger=true with {block}.dtype=float64: Liger's kernels compute in float32: "
+                "leave one of them out"
+            )
         if fsdp is not None and fsdp.tensor_parallel_size > 1:
             yield (
-                f"{block}.use_liger=true with tensor_parallel_size={fsdp.tensor_parallel_size}: layers that are split among ranks have "
+                f"{block}.use_liger=true with tensor_parallel_size={fsdp.tensor_parallel_size}: layers that "
+                "are split among ranks have "
                 "torch's own kernels: leave use_liger out, or set tensor_parallel_size=1"
             )
         if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.exact is True:
             yield (
-                f"{block}.use_liger=true with actor_rollout_ref.rollout.exact=true: Liger's kernels change the last bits of what is "
-                "computed, and nothing shows them to be the same for any number of rows: leave one of them out"
+                f"{block}.use_liger=true with actor_rollout_ref.rollout.exact=true: Liger's kernels change "
+                "the last bits of what is "
+                "computed, and nothing shows them to be the same for any number of rows: leave one of them "
+                "out"
             )
 
 

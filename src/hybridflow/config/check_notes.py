@@ -1,4 +1,5 @@
-"""What may surprise in a run that can run: keys that are set and not read, and settings that mean less than they seem to.
+"""What may surprise in a run that can run: keys that are set and not read, and settings that mean less than
+they seem to.
 
 resolved config, the paths that the user set ──ppo_notes──► one line each
 """
@@ -34,10 +35,14 @@ READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
     "clip_ratio_high": RATIO,
     "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
     **dict.fromkeys(("policy_loss.tau_pos", "policy_loss.tau_neg"), ("sapo",)),
-    **dict.fromkeys(("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"), ("clip_cov",)),
+    **dict.fromkeys(
+        ("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"), ("clip_cov",)
+    ),
     **dict.fromkeys(("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"), ("kl_cov",)),
     "policy_loss.dro_beta": ("dro",),
-    **dict.fromkeys(("policy_loss.dpo_loss", "policy_loss.dpo_beta", "policy_loss.dpo_label_smoothing"), ("dpo",)),
+    **dict.fromkeys(
+        ("policy_loss.dpo_loss", "policy_loss.dpo_beta", "policy_loss.dpo_label_smoothing"), ("dpo",)
+    ),
 }
 NOT_OF_TOKEN_REWARDS = ("gdpo", "spin", "on_policy_distillation")
 
@@ -60,20 +65,29 @@ def has_validation(config: PPOConfig) -> bool:
 
 
 def _rollout(config: PPOConfig) -> Iterator[str]:
-    rollout, name, facts = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator, estimator_facts(config)
+    rollout, name, facts = (
+        config.actor_rollout_ref.rollout,
+        config.algorithm.adv_estimator,
+        estimator_facts(config),
+    )
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
         min_p = f", min_p={rollout.min_p}" if rollout.min_p > 0 else ""
         yield (
-            f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}{min_p} leave tokens out of sampling; the log-probs kept and trained "
+            f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}{min_p} leave tokens out of sampling; "
+            "the log-probs kept and trained "
             "on are of the whole distribution at the temperature alone"
         )
     if rollout.repetition_penalty != 1:
         yield (
-            f"{ROLLOUT}.repetition_penalty={rollout.repetition_penalty} changes which tokens are chosen; the log-probs kept and trained on "
+            f"{ROLLOUT}.repetition_penalty={rollout.repetition_penalty} changes which tokens are chosen; "
+            "the log-probs kept and trained on "
             "are those without it, so the policy that samples is not quite the one that learns"
         )
     if not rollout.do_sample and facts is not None and (facts.group or name == "remax"):
-        yield f"{ROLLOUT}.do_sample=false: greedy responses to a prompt are all alike, so {name} finds nothing to learn from"
+        yield (
+            f"{ROLLOUT}.do_sample=false: greedy responses to a prompt are all alike, so {name} finds "
+            "nothing to learn from"
+        )
 
 
 def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
@@ -85,14 +99,21 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             if estimator not in readers and is_given(path, given):
                 yield f"{path} is read by {_names_of(readers)} only: algorithm.adv_estimator={estimator}"
         if config.algorithm.options:
-            yield f"algorithm.options is read by estimators of your own only: algorithm.adv_estimator={estimator}"
+            yield (
+                "algorithm.options is read by estimators of your own only: "
+                f"algorithm.adv_estimator={estimator}"
+            )
     if loss in POLICY_LOSSES:
         for name, readers in READ_BY_LOSSES.items():
             if loss not in readers and f"{ACTOR}.{name}" in given:
-                yield f"{ACTOR}.{name} is read by {_names_of(readers)} only: {ACTOR}.policy_loss.loss_mode={loss}"
+                yield (
+                    f"{ACTOR}.{name} is read by {_names_of(readers)} only: "
+                    f"{ACTOR}.policy_loss.loss_mode={loss}"
+                )
     if facts is not None and facts.clip is not None and (actor.clip_low, actor.clip_high) != facts.clip:
         yield (
-            f"{ACTOR}.clip_ratio_low={actor.clip_low}, clip_ratio_high={actor.clip_high} as given; the paper of {loss} has "
+            f"{ACTOR}.clip_ratio_low={actor.clip_low}, clip_ratio_high={actor.clip_high} as given; the "
+            f"paper of {loss} has "
             f"{facts.clip[0]} and {facts.clip[1]}"
         )
     if f"{ACTOR}.loss_scale_factor" in given and actor.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -109,20 +130,31 @@ def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL is charged twice"
     if algorithm.use_kl_in_reward and algorithm.adv_estimator in NOT_OF_TOKEN_REWARDS:
         yield (
-            f"algorithm.use_kl_in_reward=true changes no advantage: algorithm.adv_estimator={algorithm.adv_estimator} does not read the "
+            "algorithm.use_kl_in_reward=true changes no advantage: "
+            f"algorithm.adv_estimator={algorithm.adv_estimator} does not read the "
             f"token rewards; {ACTOR}.use_kl_loss=true puts the KL into the loss"
         )
     for path in ("algorithm.kl_ctrl", "algorithm.kl_penalty"):
         if not algorithm.use_kl_in_reward and is_given(path, given):
-            yield f"{path} is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in this run's rewards"
+            yield (
+                f"{path} is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in "
+                "this run's rewards"
+            )
     for name in ("kl_loss_coef", "kl_loss_type"):
         if not actor.use_kl_loss and f"{ACTOR}.{name}" in given:
-            yield f"{ACTOR}.{name} is read only with {ACTOR}.use_kl_loss=true: there is no KL term in this run's loss"
+            yield (
+                f"{ACTOR}.{name} is read only with {ACTOR}.use_kl_loss=true: there is no KL term in this "
+                "run's loss"
+            )
     if algorithm.ref_update_freq and _all_known(config) and not needs_reference(config):
-        yield f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run reads a reference"
+        yield (
+            f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run "
+            "reads a reference"
+        )
     if algorithm.ref_update_freq and config.reward.process_reward_model.enable:
         yield (
-            f"algorithm.ref_update_freq={algorithm.ref_update_freq} moves the reference that {PROCESS} is compared with: its rewards jump "
+            f"algorithm.ref_update_freq={algorithm.ref_update_freq} moves the reference that {PROCESS} is "
+            "compared with: its rewards jump "
             "at each copy"
         )
 
@@ -138,7 +170,8 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     kwargs, within = config.reward.reward_kwargs, config.actor_rollout_ref.rollout.reuse_log_probs_within
     if within is not None and algorithm.rollout_correction.bypass_mode:
         yield (
-            f"actor_rollout_ref.rollout.reuse_log_probs_within={within} is not read with algorithm.rollout_correction.bypass_mode=true, "
+            f"actor_rollout_ref.rollout.reuse_log_probs_within={within} is not read with "
+            "algorithm.rollout_correction.bypass_mode=true, "
             "which always takes the rollout's log-probs"
         )
     if not algorithm.filter_groups.enable:
@@ -149,10 +182,13 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         yield "algorithm.pf_ppo is read only with algorithm.use_pf_ppo=true"
     if algorithm.use_pf_ppo and facts is not None and facts.group:
         yield (
-            f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: advantages are computed over whole groups "
+            f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: advantages "
+            "are computed over whole groups "
             "first, then rows are resampled by their scores"
         )
-    if not kwargs.overlong_buffer_cfg.enable and is_given("reward.reward_kwargs", given - {f"{OVERLONG}.enable"}):
+    if not kwargs.overlong_buffer_cfg.enable and is_given(
+        "reward.reward_kwargs", given - {f"{OVERLONG}.enable"}
+    ):
         yield f"reward.reward_kwargs is read only with {OVERLONG}.enable=true"
     if kwargs.overlong_buffer_cfg.enable and (kwargs.max_resp_len or 0) > config.data.max_response_length:
         yield (
@@ -160,22 +196,48 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             f"{config.data.max_response_length}: no response is long enough for the whole overlong penalty"
         )
     if actor.positive_lm_loss_coef and config.reward.custom_reward_function.path:
-        yield f"{ACTOR}.positive_lm_loss_coef={actor.positive_lm_loss_coef}: right are the responses whose reward returns acc = 1"
+        yield (
+            f"{ACTOR}.positive_lm_loss_coef={actor.positive_lm_loss_coef}: right are the responses whose "
+            "reward returns acc = 1"
+        )
 
 
 def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Roles that are built for nothing, or set up and not built."""
-    name, facts, warmup = config.algorithm.adv_estimator, estimator_facts(config), config.trainer.critic_warmup
+    name, facts, warmup = (
+        config.algorithm.adv_estimator,
+        estimator_facts(config),
+        config.trainer.critic_warmup,
+    )
     if not config.critic.enable and warmup:
-        yield f"trainer.critic_warmup={warmup} without a critic: the actor stands still for {warmup} steps, and nothing learns in them"
+        yield (
+            f"trainer.critic_warmup={warmup} without a critic: the actor stands still for {warmup} steps, "
+            "and nothing learns in them"
+        )
     if not config.critic.enable and is_given("critic", given - {"critic.enable"}):
         yield f"critic.* is not read: algorithm.adv_estimator={name} runs without a critic"
-    if config.critic.enable and "critic.model.tokenizer_path" in given and config.critic.model.tokenizer_path != config.data.tokenizer:
-        yield f"critic.model.tokenizer_path is not used: the critic reads the token ids of data.tokenizer={config.data.tokenizer}"
-    process, given_process = config.reward.process_reward_model, is_given(PROCESS, given - {f"{PROCESS}.enable"})
+    if (
+        config.critic.enable
+        and "critic.model.tokenizer_path" in given
+        and config.critic.model.tokenizer_path != config.data.tokenizer
+    ):
+        yield (
+            "critic.model.tokenizer_path is not used: the critic reads the token ids of "
+            f"data.tokenizer={config.data.tokenizer}"
+        )
+    process, given_process = (
+        config.reward.process_reward_model,
+        is_given(PROCESS, given - {f"{PROCESS}.enable"}),
+    )
     if not process.enable and given_process and _all_known(config):
         yield f"{PROCESS}.* is not read: algorithm.adv_estimator={name} runs without a process reward model"
     if process.enable and facts is not None and _all_known(config) and not facts.process_rewards:
-        yield f"{PROCESS}.enable=true trains a model whose rewards algorithm.adv_estimator={name} does not read: prime does"
+        yield (
+            f"{PROCESS}.enable=true trains a model whose rewards algorithm.adv_estimator={name} does not "
+            "read: prime does"
+        )
     if facts is not None and _all_known(config) and not facts.teacher and is_given("distillation", given):
-        yield f"distillation.* is not read: algorithm.adv_estimator={name} has no teacher; on_policy_distillation does"
+        yield (
+            f"distillation.* is not read: algorithm.adv_estimator={name} has no teacher; "
+            "on_policy_distillation does"
+        )

@@ -1,4 +1,5 @@
-"""The checks that look at the file system: data files, model folders, user's own code, resume folders, the run folder.
+"""The checks that look at the file system: data files, model folders, user's own code, resume folders, the
+run folder.
 
 Each yields one line per problem. Addresses with :// are remote and not looked at here; ~ is the home folder.
 """
@@ -28,15 +29,25 @@ def local(path: str) -> Path:
     return Path(path).expanduser()
 
 
-def data_problems(train_files: str | list[str], val_files: str | list[str], task: TaskConfig, *, own_class: bool = False) -> Iterator[str]:
-    """Files and task: exactly one of them, and every local file there; a user's own class may read files of any kind, and folders."""
+def data_problems(
+    train_files: str | list[str], val_files: str | list[str], task: TaskConfig, *, own_class: bool = False
+) -> Iterator[str]:
+    """Files and task: exactly one of them, and every local file there; a user's own class may read files of
+    any kind, and folders.
+    """
     if not train_files and not task.name:
-        yield "no training data: set data.train_files to parquet, json or jsonl files, or data.task.name=arithmetic_chain"
+        yield (
+            "no training data: set data.train_files to parquet, json or jsonl files, or "
+            "data.task.name=arithmetic_chain"
+        )
     for key, given in (("data.train_files", train_files), ("data.val_files", val_files)):
         if given and task.name:
             yield f"{key}={given} and data.task.name={task.name} are both set: leave one out"
     if task.name and task.name not in TASKS and ":" not in task.name:
-        yield f"data.task.name={task.name}: there is arithmetic_chain, reasoning_gym:NAME, or your own path/to/file.py:factory"
+        yield (
+            f"data.task.name={task.name}: there is arithmetic_chain, reasoning_gym:NAME, or your own "
+            "path/to/file.py:factory"
+        )
     if task.name and not task.name.startswith("reasoning_gym:"):
         yield from plugin_problem("data.task.name", task.name)
     for key, files in (("data.train_files", train_files), ("data.val_files", val_files)):
@@ -47,7 +58,9 @@ def data_problems(train_files: str | list[str], val_files: str | list[str], task
                 if not local(file).exists():
                     yield f"{key}: there is no {file}"
             elif not local(file).is_file():
-                yield f"{key}: there is no file {file}" + (" ($HOME is for the shell to fill in)" if "$" in file else "")
+                yield f"{key}: there is no file {file}" + (
+                    " ($HOME is for the shell to fill in)" if "$" in file else ""
+                )
             elif local(file).suffix.lower() not in DATA_SUFFIXES:
                 yield f"{key}={file}: wanted a file that ends in {', '.join(DATA_SUFFIXES)}"
 
@@ -55,7 +68,10 @@ def data_problems(train_files: str | list[str], val_files: str | list[str], task
 def model_problem(model: ModelConfig, key: str) -> list[str]:
     """A model path that is missing, or that is written as a local folder and is none."""
     if not model.path:
-        return [f"{key}.path is not set: give a Hugging Face folder or a hub name, for example {key}.path=Qwen/Qwen2.5-0.5B-Instruct"]
+        return [
+            f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
+            f"{key}.path=Qwen/Qwen2.5-0.5B-Instruct"
+        ]
     problems = []
     for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
         if path and not is_remote(path) and not local(path).exists() and _written_as_path(path):
@@ -67,7 +83,9 @@ def _written_as_path(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
 
 
-def plugin_problem(key: str, place: str | None, name: str | None = None, needs_name: str = "") -> Iterator[str]:
+def plugin_problem(
+    key: str, place: str | None, name: str | None = None, needs_name: str = ""
+) -> Iterator[str]:
     """User code as `path.py:name` or `package.module:name`: the file is there and a name is given."""
     if not place or (":" not in place and not needs_name and name is None):
         return
@@ -85,18 +103,28 @@ def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     path = trainer.resume_from_path
     if trainer.resume_mode != "resume_path":
         if path:
-            yield f"trainer.resume_from_path={path} with trainer.resume_mode={trainer.resume_mode}: set trainer.resume_mode=resume_path"
+            yield (
+                f"trainer.resume_from_path={path} with trainer.resume_mode={trainer.resume_mode}: set "
+                "trainer.resume_mode=resume_path"
+            )
     elif not path:
-        yield "trainer.resume_mode=resume_path without trainer.resume_from_path: set it to a global_step_N folder"
+        yield (
+            "trainer.resume_mode=resume_path without trainer.resume_from_path: set it to a global_step_N "
+            "folder"
+        )
     elif not local(path).is_dir():
         yield f"trainer.resume_from_path: there is no folder {path}"
 
 
 def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
-    """The run folder, and the folders of samples, can be written, or made. They are only looked at: the run may be refused yet."""
+    """The run folder, and the folders of samples, can be written, or made. They are only looked at: the run
+    may be refused yet.
+    """
     folders = {"trainer.default_local_dir": trainer.default_local_dir}
     if isinstance(trainer, TrainerConfig):
-        folders |= {f"trainer.{n}": getattr(trainer, n) or "" for n in ("rollout_data_dir", "validation_data_dir")}
+        folders |= {
+            f"trainer.{n}": getattr(trainer, n) or "" for n in ("rollout_data_dir", "validation_data_dir")
+        }
     for key, folder in folders.items():
         if not folder and key != "trainer.default_local_dir":
             continue
@@ -106,7 +134,10 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         try:
             _look_at(local(folder))
         except OSError as error:
-            yield f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you may write"
+            yield (
+                f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that "
+                "you may write"
+            )
 
 
 def _look_at(folder: Path) -> None:

@@ -24,13 +24,37 @@ VLLM_KEYS = (
 NATIVE_KEYS = ("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes", "kv_cache")
 """Keys of the native engine that the hf engine does not read."""
 OURS = (
-    *("worker_extension_cls", "logprobs_mode", "generation_config", "seed", "model", "tensor_parallel_size", "enable_sleep_mode"),
+    *(
+        "worker_extension_cls",
+        "logprobs_mode",
+        "generation_config",
+        "seed",
+        "model",
+        "tensor_parallel_size",
+        "enable_sleep_mode",
+    ),
     *("enable_lora", "max_loras", "max_lora_rank"),
 )
 """Arguments of vLLM that follow from our own keys or that we rely on."""
 SGLANGS = (
-    *("model_path", "random_seed", "tp_size", "dp_size", "pp_size", "host", "port", "enable_memory_saver", "enable_weights_cpu_backup"),
-    *("custom_weight_loader", "incremental_streaming_output", "sampling_backend", "sampling_defaults", "speculative_algorithm"),
+    *(
+        "model_path",
+        "random_seed",
+        "tp_size",
+        "dp_size",
+        "pp_size",
+        "host",
+        "port",
+        "enable_memory_saver",
+        "enable_weights_cpu_backup",
+    ),
+    *(
+        "custom_weight_loader",
+        "incremental_streaming_output",
+        "sampling_backend",
+        "sampling_defaults",
+        "speculative_algorithm",
+    ),
 )
 """The same of SGLang."""
 WITH_WEIGHTS = ("vllm", "sglang")
@@ -43,14 +67,16 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
     sizes = rollout.cudagraph_capture_sizes
     if sizes is not None and (not sizes or min(sizes) < 1):
         yield (
-            f"{ROLLOUT}.cudagraph_capture_sizes={sizes}: wanted numbers of rows, at least 1 each; for no graphs set "
+            f"{ROLLOUT}.cudagraph_capture_sizes={sizes}: wanted numbers of rows, at least 1 each; for no "
+            "graphs set "
             f"{ROLLOUT}.enforce_eager=true"
         )
     if rollout.name in WITH_WEIGHTS:
         yield from _with_weights(config, rollout)
     elif rollout.dtype not in ("auto", "bfloat16"):
         yield (
-            f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the dtype of the module that trains: "
+            f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the "
+            "dtype of the module that trains: "
             "set actor_rollout_ref.model.dtype"
         )
 
@@ -64,7 +90,8 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             yield f"{', '.join(odd)}: settings of a separate engine; {ROLLOUT}.name={rollout.name} needs none"
         if rollout.dtype == "bfloat16":
             yield (
-                f"{ROLLOUT}.dtype=bfloat16: read by vllm and sglang; {ROLLOUT}.name={rollout.name} generates in the dtype of the module "
+                f"{ROLLOUT}.dtype=bfloat16: read by vllm and sglang; {ROLLOUT}.name={rollout.name} "
+                "generates in the dtype of the module "
                 "that trains (actor_rollout_ref.model.dtype)"
             )
     if rollout.name == "hf":
@@ -73,37 +100,58 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             yield f"{', '.join(odd)}: read by the native engine; {ROLLOUT}.name=hf needs none"
     other = {"vllm": "sglang", "sglang": "vllm"}.get(rollout.name)
     if other is not None and getattr(rollout.engine_kwargs, other):
-        yield f"{ROLLOUT}.engine_kwargs.{other}: not read with {ROLLOUT}.name={rollout.name}, which has engine_kwargs.{rollout.name}"
+        yield (
+            f"{ROLLOUT}.engine_kwargs.{other}: not read with {ROLLOUT}.name={rollout.name}, which has "
+            f"engine_kwargs.{rollout.name}"
+        )
     if rollout.name in WITH_WEIGHTS and rollout.cudagraph_capture_sizes is not None:
         instead = "vllm.compilation_config" if rollout.name == "vllm" else "sglang.cuda_graph_bs_decode"
         yield (
-            f"{ROLLOUT}.cudagraph_capture_sizes: read by the native engine; with {ROLLOUT}.name={rollout.name} set "
+            f"{ROLLOUT}.cudagraph_capture_sizes: read by the native engine; with "
+            f"{ROLLOUT}.name={rollout.name} set "
             f"{ROLLOUT}.engine_kwargs.{instead}"
         )
     if rollout.name in WITH_WEIGHTS and rollout.kv_cache != "auto":
-        yield f"{ROLLOUT}.kv_cache={rollout.kv_cache}: read by the native engine; {ROLLOUT}.name={rollout.name} has blocks of its own"
+        yield (
+            f"{ROLLOUT}.kv_cache={rollout.kv_cache}: read by the native engine; "
+            f"{ROLLOUT}.name={rollout.name} has blocks of its own"
+        )
     if rollout.name in WITH_WEIGHTS and rollout.quantization:
-        yield f"{ROLLOUT}.quantization={rollout.quantization}: tokens come from rounded weights; consider algorithm.rollout_correction"
+        yield (
+            f"{ROLLOUT}.quantization={rollout.quantization}: tokens come from rounded weights; consider "
+            "algorithm.rollout_correction"
+        )
 
 
 def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
     server, sizes = rollout.server, pool_sizes(config.trainer, "rollout")
     processes = sum(sizes)
     if server.enable is False and server.address is not None:
-        yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.address={server.address}: leave one of them out"
+        yield (
+            f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.address={server.address}: leave one of "
+            "them out"
+        )
     if server.enable is False and server.python is not None:
-        yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.python={server.python}, the python of a server: leave one of them out"
+        yield (
+            f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.python={server.python}, the python of a "
+            "server: leave one of them out"
+        )
     if rollout.name == "sglang" and server.enable is False:
-        yield f"{ROLLOUT}.server.enable=false with {ROLLOUT}.name=sglang, which is always a server: leave {ROLLOUT}.server.enable out"
+        yield (
+            f"{ROLLOUT}.server.enable=false with {ROLLOUT}.name=sglang, which is always a server: leave "
+            f"{ROLLOUT}.server.enable out"
+        )
     elif server.enable is False and processes > 1:
         yield (
-            f"{ROLLOUT}.server.enable=false with {processes} processes that generate: vLLM in a process of ours serves it alone; leave "
+            f"{ROLLOUT}.server.enable=false with {processes} processes that generate: vLLM in a process of "
+            "ours serves it alone; leave "
             f"{ROLLOUT}.server.enable out"
         )
     addresses = [server.address] if isinstance(server.address, str) else server.address
     if addresses is not None and len(addresses) != processes:
         yield (
-            f"{ROLLOUT}.server.address names {len(addresses)} servers, and {processes} processes generate: give one for each, or set "
+            f"{ROLLOUT}.server.address names {len(addresses)} servers, and {processes} processes generate: "
+            "give one for each, or set "
             "trainer.placement.rollout to a pool of as many"
         )
     for address in addresses or ():
@@ -111,27 +159,47 @@ def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
             yield f"{ROLLOUT}.server.address={address}: wanted http://HOST:PORT"
     if rollout.tensor_model_parallel_size > 1 and processes > 1:
         yield (
-            f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with {ROLLOUT}.name={rollout.name} and "
-            f"{processes} processes that generate: each has one device, and starts an engine on it. Set it to 1, or start larger servers "
+            f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
+            f"{ROLLOUT}.name={rollout.name} and "
+            f"{processes} processes that generate: each has one device, and starts an engine on it. Set it "
+            "to 1, or start larger servers "
             f"yourself and give their addresses ({ROLLOUT}.server.address)"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield (
-            f"{ROLLOUT}.max_model_len={rollout.max_model_len} cannot hold data.max_prompt_length={config.data.max_prompt_length} + "
-            f"data.max_response_length={config.data.max_response_length} = {longest} tokens: set it to {longest} or more, or leave it out"
+            f"{ROLLOUT}.max_model_len={rollout.max_model_len} cannot hold "
+            f"data.max_prompt_length={config.data.max_prompt_length} + "
+            f"data.max_response_length={config.data.max_response_length} = {longest} tokens: set it to "
+            f"{longest} or more, or leave it out"
         )
     longest = rollout.max_model_len or longest
-    if rollout.name == "vllm" and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
+    if (
+        rollout.name == "vllm"
+        and not rollout.enable_chunked_prefill
+        and rollout.max_num_batched_tokens < longest
+    ):
         yield (
-            f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than {ROLLOUT}.max_model_len={longest}, and "
-            f"{ROLLOUT}.enable_chunked_prefill=false: set it to {longest} or more, or enable_chunked_prefill=true"
+            f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
+            f"{ROLLOUT}.max_model_len={longest}, and "
+            f"{ROLLOUT}.enable_chunked_prefill=false: set it to {longest} or more, or "
+            "enable_chunked_prefill=true"
         )
     model = config.actor_rollout_ref.model
     if rollout.lora_as_adapters and rollout.name != "vllm":
-        yield f"{ROLLOUT}.lora_as_adapters=true with {ROLLOUT}.name={rollout.name}, which takes them folded: leave it out"
+        yield (
+            f"{ROLLOUT}.lora_as_adapters=true with {ROLLOUT}.name={rollout.name}, which takes them "
+            "folded: leave it out"
+        )
     elif rollout.lora_as_adapters and not (model.lora_rank or model.lora_adapter_path):
-        yield f"{ROLLOUT}.lora_as_adapters=true, and the actor has no adapters: set actor_rollout_ref.model.lora_rank, or leave it out"
-    given, ours = (rollout.engine_kwargs.vllm, OURS) if rollout.name == "vllm" else (rollout.engine_kwargs.sglang, SGLANGS)
+        yield (
+            f"{ROLLOUT}.lora_as_adapters=true, and the actor has no adapters: set "
+            "actor_rollout_ref.model.lora_rank, or leave it out"
+        )
+    given, ours = (
+        (rollout.engine_kwargs.vllm, OURS)
+        if rollout.name == "vllm"
+        else (rollout.engine_kwargs.sglang, SGLANGS)
+    )
     for name in sorted(set(given) & set(ours)):
         yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name}: set by hybridflow itself; leave it out"

@@ -1,6 +1,8 @@
-"""From an untyped tree (nested dicts from YAML and overrides) to the frozen dataclasses, with every mistake reported at once.
+"""From an untyped tree (nested dicts from YAML and overrides) to the frozen dataclasses, with every mistake
+reported at once.
 
-{"data": {"seed": "x"}} ──convert(PPOConfig, tree)──► PPOConfig, or one ConfigError with a line for each wrong key
+{"data": {"seed": "x"}} ──convert(PPOConfig, tree)──► PPOConfig, or one ConfigError with a line for each wrong
+key
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class _Mismatch(Exception):
 def convert(root: type[C], tree: Mapping[str, Any]) -> C:
     """Build `root` from nested dicts; keys that are absent take their defaults.
 
-    Raises ConfigError that lists every unknown key (with the nearest known ones), wrong type and value out of bounds.
+    Raises ConfigError that lists every unknown key (with the nearest known ones), wrong type and value out of
+    bounds.
     """
     problems: list[str] = []
     config = _convert_block(root, tree, root(), "", problems, list(keys_of(root)))
@@ -41,7 +44,10 @@ def raise_all(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        raise ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  - {line}" for line in problems))
+        raise ConfigError(
+            f"{len(problems)} problems in the configuration:\n"
+            + "\n".join(f"  - {line}" for line in problems)
+        )
 
 
 def suggest(path: str, known: Iterable[str], limit: int = 3) -> list[str]:
@@ -61,12 +67,16 @@ def suggest(path: str, known: Iterable[str], limit: int = 3) -> list[str]:
 def unknown_key(path: str, known: Iterable[str]) -> str:
     """The line for a key that does not exist."""
     near = suggest(path, known)
-    return f"unknown key {path}" + (f"; did you mean {' or '.join(near)}?" if near else "; `hybridflow config` lists every key")
+    return f"unknown key {path}" + (
+        f"; did you mean {' or '.join(near)}?" if near else "; `hybridflow config` lists every key"
+    )
 
 
 def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list[str], known: list[str]) -> C:
     if not isinstance(tree, Mapping):
-        problems.append(f"{prefix.rstrip('.') or 'configuration'}: got {_shown(tree)}, wanted a block of keys")
+        problems.append(
+            f"{prefix.rstrip('.') or 'configuration'}: got {_shown(tree)}, wanted a block of keys"
+        )
         return base
     hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -85,7 +95,10 @@ def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list
                 _check_bounds(values[name], f.metadata)
             except _Mismatch as mismatch:
                 wanted = type_name(hints[name]) + _bounds_text(f.metadata)
-                problems.append(f"{path}: got {_shown(tree[name])}, wanted {wanted}" + (f" ({mismatch})" if str(mismatch) else ""))
+                problems.append(
+                    f"{path}: got {_shown(tree[name])}, wanted {wanted}"
+                    + (f" ({mismatch})" if str(mismatch) else "")
+                )
     return cls(**values)
 
 
@@ -114,7 +127,8 @@ def _convert_value(hint: Any, value: Any) -> Any:
 def _convert_union(args: tuple[Any, ...], value: Any) -> Any:
     if value is None and type(None) in args:
         return None
-    for arg in args:  # a value that already has one of the types stays as it is: str | list[str] does not split a string
+    # a value that already has one of the types stays as it is: str | list[str] does not split a string
+    for arg in args:
         if arg in (str, int, float, bool) and type(value) is arg:
             return _convert_scalar(arg, value)
     hint_text = ""

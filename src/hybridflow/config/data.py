@@ -16,13 +16,17 @@ class CustomClassConfig:
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    class_path: str | None = key(None, "file or module that holds a sampler; a curriculum sampler also has update(batch)")
+    class_path: str | None = key(
+        None, "file or module that holds a sampler; a curriculum sampler also has update(batch)"
+    )
     class_name: str | None = key(None, "name of the sampler class; `path:name` in `class_path` works too")
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    name: str | None = key(None, "procedural task in place of files: arithmetic_chain, reasoning_gym:NAME, or path.py:factory")
+    name: str | None = key(
+        None, "procedural task in place of files: arithmetic_chain, reasoning_gym:NAME, or path.py:factory"
+    )
     size: int = key(10_000, "number of training questions", minimum=1)
     val_size: int = key(256, "number of held-out questions; never among the training questions", minimum=0)
     seed: int = key(0, "seed of the questions, apart from the seed of the run")
@@ -31,19 +35,27 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train_files: str | list[str] = key([], "parquet, json or jsonl file(s): local, hdfs://, s3://, or any fsspec address")
+    train_files: str | list[str] = key(
+        [], "parquet, json or jsonl file(s): local, hdfs://, s3://, or any fsspec address"
+    )
     val_files: str | list[str] = key([], "validation file(s), same kinds")
     task: TaskConfig = group(TaskConfig)
     tokenizer: str | None = key(None, "tokenizer folder or hub name; null: the actor model's")
     train_max_samples: int = key(-1, "use at most this many training rows; -1: all", minimum=-1)
     val_max_samples: int = key(-1, "use at most this many validation rows; -1: all", minimum=-1)
-    prompt_key: str = key("prompt", "column with the prompt: a list of messages, or a string that is already templated")
+    prompt_key: str = key(
+        "prompt", "column with the prompt: a list of messages, or a string that is already templated"
+    )
     reward_fn_key: str = key("data_source", "column that names the source and so chooses the built-in reward")
     max_prompt_length: int = key(512, "longest prompt, in tokens", minimum=1)
     max_response_length: int = key(512, "longest response, in tokens", minimum=1)
     train_batch_size: int = key(1024, "prompts per training step", minimum=1)
-    gen_batch_size: int | None = key(None, "prompts per generation batch of dynamic sampling; null: train_batch_size", minimum=1)
-    demonstration_key: str = key("messages", "column with the data's own answer, read by spin: text, or messages that end in an answer")
+    gen_batch_size: int | None = key(
+        None, "prompts per generation batch of dynamic sampling; null: train_batch_size", minimum=1
+    )
+    demonstration_key: str = key(
+        "messages", "column with the data's own answer, read by spin: text, or messages that end in an answer"
+    )
     val_batch_size: int | None = key(None, "prompts per validation batch; null: all at once", minimum=1)
     shuffle: bool = key(True, "shuffle the training rows anew each epoch, seeded")
     seed: int | None = key(None, "seed of the shuffling; null: trainer.seed")
@@ -72,7 +84,9 @@ class SFTDataConfig:
     )
     max_token_len_per_gpu: int = key(8192, "at most this many tokens in one forward (hard)", minimum=1)
     max_length: int = key(1024, "longest conversation, in tokens", minimum=2)
-    truncation: Literal["error", "left", "right", "drop"] = key("error", "what happens to a conversation over max_length")
+    truncation: Literal["error", "left", "right", "drop"] = key(
+        "error", "what happens to a conversation over max_length"
+    )
     messages_key: str = key("messages", "column with the list of messages")
     prompt_key: str = key("prompt", "column with the prompt where there is no messages column")
     response_key: str = key("response", "column with the response where there is no messages column")

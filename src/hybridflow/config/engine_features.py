@@ -1,6 +1,8 @@
-"""Which generation engine can do what: the one table, from which the page docs/rollout/engines.md is made and runs are refused.
+"""Which generation engine can do what: the one table, from which the page docs/rollout/engines.md is made and
+runs are refused.
 
-    ENGINES × FEATURES ──TABLE──► Cell: "yes" with the test that shows it, "unshown" with what was missing to show it, or "no" with the
+    ENGINES × FEATURES ──TABLE──► Cell: "yes" with the test that shows it, "unshown" with what was missing to
+    show it, or "no" with the
                                   reason and the way out
 
 No entry is a promise: `tests/unit/rollout/test_capabilities.py` looks up every test that is named here.
@@ -60,7 +62,9 @@ ENGINES: Mapping[str, Engine] = {
     "hf": Engine("transformers' `generate`: slow, plain, what the others are compared with", trains=True),
     "vllm": Engine("vLLM, in process or as servers, with weights that are pushed", trains=True),
     "sglang": Engine("SGLang, as servers, with weights that are pushed", trains=True),
-    "openai": Engine("any OpenAI-compatible endpoint, for evaluation, frozen teachers and judges", trains=False),
+    "openai": Engine(
+        "any OpenAI-compatible endpoint, for evaluation, frozen teachers and judges", trains=False
+    ),
 }
 
 FEATURES: Mapping[str, str] = {
@@ -99,7 +103,11 @@ FEATURES: Mapping[str, str] = {
 _SAMPLING, _ENDINGS = "conformance/test_sampling.py", "conformance/test_endings.py"
 _WEIGHTS, _ERRORS = "conformance/test_weights.py", "conformance/test_errors.py"
 _WORKERS, _HF_WORKERS = "unit/workers/test_rollout_worker.py", "unit/workers/test_hf_rollout.py"
-_HF, _OPENAI, _NATIVE = "unit/rollout/test_hf_engine.py", "unit/rollout/test_openai_engine.py", "unit/rollout/test_native_lifecycle.py"
+_HF, _OPENAI, _NATIVE = (
+    "unit/rollout/test_hf_engine.py",
+    "unit/rollout/test_openai_engine.py",
+    "unit/rollout/test_native_lifecycle.py",
+)
 
 SHOWN_BY: Mapping[str, str] = {
     "greedy_parity": f"{_SAMPLING}::test_greedy_tokens_are_those_of_generate",
@@ -133,7 +141,9 @@ def _column(**other: Cell) -> dict[str, Cell]:
 
 
 _NOT_WEIGHTS = no("the endpoint's weights are its own: set rollout.name=native to train")
-_STUBBED = "SGLang's own Python engine with its kernel package stubbed: no CPU build of the kernels is published"
+_STUBBED = (
+    "SGLang's own Python engine with its kernel package stubbed: no CPU build of the kernels is published"
+)
 
 TABLE: Mapping[str, Mapping[str, Cell]] = {
     "native": _column(
@@ -142,8 +152,13 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         tensor_parallel=yes(f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does"),
         lora=yes(f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does"),
         quantization=no("it generates with the module that trains, in its dtype"),
-        exact=yes("unit/models/test_exact_mode.py::test_generation_and_training_agree_to_the_bit", "on CPU in float32"),
-        prefix_reuse=yes("unit/rollout/test_native_session.py::test_prompts_share_the_keys_of_what_they_begin_with"),
+        exact=yes(
+            "unit/models/test_exact_mode.py::test_generation_and_training_agree_to_the_bit",
+            "on CPU in float32",
+        ),
+        prefix_reuse=yes(
+            "unit/rollout/test_native_session.py::test_prompts_share_the_keys_of_what_they_begin_with"
+        ),
         cpu=yes(SHOWN_BY["greedy_parity"]),
         any_architecture=no("the layers must let their attention be chosen: set rollout.name=hf"),
     ),
@@ -152,12 +167,18 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         sharded_training=yes(f"{_HF_WORKERS}::test_it_generates_for_a_sharded_actor_what_one_process_does"),
         tensor_parallel=no("set rollout.tensor_model_parallel_size=1, or rollout.name=native"),
         lora=yes(f"{_HF_WORKERS}::test_it_generates_for_a_sharded_actor_what_one_process_does"),
-        sleep=yes(f"{_HF}::test_weights_with_a_source_are_there_while_the_engine_is_awake", "keys and values go with each batch anyway"),
+        sleep=yes(
+            f"{_HF}::test_weights_with_a_source_are_there_while_the_engine_is_awake",
+            "keys and values go with each batch anyway",
+        ),
         quantization=no("it generates with the module that trains, in its dtype"),
         exact=no("transformers' attention rounds differently from ours: set rollout.name=native"),
         prefix_reuse=no("every prompt is computed: set rollout.name=native"),
         cpu=yes(SHOWN_BY["greedy_parity"]),
-        any_architecture=yes(f"{_HF}::test_models_that_our_attention_refuses", "to generate, from Python: training refuses them"),
+        any_architecture=yes(
+            f"{_HF}::test_models_that_our_attention_refuses",
+            "to generate, from Python: training refuses them",
+        ),
     ),
     "vllm": _column(
         dies=yes("with_vllm/test_vllm_engines.py::test_a_killed_server_is_named_and_finished_rows_are_kept"),
@@ -165,10 +186,12 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
         tensor_parallel=unshown("vLLM's own; needs several GPUs"),
         lora=yes(
-            "with_vllm/test_vllm_training.py::test_rollout_and_training_agree_in_each_step", "folded, or as adapters (lora_as_adapters)"
+            "with_vllm/test_vllm_training.py::test_rollout_and_training_agree_in_each_step",
+            "folded, or as adapters (lora_as_adapters)",
         ),
         quantization=yes(
-            "with_vllm/test_vllm_quantized.py::test_each_push_is_quantised", "on a CPU fp8_per_channel in bfloat16; fp8 needs a GPU"
+            "with_vllm/test_vllm_quantized.py::test_each_push_is_quantised",
+            "on a CPU fp8_per_channel in bfloat16; fp8 needs a GPU",
         ),
         exact=no("its kernels round differently from ours: set rollout.name=native"),
         sleep=unshown("needs a GPU: on a CPU vLLM cannot sleep, and nothing happens"),
@@ -177,7 +200,9 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         any_architecture=no("it has its own list of models"),
     ),
     "sglang": _column(
-        dies=yes("with_sglang/test_sglang_engines.py::test_a_killed_server_is_named_and_finished_rows_are_kept"),
+        dies=yes(
+            "with_sglang/test_sglang_engines.py::test_a_killed_server_is_named_and_finished_rows_are_kept"
+        ),
         shared_weights=no("it has weights of its own, which are pushed before each step"),
         sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
         tensor_parallel=unshown("SGLang's own; needs several GPUs"),
@@ -190,8 +215,14 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         any_architecture=no("it has its own list of models"),
     ),
     "openai": _column(
-        log_probs=yes(SHOWN_BY["log_probs"], "of `hybridflow serve`; of vLLM's own server where nothing limits or shifts the draw"),
-        dies=yes(f"{_OPENAI}::test_what_may_pass_is_tried_again_and_what_not_is_told", "tried again until the deadline"),
+        log_probs=yes(
+            SHOWN_BY["log_probs"],
+            "of `hybridflow serve`; of vLLM's own server where nothing limits or shifts the draw",
+        ),
+        dies=yes(
+            f"{_OPENAI}::test_what_may_pass_is_tried_again_and_what_not_is_told",
+            "tried again until the deadline",
+        ),
         abort_partials=no("closing the connection loses what the server had so far"),
         weight_updates=_NOT_WEIGHTS,
         dropped_push=_NOT_WEIGHTS,

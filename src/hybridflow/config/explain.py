@@ -23,14 +23,20 @@ class Line(NamedTuple):
 
 def explain(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
     """Sequences, mini-batches and optimizer steps of a step and of the run, whatever processes it has."""
-    return _ppo_sizes(config, num_train_rows) if isinstance(config, PPOConfig) else _sft_sizes(config, num_train_rows)
+    return (
+        _ppo_sizes(config, num_train_rows)
+        if isinstance(config, PPOConfig)
+        else _sft_sizes(config, num_train_rows)
+    )
 
 
 def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> int | None:
-    """Steps of the run: trainer.total_training_steps, or epochs × steps an epoch; None when the number of rows is not known.
+    """Steps of the run: trainer.total_training_steps, or epochs × steps an epoch; None when the number of
+    rows is not known.
 
-    An epoch ends where fewer than data.train_batch_size rows are left. A step of dynamic sampling in which groups are dropped draws
-    further generation batches: the steps stay as many, and the data is gone through more often.
+    An epoch ends where fewer than data.train_batch_size rows are left. A step of dynamic sampling in which
+    groups are dropped draws further generation batches: the steps stay as many, and the data is gone through
+    more often.
     """
     rows, trainer, limit = num_train_rows, config.trainer, config.data.train_max_samples
     if trainer.total_training_steps is not None:
@@ -76,9 +82,21 @@ def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
     lines = [
         _sequences_line(config),
         *_generated_lines(config),
-        Line("tokens per step, at most", f"{rows * longest:,}", f"{rows:,} × (max_prompt_length + max_response_length = {longest:,})"),
-        Line("mini-batches per step", f"{minis:,}", f"data.train_batch_size / actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}"),
-        Line("optimizer steps per step", f"{per_step:,}", f"{minis} mini-batches × actor.ppo_epochs={actor.ppo_epochs}"),
+        Line(
+            "tokens per step, at most",
+            f"{rows * longest:,}",
+            f"{rows:,} × (max_prompt_length + max_response_length = {longest:,})",
+        ),
+        Line(
+            "mini-batches per step",
+            f"{minis:,}",
+            f"data.train_batch_size / actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}",
+        ),
+        Line(
+            "optimizer steps per step",
+            f"{per_step:,}",
+            f"{minis} mini-batches × actor.ppo_epochs={actor.ppo_epochs}",
+        ),
         _steps_line(config, num_train_rows),
     ]
     steps = num_training_steps(config, num_train_rows)
@@ -94,13 +112,25 @@ def rows_per_prompt(config: PPOConfig) -> int:
 
 def _sequences_line(config: PPOConfig) -> Line:
     batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    each = f"rollout.n={n}" if config.algorithm.adv_estimator != "spin" else f"(rollout.n={n} + the data's own answer)"
-    return Line("sequences per step", f"{batch * rows_per_prompt(config):,}", f"data.train_batch_size={batch} × {each}")
+    each = (
+        f"rollout.n={n}"
+        if config.algorithm.adv_estimator != "spin"
+        else f"(rollout.n={n} + the data's own answer)"
+    )
+    return Line(
+        "sequences per step",
+        f"{batch * rows_per_prompt(config):,}",
+        f"data.train_batch_size={batch} × {each}",
+    )
 
 
 def _generated_lines(config: PPOConfig) -> list[Line]:
     """Rows that are generated, where they are not those that are trained on."""
-    n, groups, remax = config.actor_rollout_ref.rollout.n, config.algorithm.filter_groups, config.algorithm.adv_estimator == "remax"
+    n, groups, remax = (
+        config.actor_rollout_ref.rollout.n,
+        config.algorithm.filter_groups,
+        config.algorithm.adv_estimator == "remax",
+    )
     prompts = rows_per_step(config)
     each = f"(rollout.n={n} + 1 greedy)" if remax else f"rollout.n={n}"
     lines = []
@@ -109,11 +139,20 @@ def _generated_lines(config: PPOConfig) -> list[Line]:
         how = f"{prompts // batch} generation batches of data.gen_batch_size={batch} × {each}"
         lines.append(Line("responses generated per step, at least", f"{prompts * (n + remax):,}", how))
         if groups.max_num_gen_batches:
-            how = f"filter_groups.max_num_gen_batches={groups.max_num_gen_batches} × data.gen_batch_size={batch} × {each}"
+            how = (
+                f"filter_groups.max_num_gen_batches={groups.max_num_gen_batches} × "
+                f"data.gen_batch_size={batch} × {each}"
+            )
             most = groups.max_num_gen_batches * batch * (n + remax)
             lines.append(Line("responses generated per step, at most", f"{most:,}", how))
     elif remax or config.algorithm.adv_estimator == "spin":
-        lines.append(Line("responses generated per step", f"{prompts * (n + remax):,}", f"data.train_batch_size={prompts} × {each}"))
+        lines.append(
+            Line(
+                "responses generated per step",
+                f"{prompts * (n + remax):,}",
+                f"data.train_batch_size={prompts} × {each}",
+            )
+        )
     return lines
 
 
@@ -121,7 +160,11 @@ def _sft_sizes(config: SFTConfig, num_train_rows: int | None) -> list[Line]:
     data = config.data
     return [
         Line("conversations per step", f"{data.train_batch_size:,}", "data.train_batch_size"),
-        Line("tokens per step, at most", f"{data.train_batch_size * data.max_length:,}", f"× data.max_length={data.max_length:,}"),
+        Line(
+            "tokens per step, at most",
+            f"{data.train_batch_size * data.max_length:,}",
+            f"× data.max_length={data.max_length:,}",
+        ),
         _steps_line(config, num_train_rows),
     ]
 

@@ -1,10 +1,13 @@
 """From a recipe and a command line to a typed configuration.
 
     recipe.yaml (and those it builds on) ─┐
-                                          ├─► Setting(path, value) ─► aliases, verl_keys ─► untyped tree ─► convert ─► Loaded
-    key=value +key=value ~key (Hydra) ────┘                            a note for each            (OmegaConf: ${…})
+                                          ├─► Setting(path, value) ─► aliases, verl_keys ─► untyped tree ─►
+                                          convert ─► Loaded
+    key=value +key=value ~key (Hydra) ────┘                            a note for each            (OmegaConf:
+    ${…})
 
-`load_config` parses; `prepare_config` also fills derived values (`resolve.py`) and refuses what cannot run (`check.py`).
+`load_config` parses; `prepare_config` also fills derived values (`resolve.py`) and refuses what cannot run
+(`check.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ C = TypeVar("C", bound=PPOConfig | SFTConfig)
 
 
 class Loaded(NamedTuple, Generic[C]):
-    """A typed configuration, one printed line for each key that was rewritten or has no effect, and the paths the user set."""
+    """A typed configuration, one printed line for each key that was rewritten or has no effect, and the paths
+    the user set.
+    """
 
     config: C
     notes: list[str]
@@ -58,7 +63,9 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
     Raises ConfigError that lists every unknown, refused and ill-typed key.
     """
     problems: list[str] = []
-    settings = [Setting(path, value) for path, value in flatten(read_recipe(recipe))] if recipe is not None else []
+    settings = (
+        [Setting(path, value) for path, value in flatten(read_recipe(recipe))] if recipe is not None else []
+    )
     for text in overrides:
         settings.extend(_parse(text, problems))
     settings = _interpolate(root, settings)
@@ -72,14 +79,20 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
     try:
         config = convert(root, _plain(tree))
     except ConfigError as error:
-        problems.extend(line.removeprefix("  - ") for line in str(error).splitlines() if not line.endswith("in the configuration:"))
+        problems.extend(
+            line.removeprefix("  - ")
+            for line in str(error).splitlines()
+            if not line.endswith("in the configuration:")
+        )
         config = root()
     raise_all(problems)
     given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
     return Loaded(config, notes, frozenset(given))
 
 
-def prepare_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[C]:
+def prepare_config(
+    root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None
+) -> Loaded[C]:
     """`load_config`, then derived values filled in, then every cross-check: what a command runs with."""
     loaded: Loaded[C] = load_config(root, overrides, recipe)
     resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
@@ -88,7 +101,9 @@ def prepare_config(root: type[C], overrides: Sequence[str] = (), recipe: str | P
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
-    """The runs that a command line with sweeps (`a=1,2`, `choice(…)`, `range(…)`) stands for, the last key fastest."""
+    """The runs that a command line with sweeps (`a=1,2`, `choice(…)`, `range(…)`) stands for, the last key
+    fastest.
+    """
     choices: list[list[str]] = []
     for text in overrides:
         override = _parse_one(text)
@@ -96,9 +111,14 @@ def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
             choices.append([text])
         elif isinstance(override.value(), (ChoiceSweep, RangeSweep)):
             sign = {"ADD": "+", "FORCE_ADD": "++"}.get(override.type.name if override.type else "", "")
-            choices.append([f"{sign}{override.key_or_group}={value}" for value in override.sweep_string_iterator()])
+            choices.append(
+                [f"{sign}{override.key_or_group}={value}" for value in override.sweep_string_iterator()]
+            )
         else:
-            raise ConfigError(f"{text}: of Hydra's sweeps, lists (a=1,2), choice(…) and range(…) can be run; list the values")
+            raise ConfigError(
+                f"{text}: of Hydra's sweeps, lists (a=1,2), choice(…) and range(…) can be run; list the "
+                "values"
+            )
     return [list(run) for run in itertools.product(*choices)]
 
 
@@ -110,10 +130,13 @@ def _parse_one(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         name, sign, value = text.partition("=")
-        if sign and re.fullmatch(r"[~./\w][^\[\]{}'\",()$]*", value):  # a path with characters that Hydra wants quoted: ~ or =
+        # a path with characters that Hydra wants quoted: ~ or =
+        if sign and re.fullmatch(r"[~./\w][^\[\]{}'\",()$]*", value):
             return OverridesParser.create().parse_override(f"{name}='{value}'")
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{text}: not an override ({reason}); write key=value, and quote a value as \"key='…'\"") from None
+        raise ConfigError(
+            f"{text}: not an override ({reason}); write key=value, and quote a value as \"key='…'\""
+        ) from None
 
 
 def _parse(text: str, problems: list[str]) -> list[Setting]:
@@ -127,14 +150,19 @@ def _parse(text: str, problems: list[str]) -> list[Setting]:
         problems.append(f"{text}: config groups (group@package) are not used here; name the recipe instead")
     elif override.is_sweep_override():
         problems.append(
-            f"{text}: several values; write [a,b] for a list, or give --multirun to run them one after another; "
+            f"{text}: several values; write [a,b] for a list, or give --multirun to run them one after "
+            "another; "
             f"a text with commas goes into quotes: \"{path}='a,b'\""
         )
     elif override.is_delete():
         return [Setting(path, delete=True)]
     else:
         value = override.value()
-        return [Setting(p, v) for p, v in flatten(value, path + ".")] if isinstance(value, dict) and value else [Setting(path, value)]
+        return (
+            [Setting(p, v) for p, v in flatten(value, path + ".")]
+            if isinstance(value, dict) and value
+            else [Setting(path, value)]
+        )
     return []
 
 
@@ -152,14 +180,19 @@ def _interpolate(root: type[Any], settings: list[Setting]) -> list[Setting]:
         if "${" in str(setting.value):
             try:
                 value = OmegaConf.select(raw, setting.path, throw_on_resolution_failure=True)
-                setting = Setting(setting.path, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+                setting = Setting(
+                    setting.path,
+                    OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value,
+                )
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{setting.path}={setting.value}: {str(error).splitlines()[0]}") from None
         filled.append(setting)
     return filled
 
 
-def _normalise(root: type[Any], settings: list[Setting], problems: list[str]) -> tuple[list[Setting], list[str]]:
+def _normalise(
+    root: type[Any], settings: list[Setting], problems: list[str]
+) -> tuple[list[Setting], list[str]]:
     accepted: list[Setting] = []
     notes: dict[str, None] = {}
     known = [*keys_of(root), *blocks_of(root)]
@@ -180,7 +213,8 @@ def _normalise(root: type[Any], settings: list[Setting], problems: list[str]) ->
             accepted.append(Setting(setting.path, result.value))
         elif result.kind == "alias":
             notes[f"{setting.path} is now {result.path}"] = None
-            if setting.delete or result.value is not None:  # null in an old key means that the new one decides
+            # null in an old key means that the new one decides
+            if setting.delete or result.value is not None:
                 accepted.append(Setting(result.path, result.value, setting.delete))
         else:
             accepted.append(setting)
@@ -188,7 +222,11 @@ def _normalise(root: type[Any], settings: list[Setting], problems: list[str]) ->
 
 
 def _shown(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if isinstance(value, (bool, type(None))) else str(value)
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if isinstance(value, (bool, type(None)))
+        else str(value)
+    )
 
 
 def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:

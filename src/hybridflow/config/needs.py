@@ -1,4 +1,5 @@
-"""What a run needs, from the names of its estimator and its loss: which other roles, and which paper's defaults.
+"""What a run needs, from the names of its estimator and its loss: which other roles, and which paper's
+defaults.
 
 A user's own function (`path.py:name`) has no facts: nothing is assumed of it and nothing refused.
 """

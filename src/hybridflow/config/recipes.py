@@ -1,6 +1,7 @@
 """Recipes: YAML files that say only what differs from the defaults, and may build on others.
 
-"grpo", "tiny/grpo" or path/to/run.yaml ──read_recipe──► nested dict, the recipes of its `defaults` list merged below it
+"grpo", "tiny/grpo" or path/to/run.yaml ──read_recipe──► nested dict, the recipes of its `defaults` list
+merged below it
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe: a path to a YAML file, or a name (`grpo`, `tiny/grpo`, `../grpo`) beside another recipe or in the package."""
+    """The file of a recipe: a path to a YAML file, or a name (`grpo`, `tiny/grpo`, `../grpo`) beside another
+    recipe or in the package.
+    """
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml"):
         path = beside / path if beside is not None and not path.is_absolute() else path
@@ -36,23 +39,33 @@ def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     near = difflib.get_close_matches(str(name), recipe_names(), n=1)
-    text = f"did you mean {near[0]}?" if near else f"there are {', '.join(recipe_names())}; a path to a .yaml file works too"
+    text = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"there are {', '.join(recipe_names())}; a path to a .yaml file works too"
+    )
     raise ConfigError(f"no recipe is called {name}: {text}")
 
 
 def recipe_hint(word: str) -> str:
-    """What to write instead of a word that stands alone on a command line: perhaps it is a recipe, or nearly one."""
+    """What to write instead of a word that stands alone on a command line: perhaps it is a recipe, or nearly
+    one.
+    """
     names = recipe_names()
     if word in names or word.endswith((".yaml", ".yml")):
         return f"A recipe is given as --recipe {word} (of the hybridflow command)"
     near = difflib.get_close_matches(word, names, n=1)
     if near:
         return f"If it is the recipe {near[0]}, write --recipe {near[0]}"
-    return f"Recipes are given as --recipe NAME: {', '.join(name for name in names if '/' not in name)}; also tiny/NAME, for tiny models"
+    return (
+        f"Recipes are given as --recipe NAME: {', '.join(name for name in names if '/' not in name)}; "
+        "also tiny/NAME, for tiny models"
+    )
 
 
 def read_recipe(name: str | Path) -> dict[str, Any]:
-    """A recipe merged over those named in its `defaults` list, in order; `_self_` in the list says where its own keys come (else last).
+    """A recipe merged over those named in its `defaults` list, in order; `_self_` in the list says where its
+    own keys come (else last).
 
     ${…} is left in place. Raises ConfigError for a missing or unreadable recipe and for a circle.
     """
@@ -62,9 +75,13 @@ def read_recipe(name: str | Path) -> dict[str, Any]:
 def _read(path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in through:
-        raise ConfigError("recipes build on each other in a circle: " + " → ".join(p.name for p in (*through, path)))
+        raise ConfigError(
+            "recipes build on each other in a circle: " + " → ".join(p.name for p in (*through, path))
+        )
     try:
-        own = OmegaConf.to_container(OmegaConf.create(quote_bounds(path.read_text(encoding="utf-8"))), resolve=False)
+        own = OmegaConf.to_container(
+            OmegaConf.create(quote_bounds(path.read_text(encoding="utf-8"))), resolve=False
+        )
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path}: cannot be read as YAML: {error}") from None
     if not isinstance(own, dict):
@@ -73,7 +90,11 @@ def _read(path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise ConfigError(f"recipe {path}: `defaults` is a list of recipe names, got {parents!r}")
     order = parents if "_self_" in parents else [*parents, "_self_"]
-    layers = [own if name == "_self_" else _read(find_recipe(name, path.parent), (*through, path)) for name in order]
-    merged = OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.create(layer) for layer in layers)), resolve=False)
+    layers = [
+        own if name == "_self_" else _read(find_recipe(name, path.parent), (*through, path)) for name in order
+    ]
+    merged = OmegaConf.to_container(
+        OmegaConf.merge(*(OmegaConf.create(layer) for layer in layers)), resolve=False
+    )
     assert isinstance(merged, dict), "dicts merge into a dict"
     return {str(key): value for key, value in merged.items()}

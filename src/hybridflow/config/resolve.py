@@ -1,9 +1,11 @@
 """Fill the nulls that follow from other keys, so that the code behind reads definite values.
 
-    Loaded.config, the paths the user set ──resolve──► the same dataclasses without nulls that mean "as elsewhere", and notes
+    Loaded.config, the paths the user set ──resolve──► the same dataclasses without nulls that mean "as
+    elsewhere", and notes
 
-Left null on purpose: what needs the data (val_batch_size, total_training_steps) or the machine (num_threads), limits that are off,
-and `loss_agg_mode` of a user's own loss. `trainer.device=auto` and `dtype=auto` are decided where torch is.
+Left null on purpose: what needs the data (val_batch_size, total_training_steps) or the machine (num_threads),
+limits that are off, and `loss_agg_mode` of a user's own loss. `trainer.device=auto` and `dtype=auto` are
+decided where torch is.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
-    """The configuration with derived values filled in, and one line for each that may surprise. `given`: paths that the user set."""
+    """The configuration with derived values filled in, and one line for each that may surprise. `given`:
+    paths that the user set.
+    """
     if isinstance(config, PPOConfig):
         loss, said = _bypass_loss(config)
         config = with_values(config, loss)
@@ -33,11 +37,17 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
 
 def _bypass_loss(config: PPOConfig) -> tuple[dict[str, Any], list[str]]:
     """In bypass mode `loss_type=reinforce` is the policy loss."""
-    correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    correction, loss = (
+        config.algorithm.rollout_correction,
+        config.actor_rollout_ref.actor.policy_loss.loss_mode,
+    )
     if not correction.bypass_mode or correction.loss_type != "reinforce" or loss == "reinforce":
         return {}, []
     path = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    return {path: "reinforce"}, [f"{path}=reinforce: what algorithm.rollout_correction.loss_type asks for in bypass mode (it was {loss})"]
+    return {path: "reinforce"}, [
+        f"{path}=reinforce: what algorithm.rollout_correction.loss_type asks for in bypass mode (it was "
+        f"{loss})"
+    ]
 
 
 def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:
@@ -53,16 +63,24 @@ def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:
 
 def _sft(config: SFTConfig) -> dict[str, Any]:
     tokenizer = config.model.tokenizer_path or config.model.path
-    return _shared(config) | {"data.tokenizer": config.data.tokenizer or tokenizer, "model.tokenizer_path": tokenizer}
+    return _shared(config) | {
+        "data.tokenizer": config.data.tokenizer or tokenizer,
+        "model.tokenizer_path": tokenizer,
+    }
 
 
 def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]:
-    actor, rollout, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    actor, rollout, model = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.model,
+    )
     data, notes = config.data, list[str]()
     mini = actor.ppo_mini_batch_size
     if mini > data.train_batch_size and "actor_rollout_ref.actor.ppo_mini_batch_size" not in given:
         notes.append(
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={data.train_batch_size} (its default {mini} is more than data.train_batch_size)"
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={data.train_batch_size} (its default {mini} is "
+            "more than data.train_batch_size)"
         )
         mini = data.train_batch_size
     loss = loss_facts(config)
@@ -75,31 +93,49 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
         "actor_rollout_ref.actor.strategy": "fsdp2" if actor.strategy == "fsdp" else actor.strategy,
         "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
         "actor_rollout_ref.actor.loss_agg_mode": actor.loss_agg_mode or (loss.agg_mode if loss else None),
-        "actor_rollout_ref.actor.loss_scale_factor": actor.loss_scale_factor or float(data.max_response_length),
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu or cap,
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu or cap,
+        "actor_rollout_ref.actor.loss_scale_factor": actor.loss_scale_factor
+        or float(data.max_response_length),
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu
+        or cap,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
+        or cap,
         "actor_rollout_ref.ref.ulysses_sequence_parallel_size": config.actor_rollout_ref.ref.ulysses_sequence_parallel_size
         or actor.ulysses_sequence_parallel_size,
-        "distillation.log_prob_max_token_len_per_gpu": config.distillation.log_prob_max_token_len_per_gpu or cap,
-        "reward.reward_kwargs.max_resp_len": config.reward.reward_kwargs.max_resp_len or data.max_response_length,
+        "distillation.log_prob_max_token_len_per_gpu": config.distillation.log_prob_max_token_len_per_gpu
+        or cap,
+        "reward.reward_kwargs.max_resp_len": config.reward.reward_kwargs.max_resp_len
+        or data.max_response_length,
     }
     if rollout.name in ("vllm", "sglang"):
-        values["actor_rollout_ref.rollout.max_model_len"] = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+        values["actor_rollout_ref.rollout.max_model_len"] = (
+            rollout.max_model_len or data.max_prompt_length + data.max_response_length
+        )
     values |= _clip_bounds(config, given, notes)
-    values |= _followed_model(config, "distillation.teacher_model", config.distillation.teacher_model.path, given)
+    values |= _followed_model(
+        config, "distillation.teacher_model", config.distillation.teacher_model.path, given
+    )
     return values | _critic(config, mini, given) | _process_reward_model(config, given), notes
 
 
 def _clip_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
-    """The loss's own bounds on each side that the user left out; spelt out where there are such, so that what is shown is in force."""
+    """The loss's own bounds on each side that the user left out; spelt out where there are such, so that what
+    is shown is in force.
+    """
     actor, loss = config.actor_rollout_ref.actor, loss_facts(config)
     if loss is None or loss.clip is None:
         return {}
-    own = {side: bool({f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_{side}"} & given) for side in ("low", "high")}
-    low, high = actor.clip_low if own["low"] else loss.clip[0], actor.clip_high if own["high"] else loss.clip[1]
+    own = {
+        side: bool({f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_{side}"} & given) for side in ("low", "high")
+    }
+    low, high = (
+        actor.clip_low if own["low"] else loss.clip[0],
+        actor.clip_high if own["high"] else loss.clip[1],
+    )
     filled = [f"clip_ratio_{side}={bound}" for side, bound in (("low", low), ("high", high)) if not own[side]]
     if filled:
-        notes.append(f"{ACTOR}.{', '.join(filled)}: what {actor.policy_loss.loss_mode} has where none is given")
+        notes.append(
+            f"{ACTOR}.{', '.join(filled)}: what {actor.policy_loss.loss_mode} has where none is given"
+        )
     return {f"{ACTOR}.clip_ratio_low": low, f"{ACTOR}.clip_ratio_high": high}
 
 
@@ -112,17 +148,25 @@ def _critic(config: PPOConfig, mini: int, given: Set[str]) -> dict[str, Any]:
         "critic.ppo_mini_batch_size": critic.ppo_mini_batch_size or mini,
         "critic.ppo_epochs": critic.ppo_epochs or actor.ppo_epochs,
         "critic.shuffle": actor.shuffle if critic.shuffle is None else critic.shuffle,
-        "critic.forward_micro_batch_size_per_gpu": critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
-        "critic.forward_max_token_len_per_gpu": critic.forward_max_token_len_per_gpu or critic.ppo_max_token_len_per_gpu,
+        "critic.forward_micro_batch_size_per_gpu": critic.forward_micro_batch_size_per_gpu
+        or critic.ppo_micro_batch_size_per_gpu,
+        "critic.forward_max_token_len_per_gpu": critic.forward_max_token_len_per_gpu
+        or critic.ppo_max_token_len_per_gpu,
     }
     return values | _followed_model(config, "critic.model", values["critic.model.path"], given)
 
 
 def _process_reward_model(config: PPOConfig, given: Set[str]) -> dict[str, Any]:
-    process, facts, path = config.reward.process_reward_model, estimator_facts(config), "reward.process_reward_model"
+    process, facts, path = (
+        config.reward.process_reward_model,
+        estimator_facts(config),
+        "reward.process_reward_model",
+    )
     cap = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     values: dict[str, Any] = {
-        f"{path}.enable": (facts is not None and facts.process_rewards) if process.enable is None else process.enable,
+        f"{path}.enable": (facts is not None and facts.process_rewards)
+        if process.enable is None
+        else process.enable,
         f"{path}.model.path": process.model.path or config.actor_rollout_ref.model.path,
         f"{path}.ppo_mini_batch_size": process.ppo_mini_batch_size or config.data.train_batch_size,
         f"{path}.ppo_max_token_len_per_gpu": process.ppo_max_token_len_per_gpu or cap,
@@ -131,7 +175,9 @@ def _process_reward_model(config: PPOConfig, given: Set[str]) -> dict[str, Any]:
 
 
 def _followed_model(config: PPOConfig, block: str, path: str | None, given: Set[str]) -> dict[str, Any]:
-    """What a role's model takes over from the actor's: they read the same tokens; started from the same weights, they are one model."""
+    """What a role's model takes over from the actor's: they read the same tokens; started from the same
+    weights, they are one model.
+    """
     model = config.actor_rollout_ref.model
     followed: dict[str, Any] = {
         "tokenizer_path": model.tokenizer_path or model.path,
@@ -141,7 +187,9 @@ def _followed_model(config: PPOConfig, block: str, path: str | None, given: Set[
     }
     if path == model.path:
         followed["override_config"] = model.override_config
-    return {f"{block}.{name}": value for name, value in followed.items() if not is_given(f"{block}.{name}", given)}
+    return {
+        f"{block}.{name}": value for name, value in followed.items() if not is_given(f"{block}.{name}", given)
+    }
 
 
 def _as_list(value: str | Sequence[str]) -> list[str]:

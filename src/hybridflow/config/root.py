@@ -45,7 +45,9 @@ class SFTConfig:
     data: SFTDataConfig = group(SFTDataConfig)
     model: ModelConfig = group(ModelConfig)
     optim: OptimConfig = group(OptimConfig, lr=1e-5)
-    checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig, save_contents=["model", "optimizer", "extra", "hf_model"])
+    checkpoint: CheckpointContentsConfig = group(
+        CheckpointContentsConfig, save_contents=["model", "optimizer", "extra", "hf_model"]
+    )
     engine: SFTEngineConfig = group(SFTEngineConfig)
     trainer: SFTTrainerConfig = group(SFTTrainerConfig)
     ray_kwargs: RayConfig = group(RayConfig)

@@ -17,8 +17,9 @@ def key(
 ) -> Any:
     """Declare a configuration key.
 
-    `minimum`/`maximum` are inclusive bounds, `above` and `below` exclusive ones, checked by the converter on numbers.
-    A mutable default (list, dict) is copied for each instance. `default=MISSING` makes the key mandatory.
+    `minimum`/`maximum` are inclusive bounds, `above` and `below` exclusive ones, checked by the converter on
+    numbers. A mutable default (list, dict) is copied for each instance. `default=MISSING` makes the key
+    mandatory.
     """
     metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "above": above, "below": below}
     if isinstance(default, (list, dict)):

@@ -17,14 +17,18 @@ COMMENT_COLUMN = 64
 
 
 def to_yaml(config: PPOConfig | SFTConfig, only_changed: bool = False) -> str:
-    """All keys as YAML with comments; `only_changed`: those that differ from their defaults and do not follow from another key."""
+    """All keys as YAML with comments; `only_changed`: those that differ from their defaults and do not follow
+    from another key.
+    """
     infos = keys_of(type(config))
     shown = {path: info for path, info in infos.items() if not only_changed or is_changed(config, info)}
     return "\n".join(_lines(config, shown)) + "\n" if shown else "{}\n"
 
 
 def is_changed(config: PPOConfig | SFTConfig, info: KeyInfo) -> bool:
-    """Whether a key was set: its value is neither the default nor what `resolve` derives in place of the default."""
+    """Whether a key was set: its value is neither the default nor what `resolve` derives in place of the
+    default.
+    """
     value = get_value(config, info.path)
     if value == info.default:
         return False
@@ -59,7 +63,11 @@ def _scalar(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_scalar(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(str(k), ensure_ascii=False)}: {_scalar(v)}" for k, v in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(str(k), ensure_ascii=False)}: {_scalar(v)}" for k, v in value.items())
+            + "}"
+        )
     return json.dumps(value)
 
 
@@ -68,4 +76,5 @@ def _number(value: float) -> str:
         return ".inf" if value > 0 else "-.inf"
     text = repr(value)
     mantissa, e, exponent = text.partition("e")
-    return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text  # YAML 1.1 reads 1e-06 as a string
+    # YAML 1.1 reads 1e-06 as a string
+    return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text

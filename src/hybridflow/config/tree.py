@@ -1,6 +1,8 @@
-"""The schema as a flat list of dotted paths, and small operations on nested dicts and nested frozen dataclasses.
+"""The schema as a flat list of dotted paths, and small operations on nested dicts and nested frozen
+dataclasses.
 
-PPOConfig (a class) ──keys_of──► {"data.train_batch_size": KeyInfo, …}      read by load, verl_keys, show, the docs
+PPOConfig (a class) ──keys_of──► {"data.train_batch_size": KeyInfo, …}      read by load, verl_keys, show, the
+docs
 nested dict ──flatten──► [("data.train_batch_size", 64), …] ──set_path──► nested dict
 config ──with_values(config, {"critic.model.path": …})──► a changed copy
 """
@@ -19,7 +21,9 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """One key of the schema: its dotted path, type, default (of this place in the tree), one-line meaning and bounds."""
+    """One key of the schema: its dotted path, type, default (of this place in the tree), one-line meaning and
+    bounds.
+    """
 
     path: str
     type: Any
@@ -104,7 +108,9 @@ def to_tree(config: Any) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Leaves of nested dicts as (dotted path, value); an empty dict, or one whose keys are no plain names, is a leaf."""
+    """Leaves of nested dicts as (dotted path, value); an empty dict, or one whose keys are no plain names, is
+    a leaf.
+    """
     leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
         path = f"{prefix}{name}"
@@ -116,7 +122,9 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def set_path(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Write `value` at a dotted path, making the dicts on the way; a dict is merged into a dict that stands there."""
+    """Write `value` at a dotted path, making the dicts on the way; a dict is merged into a dict that stands
+    there.
+    """
     *parents, last = path.split(".")
     node = tree
     for name in parents:

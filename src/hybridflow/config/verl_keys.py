@@ -1,10 +1,11 @@
-"""What becomes of each key that verl documents: native, alias of another, without effect here, or refused with a way out.
+"""What becomes of each key that verl documents: native, alias of another, without effect here, or refused
+with a way out.
 
     status(PPOConfig, "actor_rollout_ref.rollout.name", "vllm") ──► KeyStatus("refused", …, "…: use native")
 
-The status may depend on the value: the key of a feature that is off is accepted, the value that would switch it on is refused,
-and nothing that changes results is ever ignored. A key that is in no table is unknown. The tables are `verl_rules.py` and
-`aliases.py`; `load.py` acts on the answer.
+The status may depend on the value: the key of a feature that is off is accepted, the value that would switch
+it on is refused, and nothing that changes results is ever ignored. A key that is in no table is unknown. The
+tables are `verl_rules.py` and `aliases.py`; `load.py` acts on the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Kind = Literal["native", "alias", "no effect", "refused", "unknown"]
 
 @dataclass(frozen=True)
 class KeyStatus:
-    """What becomes of a key with a value: `path` and `value` are those now used (one differs for an alias), `reason` one sentence."""
+    """What becomes of a key with a value: `path` and `value` are those now used (one differs for an alias),
+    `reason` one sentence.
+    """
 
     kind: Kind
     path: str

@@ -1,7 +1,8 @@
-"""The keys that verl documents and the schema does not have, as data: which values are accepted and why, and why not the others.
+"""The keys that verl documents and the schema does not have, as data: which values are accepted and why, and
+why not the others.
 
-Read by `verl_keys.status`. Patterns are regular expressions of whole dotted paths; the first rule that matches counts, so the key that
-switches a feature on stands before the other keys of the feature.
+Read by `verl_keys.status`. Patterns are regular expressions of whole dotted paths; the first rule that
+matches counts, so the key that switches a feature on stands before the other keys of the feature.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """Keys outside the schema: `accepted` values (None: all) have no effect because `why`; the others are refused because `refusal`."""
+    """Keys outside the schema: `accepted` values (None: all) have no effect because `why`; the others are
+    refused because `refusal`.
+    """
 
     pattern: str
     accepted: tuple[Any, ...] | None
@@ -56,7 +59,9 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         "openai": "an endpoint's weights cannot be trained: use actor_rollout_ref.rollout.name=native; for evaluation and judges there is "
         "hybridflow.rollout.openai.engine.OpenAIEngine (docs/rollout/engines.md)",
     },
-    "actor_rollout_ref.actor.strategy": dict.fromkeys(("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE),
+    "actor_rollout_ref.actor.strategy": dict.fromkeys(
+        ("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE
+    ),
     "actor_rollout_ref.actor.policy_loss.loss_mode": {
         "bypass_mode": "a mode, not a loss: set algorithm.rollout_correction.bypass_mode=true, with loss_type=ppo_clip or reinforce"
     },
@@ -65,7 +70,10 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         "sequence": "older name: the option is seq_sum_k1",
         "geometric": "older name: the option is seq_mean_k1",
     },
-    "trainer.device": {"npu": "not in this version: use auto, cuda or cpu", "mps": "not in this version: use cpu"},
+    "trainer.device": {
+        "npu": "not in this version: use auto, cuda or cpu",
+        "mps": "not in this version: use cpu",
+    },
 }
 
 # fmt: off

@@ -1,6 +1,7 @@
 """From the configuration to a backend: the one place where the choice of a controller meets its class.
 
-hosting(trainer, ray_kwargs, roles) ──devices are there──► start(make, meshes) ──► Backend ──at the end──► all processes gone
+hosting(trainer, ray_kwargs, roles) ──devices are there──► start(make, meshes) ──► Backend ──at the end──► all
+processes gone
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ Start: TypeAlias = Callable[[Make, Meshes], Backend]
 
 
 @contextmanager
-def hosting(trainer: TrainerConfig | SFTTrainerConfig, ray: RayConfig, roles: Sequence[str], *, patience: float = 0.0) -> Iterator[Start]:
-    """Make sure that there are devices for `roles`, before anything is loaded; all that was started ends with the context.
+def hosting(
+    trainer: TrainerConfig | SFTTrainerConfig, ray: RayConfig, roles: Sequence[str], *, patience: float = 0.0
+) -> Iterator[Start]:
+    """Make sure that there are devices for `roles`, before anything is loaded; all that was started ends with
+    the context.
 
-    `patience`: seconds to wait for devices that are not there yet, after a node was lost.
-    Raises ConfigError for a placement that cannot be, for a cluster that is not there, and for devices that it does not have.
+    `patience`: seconds to wait for devices that are not there yet, after a node was lost. Raises ConfigError
+    for a placement that cannot be, for a cluster that is not there, and for devices that it does not have.
     """
     if trainer.controller == "local":
         yield lambda make, meshes: _local(make, roles)
@@ -43,7 +47,9 @@ def hosting(trainer: TrainerConfig | SFTTrainerConfig, ray: RayConfig, roles: Se
     from hybridflow.controller.ray.backend import RayBackend
     from hybridflow.controller.ray.cluster import Cluster
 
-    cluster = Cluster.connect(ray, device=trainer.device, wanted=placement.num_devices, num_nodes=_most_nodes(placement))
+    cluster = Cluster.connect(
+        ray, device=trainer.device, wanted=placement.num_devices, num_nodes=_most_nodes(placement)
+    )
     backends: list[RayBackend] = []
 
     def start(make: Make, meshes: Meshes) -> Backend:

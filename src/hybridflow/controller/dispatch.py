@@ -1,10 +1,11 @@
 """How one call of the driver becomes a call on each rank, and how the ranks' results become one result.
 
-    driver: group.update(batch) ──split──► rank 0: update(rows 0, 3, 4), rank 1: update(rows 1, 2) ──collect──► one result
+    driver: group.update(batch) ──split──► rank 0: update(rows 0, 3, 4), rank 1: update(rows 1, 2)
+    ──collect──► one result
 
-A rule is data on the method (`@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)`); nothing is generated and nothing bound by name.
-Both halves of a rule are handed the mesh. Along its `sp` and `tp` axes all ranks work on the same rows, and only the first of them, the
-leader, returns.
+A rule is data on the method (`@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)`); nothing is generated and
+nothing bound by name. Both halves of a rule are handed the mesh. Along its `sp` and `tp` axes all ranks work
+on the same rows, and only the first of them, the leader, returns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from hybridflow.controller.dealing import PerRank, cut_items, cut_rows, plan_items, plan_rows, undo_items, undo_rows
+from hybridflow.controller.dealing import (
+    PerRank,
+    cut_items,
+    cut_rows,
+    plan_items,
+    plan_rows,
+    undo_items,
+    undo_rows,
+)
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -33,7 +42,9 @@ class Call:
 
     @property
     def arguments_id(self) -> tuple[int, int]:
-        """Equal for calls that share their arguments: the ranks of a part, or all ranks; valid as long as the calls are held."""
+        """Equal for calls that share their arguments: the ranks of a part, or all ranks; valid as long as the
+        calls are held.
+        """
         return id(self.args), id(self.kwargs)
 
     def silent(self) -> Call:
@@ -48,7 +59,9 @@ class Dealt:
     calls: list[Call | None]
     """By rank, None for a rank that is not called."""
     order: list[list[int]] | None = None
-    """The rows (or items) of each part in the driver's numbering; None where they were not dealt, or there is one part."""
+    """The rows (or items) of each part in the driver's numbering; None where they were not dealt, or there is
+    one part.
+    """
 
 
 SplitFn = Callable[[Call, MeshInfo], Dealt]
@@ -66,7 +79,9 @@ class Dispatch:
     split: SplitFn
     collect: CollectFn
     gives: Literal["first", "each", "rows", "items", "merged"]
-    """What the result is made of: the first rank's, a list of each leader's, rows or items in the driver's order, or a merger of all."""
+    """What the result is made of: the first rank's, a list of each leader's, rows or items in the driver's
+    order, or a merger of all.
+    """
     takes: Literal["rows", "items"] | None = None
     """What is dealt among the arguments: every DataProto, or the items of the first."""
     per_rank: bool = False
@@ -75,17 +90,22 @@ class Dispatch:
     ONE_TO_ALL: ClassVar[Dispatch]
     """The same arguments everywhere; the result is rank 0's."""
     ALL_TO_LIST: ClassVar[Dispatch]
-    """The same arguments everywhere; the result is a list of the leaders' results (`WorkerGroup.call_list`)."""
+    """The same arguments everywhere; the result is a list of the leaders' results (`WorkerGroup.call_list`).
+    """
     RANK_ZERO: ClassVar[Dispatch]
     """Only rank 0 is called."""
     DP_COMPUTE_PROTO: ClassVar[Dispatch]
-    """DataProto arguments are dealt by what their rows cost (`attention_mask`, `MeshInfo.workload`), all by one plan, rows of equal
-    `group_ids` together; others go everywhere. Rows come back in the driver's order. A rank may get no rows."""
+    """DataProto arguments are dealt by what their rows cost (`attention_mask`, `MeshInfo.workload`), all by
+    one plan, rows of equal `group_ids` together; others go everywhere. Rows come back in the driver's order.
+    A rank may get no rows.
+    """
     DP_COMPUTE_METRICS: ClassVar[Dispatch]
     """Dealt like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
     DP_DEAL: ClassVar[Dispatch]
-    """The first argument is a sequence whose items are dealt: by `item.deal_cost` (a number) where they have it, those of equal
-    `item.deal_key` together; others go everywhere. Each leader returns a list with one entry an item; they come back in order."""
+    """The first argument is a sequence whose items are dealt: by `item.deal_cost` (a number) where they have
+    it, those of equal `item.deal_key` together; others go everywhere. Each leader returns a list with one
+    entry an item; they come back in order.
+    """
     ALL_TO_ALL: ClassVar[Dispatch]
     """Each argument is a list with one entry a rank; so is the result."""
 
@@ -101,7 +121,8 @@ class Registration:
 def register(dispatch_mode: Dispatch, blocking: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a worker's method as callable by the driver; its static type stays as it is.
 
-    With `blocking=False` the driver must not wait for it in place: `WorkerGroup.submit` gives a `Future` of its result.
+    With `blocking=False` the driver must not wait for it in place: `WorkerGroup.submit` gives a `Future` of
+    its result.
     """
 
     def mark(method: Callable[P, R]) -> Callable[P, R]:
@@ -115,11 +136,14 @@ def registration_of(method: Callable[..., Any]) -> Registration:
     """The rule of a method; an AssertionError for one without."""
     found = getattr(method, "__registration__", None)
     name = getattr(method, "__qualname__", repr(method))
-    assert isinstance(found, Registration), f"{name} cannot be called by the driver: mark it with @register(dispatch_mode=Dispatch.…)"
+    assert isinstance(found, Registration), (
+        f"{name} cannot be called by the driver: mark it with @register(dispatch_mode=Dispatch.…)"
+    )
     return found
 
 
-# ---- arguments to ranks -----------------------------------------------------------------------------------------
+# ---- arguments to ranks
+# -----------------------------------------------------------------------------------------
 
 
 def _values(call: Call) -> Iterator[Any]:
@@ -127,8 +151,12 @@ def _values(call: Call) -> Iterator[Any]:
     yield from call.kwargs.values()
 
 
-def _to_ranks(mesh: MeshInfo, call: Call, entry: Callable[[Any, int], Any], *, returns: Callable[[int], bool]) -> list[Call | None]:
-    """A call for each rank, where `entry(value, part)` is what a part gets of an argument; ranks of a part share their arguments."""
+def _to_ranks(
+    mesh: MeshInfo, call: Call, entry: Callable[[Any, int], Any], *, returns: Callable[[int], bool]
+) -> list[Call | None]:
+    """A call for each rank, where `entry(value, part)` is what a part gets of an argument; ranks of a part
+    share their arguments.
+    """
     special = [value for value in _values(call) if isinstance(value, PerRank)]
     made: dict[tuple[int, ...], Call] = {}
     calls: list[Call | None] = []
@@ -140,7 +168,9 @@ def _to_ranks(mesh: MeshInfo, call: Call, entry: Callable[[Any, int], Any], *, r
             def own(value: Any, rank: int = rank, part: int = part) -> Any:
                 return value.values[rank] if isinstance(value, PerRank) else entry(value, part)
 
-            made[key] = Call(tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()})
+            made[key] = Call(
+                tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()}
+            )
         calls.append(made[key] if returns(rank) else made[key].silent())
     return calls
 
@@ -203,14 +233,23 @@ def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
     n = mesh.world_size
     named = {**{f"argument {index}": value for index, value in enumerate(call.args)}, **call.kwargs}
     for name, value in named.items():
-        assert isinstance(value, list | tuple), f"{name} must be a list with one entry a rank, got {type(value).__name__}"
+        assert isinstance(value, list | tuple), (
+            f"{name} must be a list with one entry a rank, got {type(value).__name__}"
+        )
         assert len(value) == n, f"{name} has {len(value)} entries for {n} ranks"
     return Dealt(
-        [Call(tuple(value[rank] for value in call.args), {key: value[rank] for key, value in call.kwargs.items()}) for rank in range(n)]
+        [
+            Call(
+                tuple(value[rank] for value in call.args),
+                {key: value[rank] for key, value in call.kwargs.items()},
+            )
+            for rank in range(n)
+        ]
     )
 
 
-# ---- results to one ---------------------------------------------------------------------------------------------
+# ---- results to one
+# ---------------------------------------------------------------------------------------------
 
 
 def _first(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Any:

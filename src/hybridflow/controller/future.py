@@ -1,7 +1,8 @@
-"""The result of a call that may still run: parts from the ranks in, one value out, with a name and a deadline for every wait.
+"""The result of a call that may still run: parts from the ranks in, one value out, with a name and a deadline
+for every wait.
 
-A future may be an argument of another call, `group.call(method, future.by_reference())`: its parts then go from rank to rank without
-passing through the driver, where both calls deal alike. `passing.py` has the rules.
+A future may be an argument of another call, `group.call(method, future.by_reference())`: its parts then go
+from rank to rank without passing through the driver, where both calls deal alike. `passing.py` has the rules.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from hybridflow.errors import WorkerError
 
 R = TypeVar("R")
 Part = concurrent.futures.Future[Any]
-"""One rank's result to come. A backend may give a subclass of its own, which it can hand on to another rank without fetching the value."""
+"""One rank's result to come. A backend may give a subclass of its own, which it can hand on to another rank
+without fetching the value.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Source:
 class Future(Generic[R]):
     """The result of a call on some ranks. Wait for it with `result()`, or `await` it.
 
-    `parts` has every rank that was called. `collect` gets the results of those in `taken` (left out: all), in the order of ranks.
+    `parts` has every rank that was called. `collect` gets the results of those in `taken` (left out: all), in
+    the order of ranks.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class Future(Generic[R]):
     def result(self, timeout: float | None = None) -> R:
         """The collected result, or the exception of the first rank that failed.
 
-        `timeout` is in seconds; WorkerError names the role, the method and the ranks that have not answered by then.
+        `timeout` is in seconds; WorkerError names the role, the method and the ranks that have not answered
+        by then.
         """
         concurrent.futures.wait(self.parts.values(), timeout, concurrent.futures.FIRST_EXCEPTION)
         for part in self.parts.values():
@@ -84,7 +89,8 @@ class Future(Generic[R]):
 
 
 def replace_parts(value: Any, give: Callable[[Part], Any]) -> Any:
-    """The value with `give(part)` in the place of each `Part` in it, at any depth of lists, tuples and dictionaries.
+    """The value with `give(part)` in the place of each `Part` in it, at any depth of lists, tuples and
+    dictionaries.
 
     Containers without one are given back as they are, not copied.
     """
@@ -92,7 +98,9 @@ def replace_parts(value: Any, give: Callable[[Part], Any]) -> Any:
 
 
 def replace(value: Any, kind: type[Any], give: Callable[[Any], Any]) -> Any:
-    """The value with `give(found)` in the place of everything of that kind; containers without any are given back as they are."""
+    """The value with `give(found)` in the place of everything of that kind; containers without any are given
+    back as they are.
+    """
     if isinstance(value, kind):
         return give(value)
     if type(value) is dict:
@@ -100,5 +108,9 @@ def replace(value: Any, kind: type[Any], give: Callable[[Any], Any]) -> Any:
         return entries if any(entries[key] is not entry for key, entry in value.items()) else value
     if type(value) in (list, tuple):
         items = [replace(entry, kind, give) for entry in value]
-        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        return (
+            type(value)(items)
+            if any(new is not old for new, old in zip(items, value, strict=True))
+            else value
+        )
     return value

@@ -1,7 +1,7 @@
 """The local backend: every role in the driver's process, one rank a role.
 
-A call runs at once in the caller's thread, so `breakpoint()` works in a worker and a traceback is one piece; what `submit` returns
-is therefore done already.
+A call runs at once in the caller's thread, so `breakpoint()` works in a worker and a traceback is one piece;
+what `submit` returns is therefore done already.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ class LocalBackend:
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
         """Run the call here and now."""
-        assert len(calls) == 1, f"{role}.{method} was dispatched to {len(calls)} ranks; the local backend has one"
-        results = [(call, self.host.invoke(role, method, _with_results(call))) for call in calls if call is not None]
+        assert len(calls) == 1, (
+            f"{role}.{method} was dispatched to {len(calls)} ranks; the local backend has one"
+        )
+        results = [
+            (call, self.host.invoke(role, method, _with_results(call))) for call in calls if call is not None
+        ]
         return [result for call, result in results if call.returns]
 
     def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
@@ -46,7 +50,9 @@ class LocalBackend:
         part: Part = concurrent.futures.Future()
         try:
             results = self.run(role, method, calls)
-        except Exception as error:  # kept for whoever asks for the result, as a worker in another process would
+        except (
+            Exception
+        ) as error:  # kept for whoever asks for the result, as a worker in another process would
             part.set_exception(error)
         else:
             part.set_result(results[0] if results else None)

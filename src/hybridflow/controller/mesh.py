@@ -1,7 +1,8 @@
 """How the ranks of a role are arranged, and how many parts a batch has for them.
 
 axes (("dp", 2), ("sp", 2)):   rank 0 1 2 3
-                               part 0 0 1 1      the ranks of a part hold the same rows; the first of them is its leader
+                               part 0 0 1 1      the ranks of a part hold the same rows; the first of them is
+                               its leader
 """
 
 from __future__ import annotations
@@ -22,18 +23,26 @@ class MeshInfo:
 
     world_size: int
     axes: tuple[tuple[str, int], ...] = ()
-    """Name and size of each axis, slowest first, for example (("dp", 4), ("tp", 2)); empty: data parallel only."""
+    """Name and size of each axis, slowest first, for example (("dp", 4), ("tp", 2)); empty: data parallel
+    only.
+    """
     workload: Workload | None = None
     """What a row costs, so that rows can be dealt by it; None: contiguous chunks of equal row counts."""
 
     def __post_init__(self) -> None:
         size = math.prod(size for _, size in self.axes)
-        assert not self.axes or size == self.world_size, f"axes {self.axes} make {size} ranks, not {self.world_size}"
+        assert not self.axes or size == self.world_size, (
+            f"axes {self.axes} make {size} ranks, not {self.world_size}"
+        )
 
     @cached_property
     def num_parts(self) -> int:
         """Into how many parts rows are dealt."""
-        return math.prod(size for name, size in self.axes if name not in SHARED_ROWS) if self.axes else self.world_size
+        return (
+            math.prod(size for name, size in self.axes if name not in SHARED_ROWS)
+            if self.axes
+            else self.world_size
+        )
 
     def part_of(self, rank: int) -> int:
         """The part that a rank works on."""
@@ -46,7 +55,9 @@ class MeshInfo:
     @cached_property
     def leaders(self) -> tuple[int, ...]:
         """The leading rank of each part."""
-        return tuple(sorted((rank for rank in range(self.world_size) if self.is_leader(rank)), key=self.part_of))
+        return tuple(
+            sorted((rank for rank in range(self.world_size) if self.is_leader(rank)), key=self.part_of)
+        )
 
     @cached_property
     def _places(self) -> list[tuple[int, bool]]:

@@ -3,10 +3,13 @@
 What a `Future` among the arguments becomes:
 
     result made of           the ranks get
-    first (ONE_TO_ALL)       each its own rank's result, where both roles have as many ranks; else all get rank 0's
+    first (ONE_TO_ALL)       each its own rank's result, where both roles have as many ranks; else all get
+    rank 0's
     first (one rank called)  all get that rank's result
-    each                     all get the list, by reference; of a call with one entry a rank: each its own entry
-    rows, items              each the result of its part, where the call deals as many parts, which then follows the same plan
+    each                     all get the list, by reference; of a call with one entry a rank: each its own
+    entry
+    rows, items              each the result of its part, where the call deals as many parts, which then
+    follows the same plan
     anything else            the driver waits for it, and it is dealt as a value
 """
 
@@ -21,17 +24,26 @@ from hybridflow.controller.mesh import MeshInfo
 
 
 def pass_on(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
-    """The call with each `Future` in it, at any depth, replaced by what `dispatch` can deal to the ranks of `mesh`."""
+    """The call with each `Future` in it, at any depth, replaced by what `dispatch` can deal to the ranks of
+    `mesh`.
+    """
     plans: list[list[list[int]]] = []  # of rows or items that are passed on: all must have been dealt alike
 
     def top(value: Any, position: int | None) -> Any:
         dealt = dispatch.takes == "rows" or (dispatch.takes == "items" and position == 0)
-        passed = _passed(value, dispatch, mesh, plans) if isinstance(value, Future) and dealt else _anywhere(value, mesh)
+        passed = (
+            _passed(value, dispatch, mesh, plans)
+            if isinstance(value, Future) and dealt
+            else _anywhere(value, mesh)
+        )
         return passed.values if isinstance(passed, PerRank) and dispatch.per_rank else passed
 
     args = tuple(top(value, index) for index, value in enumerate(call.args))
     kwargs = {name: top(value, None) for name, value in call.kwargs.items()}
-    untouched = all(new is old for new, old in zip((*args, *kwargs.values()), (*call.args, *call.kwargs.values()), strict=True))
+    untouched = all(
+        new is old
+        for new, old in zip((*args, *kwargs.values()), (*call.args, *call.kwargs.values()), strict=True)
+    )
     return call if untouched else Call(args, kwargs, call.returns)
 
 
@@ -39,13 +51,21 @@ def _passed(future: Future[Any], dispatch: Dispatch, mesh: MeshInfo, plans: list
     """A future in the place of rows or items that are dealt."""
     source = future.source
     if source is None or source.dispatch.gives != dispatch.takes:
-        return _anywhere(future, mesh) if source is not None and source.dispatch.gives == "first" else future.result()
+        return (
+            _anywhere(future, mesh)
+            if source is not None and source.dispatch.gives == "first"
+            else future.result()
+        )
     order = source.dealt.order
-    if source.mesh.num_parts != mesh.num_parts or (order is not None and any(order != plan for plan in plans)):
+    if source.mesh.num_parts != mesh.num_parts or (
+        order is not None and any(order != plan for plan in plans)
+    ):
         return future.result()
     if order is not None:
         plans.append(order)
-    return PerRank([future.parts[source.mesh.leaders[mesh.part_of(rank)]] for rank in range(mesh.world_size)], order)
+    return PerRank(
+        [future.parts[source.mesh.leaders[mesh.part_of(rank)]] for rank in range(mesh.world_size)], order
+    )
 
 
 def _anywhere(value: Any, mesh: MeshInfo) -> Any:
@@ -78,7 +98,11 @@ def _whole(future: Future[Any], mesh: MeshInfo) -> Any:
         return [future.parts[rank] for rank in future.taken]
     if gives == "first":
         everywhere = len(future.parts) == mesh.world_size
-        return PerRank([future.parts[rank] for rank in range(mesh.world_size)]) if everywhere else future.parts[future.taken[0]]
+        return (
+            PerRank([future.parts[rank] for rank in range(mesh.world_size)])
+            if everywhere
+            else future.parts[future.taken[0]]
+        )
     if gives in ("rows", "items") and len(future.taken) == 1:
         return future.parts[future.taken[0]]
     return future.result()

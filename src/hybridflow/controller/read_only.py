@@ -1,7 +1,8 @@
 """What keeps driver and workers of one process apart, as two processes would be, without copying a tensor.
 
-`isolate` gives the other side its own containers around the same tensors, so that adding, removing or replacing a field stays
-where it was done. `TensorVersions` notices a tensor that was written in place, by PyTorch's own version counter.
+`isolate` gives the other side its own containers around the same tensors, so that adding, removing or
+replacing a field stays where it was done. `TensorVersions` notices a tensor that was written in place, by
+PyTorch's own version counter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from hybridflow.protocol import DataProto
 
 
 def isolate(value: Any) -> Any:
-    """The same value in containers of its own: DataProto, dict, list, tuple and the columns of objects; tensors are shared."""
+    """The same value in containers of its own: DataProto, dict, list, tuple and the columns of objects;
+    tensors are shared.
+    """
     if isinstance(value, DataProto):
         columns = {name: isolate(column) for name, column in value.non_tensor_batch.items()}
         return DataProto(value.batch.clone(recurse=False), columns, value.meta_info)
@@ -38,7 +41,11 @@ class TensorVersions:
     """Remembers how often each tensor inside a value had been written when it was taken."""
 
     def __init__(self, value: Any) -> None:
-        self._seen = [(name, tensor, tensor._version) for name, tensor in _tensors(value, "") if not tensor.is_inference()]
+        self._seen = [
+            (name, tensor, tensor._version)
+            for name, tensor in _tensors(value, "")
+            if not tensor.is_inference()
+        ]
 
     def changed(self) -> list[str]:
         """Names of the tensors written since."""

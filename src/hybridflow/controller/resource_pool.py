@@ -1,9 +1,11 @@
 """Which role lives on which devices: pools are sets of devices, a placement maps roles to pools.
 
-    trainer.resource_pools: {train: [2, 2], rollout: [4]}      two nodes with two devices each, one node with four
+    trainer.resource_pools: {train: [2, 2], rollout: [4]}      two nodes with two devices each, one node with
+    four
     trainer.placement: {rollout: rollout}                      all other roles live in the first pool, train
 
-Without these keys there is one pool, `global`, of all devices (`trainer.nnodes` × `trainer.n_gpus_per_node`), for all roles.
+Without these keys there is one pool, `global`, of all devices (`trainer.nnodes` × `trainer.n_gpus_per_node`),
+for all roles.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ SPANNING = "rollout"
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Some devices under a name, for example `ResourcePool("train", (4, 4))`: two nodes with four devices each."""
+    """Some devices under a name, for example `ResourcePool("train", (4, 4))`: two nodes with four devices
+    each.
+    """
 
     name: str
     devices_per_node: tuple[int, ...]
@@ -30,12 +34,14 @@ class ResourcePool:
     def __post_init__(self) -> None:
         if not self.devices_per_node:
             raise ConfigError(
-                f"resource pool {self.name!r} has no devices: give the number on each of its nodes, trainer.resource_pools.{self.name}=[1]"
+                f"resource pool {self.name!r} has no devices: give the number on each of its nodes, "
+                f"trainer.resource_pools.{self.name}=[1]"
             )
         wrong = [count for count in self.devices_per_node if count < 1]
         if wrong:
             raise ConfigError(
-                f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes; each needs at least 1, so leave "
+                f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes; each "
+                "needs at least 1, so leave "
                 f"{', '.join(map(str, wrong))} out of trainer.resource_pools.{self.name}"
             )
 
@@ -56,8 +62,8 @@ def pools_of(trainer: TrainerConfig | SFTTrainerConfig) -> tuple[ResourcePool, .
 class Placement:
     """Roles on pools. Roles of one pool are colocated: one process for each device hosts them all.
 
-    Raises ConfigError for a pool that does not exist, a pool that no role uses, a role without a pool, and a role other than the
-    rollout in several pools.
+    Raises ConfigError for a pool that does not exist, a pool that no role uses, a role without a pool, and a
+    role other than the rollout in several pools.
     """
 
     pools: tuple[ResourcePool, ...]
@@ -73,28 +79,38 @@ class Placement:
         unused = [name for name in names if not self.roles(name)]
         if unused:
             raise ConfigError(
-                f"no role lives on resource pool {', '.join(unused)}, so its devices would stand idle: give it a role by trainer.placement "
-                f"(the roles of this run are {', '.join(self.pools_of_role)}), or take it out of trainer.resource_pools"
+                f"no role lives on resource pool {', '.join(unused)}, so its devices would stand idle: give "
+                "it a role by trainer.placement "
+                f"(the roles of this run are {', '.join(self.pools_of_role)}), or take it out of "
+                "trainer.resource_pools"
             )
 
     @classmethod
-    def colocated(cls, roles: Iterable[str], devices_per_node: Sequence[int], *, pool: str = "global") -> Placement:
+    def colocated(
+        cls, roles: Iterable[str], devices_per_node: Sequence[int], *, pool: str = "global"
+    ) -> Placement:
         """All roles on all devices."""
         return cls((ResourcePool(pool, tuple(devices_per_node)),), dict.fromkeys(roles, (pool,)))
 
     @classmethod
     def from_config(cls, trainer: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) -> Placement:
-        """The placement that the keys ask for, of the roles that the run has; those not named live in the first pool."""
+        """The placement that the keys ask for, of the roles that the run has; those not named live in the
+        first pool.
+        """
         pools = pools_of(trainer)
         if isinstance(trainer, SFTTrainerConfig):
             return cls(pools, dict.fromkeys(roles, (pools[0].name,)))
         strange = [role for role in trainer.placement if role not in roles]
         if strange:
             raise ConfigError(
-                f"trainer.placement.{strange[0]} names a role that this run does not have: its roles are {', '.join(roles)}"
+                f"trainer.placement.{strange[0]} names a role that this run does not have: its roles are "
+                f"{', '.join(roles)}"
                 f"{_nearest(strange[0], roles)}"
             )
-        asked = {role: (where,) if isinstance(where, str) else tuple(where) for role, where in trainer.placement.items()}
+        asked = {
+            role: (where,) if isinstance(where, str) else tuple(where)
+            for role, where in trainer.placement.items()
+        }
         return cls(pools, {role: asked.get(role, (pools[0].name,)) for role in roles})
 
     @property
@@ -104,8 +120,12 @@ class Placement:
 
     def pools_of(self, role: str) -> tuple[ResourcePool, ...]:
         """The pools on which a role lives, in the order of its ranks."""
-        assert role in self.pools_of_role, f"role {role!r} has no place: the roles are {sorted(self.pools_of_role)}"
-        return tuple(next(pool for pool in self.pools if pool.name == name) for name in self.pools_of_role[role])
+        assert role in self.pools_of_role, (
+            f"role {role!r} has no place: the roles are {sorted(self.pools_of_role)}"
+        )
+        return tuple(
+            next(pool for pool in self.pools if pool.name == name) for name in self.pools_of_role[role]
+        )
 
     def ranks(self, role: str) -> list[tuple[str, int]]:
         """Pool and rank in the pool of each rank of a role."""
@@ -131,17 +151,21 @@ class Placement:
 def _check_pools(role: str, pools: tuple[str, ...], names: Sequence[str]) -> None:
     key = f"trainer.placement.{role}"
     if not pools:
-        raise ConfigError(f"role {role!r} has no devices: name a pool in {key} (there are {', '.join(names)})")
+        raise ConfigError(
+            f"role {role!r} has no devices: name a pool in {key} (there are {', '.join(names)})"
+        )
     missing = [pool for pool in pools if pool not in names]
     if missing:
         raise ConfigError(
-            f"{key} is resource pool {missing[0]!r}, which does not exist: there are {', '.join(names)}{_nearest(missing[0], names)}"
+            f"{key} is resource pool {missing[0]!r}, which does not exist: there are "
+            f"{', '.join(names)}{_nearest(missing[0], names)}"
         )
     if len(set(pools)) < len(pools):
         raise ConfigError(f"{key} names a pool twice: {', '.join(pools)}")
     if len(pools) > 1 and role != SPANNING:
         raise ConfigError(
-            f"role {role!r} is placed on {len(pools)} pools ({', '.join(pools)}), but only the {SPANNING} may be, whose ranks work apart: "
+            f"role {role!r} is placed on {len(pools)} pools ({', '.join(pools)}), but only the {SPANNING} "
+            "may be, whose ranks work apart: "
             f"set {key} to one of them"
         )
 

@@ -31,7 +31,9 @@ class RankInfo:
 
 
 class Worker:
-    """Base of all workers. A subclass needs not call `__init__`: the backend sets `rank_info` right after building it."""
+    """Base of all workers. A subclass needs not call `__init__`: the backend sets `rank_info` right after
+    building it.
+    """
 
     rank_info: RankInfo = RankInfo(role="unplaced")
 

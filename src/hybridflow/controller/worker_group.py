@@ -25,7 +25,9 @@ R = TypeVar("R")
 
 
 class WorkerGroup(Generic[W]):
-    """All workers of one role. The `Future` of an earlier call may stand for any argument: `Future.by_reference`."""
+    """All workers of one role. The `Future` of an earlier call may stand for any argument:
+    `Future.by_reference`.
+    """
 
     def __init__(self, backend: Backend, role: str) -> None:
         self.backend, self.role = backend, role
@@ -42,44 +44,72 @@ class WorkerGroup(Generic[W]):
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a registered method by its dispatch rule and wait for the result."""
-        assert registration_of(method).blocking, f"{method.__name__} is registered with blocking=False: use submit"
+        assert registration_of(method).blocking, (
+            f"{method.__name__} is registered with blocking=False: use submit"
+        )
         dispatch = _rule(method, per_rank=False, gives_list=False)
         result: R = self._run(dispatch, method.__name__, Call(args, dict(kwargs)))
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method by its dispatch rule without waiting."""
-        return self._submit(_rule(method, per_rank=False, gives_list=False), method.__name__, Call(args, dict(kwargs)))
+        return self._submit(
+            _rule(method, per_rank=False, gives_list=False), method.__name__, Call(args, dict(kwargs))
+        )
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call an ALL_TO_LIST method: the same arguments everywhere, the results of the leaders as a list."""
-        collected: list[R] = self._run(_rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs)))
+        collected: list[R] = self._run(
+            _rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs))
+        )
         return collected
 
-    def submit_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]:
+    def submit_list(
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[R]]:
         """Call an ALL_TO_LIST method without waiting; the list can be passed on by reference."""
-        return self._submit(_rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs)))
+        return self._submit(
+            _rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs))
+        )
 
-    def call_one(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call a registered method on one rank, whatever its dispatch rule; await the future or take its `result()`."""
+    def call_one(
+        self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """Call a registered method on one rank, whatever its dispatch rule; await the future or take its
+        `result()`.
+        """
         registration_of(method)
         mesh = self.mesh
         assert 0 <= rank < mesh.world_size, f"{self.role} has no rank {rank}: there are {mesh.world_size}"
-        everywhere = Dispatch.ONE_TO_ALL.split(pass_on(Call(args, dict(kwargs)), Dispatch.ONE_TO_ALL, mesh), mesh).calls[rank]
+        everywhere = Dispatch.ONE_TO_ALL.split(
+            pass_on(Call(args, dict(kwargs)), Dispatch.ONE_TO_ALL, mesh), mesh
+        ).calls[rank]
         assert everywhere is not None, "ONE_TO_ALL calls every rank"
-        dealt = Dealt([replace(everywhere, returns=True) if index == rank else None for index in range(mesh.world_size)])
+        dealt = Dealt(
+            [replace(everywhere, returns=True) if index == rank else None for index in range(mesh.world_size)]
+        )
         parts = self.backend.submit(self.role, method.__name__, dealt.calls)
         source = Source(Dispatch.RANK_ZERO, mesh, dealt)
-        return Future(parts, lambda results: results[0], role=self.role, method=method.__name__, source=source)
+        return Future(
+            parts, lambda results: results[0], role=self.role, method=method.__name__, source=source
+        )
 
-    def call_each(self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]) -> list[R]:
+    def call_each(
+        self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
+    ) -> list[R]:
         """Call an ALL_TO_ALL method: each argument is a list with one entry a rank, and so is the result."""
-        collected: list[R] = self._run(_rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs)))
+        collected: list[R] = self._run(
+            _rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs))
+        )
         return collected
 
-    def submit_each(self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]) -> Future[list[R]]:
+    def submit_each(
+        self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
+    ) -> Future[list[R]]:
         """Call an ALL_TO_ALL method without waiting; the list of results can be passed on by reference."""
-        return self._submit(_rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs)))
+        return self._submit(
+            _rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs))
+        )
 
     def _run(self, dispatch: Dispatch, method: str, call: Call) -> Any:
         mesh = self.mesh
@@ -91,7 +121,8 @@ class WorkerGroup(Generic[W]):
         dealt = dispatch.split(pass_on(call, dispatch, mesh), mesh)
         taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
         calls = dealt.calls
-        if dispatch.gives == "first":  # all keep what they return, so that the future can be passed on rank by rank
+        # all keep what they return, so that the future can be passed on rank by rank
+        if dispatch.gives == "first":
             calls = [None if each is None else replace(each, returns=True) for each in calls]
         parts = self.backend.submit(self.role, method, calls)
         return Future(
@@ -108,6 +139,12 @@ def _rule(method: Callable[..., Any], *, per_rank: bool, gives_list: bool) -> Di
     """The rule of a method that is called in the way that fits it."""
     dispatch = registration_of(method).dispatch
     fits = dispatch.per_rank == per_rank and (dispatch.gives == "each") == gives_list
-    way = "call_each or submit_each" if dispatch.per_rank else "call_list or submit_list" if dispatch.gives == "each" else "call or submit"
+    way = (
+        "call_each or submit_each"
+        if dispatch.per_rank
+        else "call_list or submit_list"
+        if dispatch.gives == "each"
+        else "call or submit"
+    )
     assert fits, f"{method.__name__} is dispatched {dispatch.name}: use {way}"
     return dispatch

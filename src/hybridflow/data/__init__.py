@@ -1,8 +1,10 @@
-"""The data room: files and procedural tasks in, tokenised prompts and conversations out, in an order that can be resumed.
+"""The data room: files and procedural tasks in, tokenised prompts and conversations out, in an order that can
+be resumed.
 
     files.py / tasks/ ──rows──► prompts.py (PromptRow) ─┐
                        └──────► sft.py (SFTRow) ────────┴─► samplers.py ─► loader.py ─► batches of rows
 
-`demonstrations.py` adds the data's own answers to prompts, encoded as in `sft.py`, for algorithms that learn from both.
-`tokenizer.py` is the door to the tokenizer, `plugin.py` to objects that live in a user's own file; `build.py` wires all of it.
+`demonstrations.py` adds the data's own answers to prompts, encoded as in `sft.py`, for algorithms that learn
+from both. `tokenizer.py` is the door to the tokenizer, `plugin.py` to objects that live in a user's own file;
+`build.py` wires all of it.
 """

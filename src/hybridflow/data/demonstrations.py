@@ -1,8 +1,10 @@
 """Prompts with the data's own answers: what SPIN learns from next to the responses it samples.
 
-    PromptRow + its column data.demonstration_key ──as in supervised fine-tuning──► PromptRow with demonstration_token_ids
+    PromptRow + its column data.demonstration_key ──as in supervised fine-tuning──► PromptRow with
+    demonstration_token_ids
 
-The answers are tokenised once, while the dataset is built, so that what cannot be used is counted and shown before training.
+The answers are tokenised once, while the dataset is built, so that what cannot be used is counted and shown
+before training.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from hybridflow.data.tokenizer import Tokenizer
 
 
 class DemonstratedPrompts:
-    """The prompts of `dataset` that come with an answer; item i is its PromptRow with `demonstration_token_ids`.
+    """The prompts of `dataset` that come with an answer; item i is its PromptRow with
+    `demonstration_token_ids`.
 
-    Rows without a usable answer, and answers over `data.max_response_length`, are left out, counted and shown. Raises DataError where that
-    leaves none.
+    Rows without a usable answer, and answers over `data.max_response_length`, are left out, counted and
+    shown. Raises DataError where that leaves none.
     """
 
     def __init__(self, dataset: MapDataset[PromptRow], tokenizer: Tokenizer, config: DataConfig) -> None:
@@ -35,11 +38,15 @@ class DemonstratedPrompts:
             self.report.seen(index)
             try:
                 answer = encode_demonstration(tokenizer, dataset[index], config)
-            except Exception as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
+            except (
+                Exception
+            ) as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
                 self.report.failed(index, error)
                 continue
             if len(answer) > limit:
-                self.report.failed(index, f"the answer has {len(answer)} tokens, more than data.max_response_length={limit}")
+                self.report.failed(
+                    index, f"the answer has {len(answer)} tokens, more than data.max_response_length={limit}"
+                )
                 continue
             self._kept.append(index)
             self._answers.append(answer)
@@ -49,14 +56,17 @@ class DemonstratedPrompts:
         return len(self._kept)
 
     def __getitem__(self, position: int) -> PromptRow:
-        return replace(self.dataset[self._kept[position]], demonstration_token_ids=self._answers[position % len(self)])
+        return replace(
+            self.dataset[self._kept[position]], demonstration_token_ids=self._answers[position % len(self)]
+        )
 
 
 def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataConfig) -> list[int]:
-    """Token ids of the answer in column `data.demonstration_key`, its end token included: those that SFT would learn.
+    """Token ids of the answer in column `data.demonstration_key`, its end token included: those that SFT
+    would learn.
 
-    The column holds the answer's text, or messages that end in it and begin with the prompt's. Raises TypeError or ValueError where it
-    holds neither, or other messages than the prompt's.
+    The column holds the answer's text, or messages that end in it and begin with the prompt's. Raises
+    TypeError or ValueError where it holds neither, or other messages than the prompt's.
     """
     value = prompt.row.get(config.demonstration_key)
     asked = prompt.row.get("raw_prompt")
@@ -70,7 +80,9 @@ def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataCo
         else:
             messages = check_messages(value)
             if messages[-1]["role"] != "assistant":
-                raise ValueError(f"the last message has role {messages[-1]['role']}, wanted an answer of the assistant")
+                raise ValueError(
+                    f"the last message has role {messages[-1]['role']}, wanted an answer of the assistant"
+                )
             if isinstance(asked, (list, tuple)) and messages[:-1] != check_messages(asked):
                 raise ValueError("the messages before the answer are not the prompt of the row")
         ids, mask = encode_conversation(tokenizer, messages, config.apply_chat_template_kwargs)

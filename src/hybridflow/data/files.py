@@ -1,6 +1,7 @@
 """Data files: addresses in, one table of rows out.
 
-train_files ──local_file──► parquet: an Arrow table, rows made on access · json, jsonl: a list of objects ──► Rows
+train_files ──local_file──► parquet: an Arrow table, rows made on access · json, jsonl: a list of objects ──►
+Rows
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ READ_ROWS = 1024
 
 
 class Rows(Sequence[Row]):
-    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change it.
+    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change
+    it.
 
-    `columns` are the names that any of the files has; a row holds those of its own file. `source` says where the rows came from.
+    `columns` are the names that any of the files has; a row holds those of its own file. `source` says where
+    the rows came from.
     """
 
     def __init__(self, parts: Sequence[pa.Table | Sequence[Mapping[str, Any]]], source: str = "rows") -> None:
@@ -64,7 +67,9 @@ class Rows(Sequence[Row]):
     def take(self, indices: Sequence[int]) -> Rows:
         """The rows at `indices`, in that order."""
         parts: list[Any] = []
-        for which, group in itertools.groupby(indices, key=lambda index: bisect.bisect_right(self._ends, index)):
+        for which, group in itertools.groupby(
+            indices, key=lambda index: bisect.bisect_right(self._ends, index)
+        ):
             part, start = self._parts[which], self._ends[which - 1] if which else 0
             local = [index - start for index in group]
             parts.append(part.take(local) if isinstance(part, pa.Table) else [part[i] for i in local])
@@ -75,11 +80,18 @@ class Rows(Sequence[Row]):
         missing = [name for name in columns if name not in self.columns]
         if missing:
             present = ", ".join(self.columns) or "none"
-            raise DataError(f"{self.source} has no column {', '.join(missing)}; its columns: {present}" + (f"; {hint}" if hint else ""))
+            raise DataError(
+                f"{self.source} has no column {', '.join(missing)}; its columns: {present}"
+                + (f"; {hint}" if hint else "")
+            )
 
 
 def _column_names(part: pa.Table | Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    return part.column_names if isinstance(part, pa.Table) else dict.fromkeys(name for row in part for name in row)
+    return (
+        part.column_names
+        if isinstance(part, pa.Table)
+        else dict.fromkeys(name for row in part for name in row)
+    )
 
 
 def as_list(files: str | Sequence[str]) -> list[str]:
@@ -105,7 +117,8 @@ def load_rows(files: str | Sequence[str], cache_dir: str | Path | None = None) -
 
 
 def count_rows(files: str | Sequence[str]) -> int | None:
-    """How many rows the files hold, from a parquet file's footer alone; None where a file would have to be fetched first.
+    """How many rows the files hold, from a parquet file's footer alone; None where a file would have to be
+    fetched first.
 
     Raises DataError as `load_rows` does.
     """
@@ -148,9 +161,13 @@ def _read_json_lines(address: str, path: Path) -> list[Row]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{address}, line {number}: not JSON ({error.msg} at column {error.colno})") from error
+            raise DataError(
+                f"{address}, line {number}: not JSON ({error.msg} at column {error.colno})"
+            ) from error
         if not isinstance(row, dict):
-            raise DataError(f"{address}, line {number}: got {type(row).__name__}, wanted an object {{...}} on each line")
+            raise DataError(
+                f"{address}, line {number}: got {type(row).__name__}, wanted an object {{...}} on each line"
+            )
         rows.append(row)
     return rows
 
@@ -162,9 +179,14 @@ def _read_json(address: str, path: Path) -> list[Row]:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object a line under the name .json: common, and clear enough
             return _read_json_lines(address, path)
-        raise DataError(f"{address}, line {error.lineno}: not JSON ({error.msg} at column {error.colno})") from error
+        raise DataError(
+            f"{address}, line {error.lineno}: not JSON ({error.msg} at column {error.colno})"
+        ) from error
     if not isinstance(rows, list):
-        raise DataError(f"{address}: got {type(rows).__name__}, wanted a list of objects [{{...}}, ...] (or .jsonl: one a line)")
+        raise DataError(
+            f"{address}: got {type(rows).__name__}, wanted a list of objects [{{...}}, ...] (or .jsonl: one "
+            "a line)"
+        )
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{address}, entry {number}: got {type(row).__name__}, wanted an object {{...}}")

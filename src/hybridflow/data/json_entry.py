@@ -1,6 +1,8 @@
-"""A procedural task's entry as JSON text and back, with what JSON lacks: tuples, sets and keys that are no strings.
+"""A procedural task's entry as JSON text and back, with what JSON lacks: tuples, sets and keys that are no
+strings.
 
-entry ──encode_entry──► text in extra_info, which parquet and a reward's process can hold ──decode_entry──► an equal entry
+entry ──encode_entry──► text in extra_info, which parquet and a reward's process can hold ──decode_entry──► an
+equal entry
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from typing import Any
 
 
 def encode_entry(entry: Mapping[str, Any]) -> str:
-    """An entry as JSON from which `decode_entry` gets it back: verifiers compare tuples and look up keys that are no strings."""
+    """An entry as JSON from which `decode_entry` gets it back: verifiers compare tuples and look up keys that
+    are no strings.
+    """
     return json.dumps(_pack(dict(entry)))
 
 

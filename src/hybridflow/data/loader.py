@@ -1,6 +1,8 @@
-"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, and where we stand as plain data.
+"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, and where we stand as plain
+data.
 
-    sampler ──indices──► StatefulLoader ──[row] * batch_size──► trainer;   state_dict = {epoch, position in rows, sampler's own state}
+    sampler ──indices──► StatefulLoader ──[row] * batch_size──► trainer;   state_dict = {epoch, position in
+    rows, sampler's own state}
 
 `for batch in loader` gives the rest of the current epoch; the next `for` gives the next epoch.
 """
@@ -34,11 +36,12 @@ class MapDataset(Sized, Protocol[Item_co]):
 
 
 class StatefulLoader(Generic[Item]):
-    """Batches of `batch_size` rows in the sampler's order; `epoch` and `position` (rows given in this epoch) say where it stands.
+    """Batches of `batch_size` rows in the sampler's order; `epoch` and `position` (rows given in this epoch)
+    say where it stands.
 
-    With `num_workers` > 0 rows are read ahead by that many processes; the batches are the same. `size_key` is the key that set the
-    batch size, for messages.
-    Raises DataError where `drop_last` would leave no batch, ConfigError for workers with a sampler whose order is not fixed in advance.
+    With `num_workers` > 0 rows are read ahead by that many processes; the batches are the same. `size_key` is
+    the key that set the batch size, for messages. Raises DataError where `drop_last` would leave no batch,
+    ConfigError for workers with a sampler whose order is not fixed in advance.
     """
 
     def __init__(
@@ -58,14 +61,22 @@ class StatefulLoader(Generic[Item]):
             )
         if num_workers and isinstance(sampler, (CurriculumSampler, StatefulSampler)):
             raise ConfigError(
-                f"data.dataloader_num_workers={num_workers} reads ahead, and {type(sampler).__name__} decides its order as it goes: "
+                f"data.dataloader_num_workers={num_workers} reads ahead, and {type(sampler).__name__} "
+                "decides its order as it goes: "
                 "set data.dataloader_num_workers=0"
             )
         if isinstance(sampler, CurriculumSampler) and not isinstance(sampler, StatefulSampler):
             logger.warning(
-                "%s has update but no state_dict/load_state_dict: a resumed run will not repeat its order", type(sampler).__name__
+                "%s has update but no state_dict/load_state_dict: a resumed run will not repeat its order",
+                type(sampler).__name__,
             )
-        self.dataset, self.sampler, self.batch_size, self.drop_last, self.num_workers = dataset, sampler, batch_size, drop_last, num_workers
+        self.dataset, self.sampler, self.batch_size, self.drop_last, self.num_workers = (
+            dataset,
+            sampler,
+            batch_size,
+            drop_last,
+            num_workers,
+        )
         self.size_key = size_key
         self.epoch, self.position = 0, 0
 
@@ -75,7 +86,9 @@ class StatefulLoader(Generic[Item]):
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[Item]]:
-        """The batches that are left of the current epoch. `state_dict` between two of them says that the first is done."""
+        """The batches that are left of the current epoch. `state_dict` between two of them says that the
+        first is done.
+        """
         batches = self._index_batches()
         if self.num_workers:
             yield from self._read_ahead(list(batches))
@@ -86,7 +99,9 @@ class StatefulLoader(Generic[Item]):
                 yield rows
 
     def endless(self) -> Iterator[list[Item]]:
-        """The batches of this epoch and of all that follow. Raises DataError where an epoch has none left to give."""
+        """The batches of this epoch and of all that follow. Raises DataError where an epoch has none left to
+        give.
+        """
         while True:
             batches = 0
             for batch in self:
@@ -94,7 +109,8 @@ class StatefulLoader(Generic[Item]):
                 yield batch
             if not batches:
                 raise DataError(
-                    f"epoch {self.epoch} gives no batch: {type(self.sampler).__name__} has {len(self.sampler)} rows in it, and "
+                    f"epoch {self.epoch} gives no batch: {type(self.sampler).__name__} has "
+                    f"{len(self.sampler)} rows in it, and "
                     f"{self.size_key}={self.batch_size} are needed"
                 )
 
@@ -108,26 +124,40 @@ class StatefulLoader(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
 
-        Raises CheckpointError where the state is of a sampler with a state of its own and this one has none, or the reverse.
+        Raises CheckpointError where the state is of a sampler with a state of its own and this one has none,
+        or the reverse.
         """
         stateful = isinstance(self.sampler, StatefulSampler)
         if stateful != ("sampler" in state):
             raise CheckpointError(
-                f"the checkpoint was made {'without' if stateful else 'with'} a sampler that keeps a state, this run has "
+                f"the checkpoint was made {'without' if stateful else 'with'} a sampler that keeps a state, "
+                "this run has "
                 f"{type(self.sampler).__name__}; use the sampler of the checkpoint (data.sampler)"
             )
         here = self._order()
-        changed = [f"{name} was {value} and is {here[name]}" for name, value in state.get("order", {}).items() if value != here.get(name)]
+        changed = [
+            f"{name} was {value} and is {here[name]}"
+            for name, value in state.get("order", {}).items()
+            if value != here.get(name)
+        ]
         if changed:
-            logger.warning("not the data of the checkpoint (%s): the batches after resuming are other ones", ", ".join(changed))
+            logger.warning(
+                "not the data of the checkpoint (%s): the batches after resuming are other ones",
+                ", ".join(changed),
+            )
         if isinstance(self.sampler, StatefulSampler):
             self.sampler.load_state_dict(state["sampler"])
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._advance(0)  # to the next epoch, where what is left of this one makes no batch of this run's size
+        # to the next epoch, where what is left of this one makes no batch of this run's size
+        self._advance(0)
 
     def _order(self) -> dict[str, Any]:
         """What the batches depend on, for a resumed run to compare."""
-        names = {"number of rows": len(self.sampler), "batch size": self.batch_size, "sampler": type(self.sampler).__name__}
+        names = {
+            "number of rows": len(self.sampler),
+            "batch size": self.batch_size,
+            "sampler": type(self.sampler).__name__,
+        }
         return names | ({"seed": self.sampler.seed} if isinstance(self.sampler, ShuffledSampler) else {})
 
     def _advance(self, count: int) -> None:
@@ -148,9 +178,15 @@ class StatefulLoader(Generic[Item]):
         while left >= (self.batch_size if self.drop_last else 1):
             batch = list(itertools.islice(indices, min(self.batch_size, left)))
             if len(batch) < min(self.batch_size, left):
-                raise DataError(f"{type(self.sampler).__name__} ended {left - len(batch)} rows early: its length is {len(self.sampler)}")
+                raise DataError(
+                    f"{type(self.sampler).__name__} ended {left - len(batch)} rows early: its length is "
+                    f"{len(self.sampler)}"
+                )
             if odd := [index for index in batch if not 0 <= index < len(self.dataset)]:
-                raise DataError(f"{type(self.sampler).__name__} gave row {odd[0]}; the data has rows 0 to {len(self.dataset) - 1}")
+                raise DataError(
+                    f"{type(self.sampler).__name__} gave row {odd[0]}; the data has rows 0 to "
+                    f"{len(self.dataset) - 1}"
+                )
             left -= len(batch)
             yield batch
 
@@ -161,7 +197,8 @@ class StatefulLoader(Generic[Item]):
             num_workers=self.num_workers,
             timeout=READ_SECONDS,
             collate_fn=list,
-            generator=torch.Generator().manual_seed(0),  # its own: the worker seeds that torch draws must not touch the global stream
+            # its own: the worker seeds that torch draws must not touch the global stream
+            generator=torch.Generator().manual_seed(0),
         )
         for rows in reader:
             self._advance(len(rows))

@@ -1,7 +1,8 @@
 """Objects from outside: "path/to/file.py:name" or "package.module:name" in, the object out.
 
 The one form in which a user's reward, estimator, policy loss, dataset, sampler or task is named, everywhere.
-A file is imported once per content: the same path gives the same module (and so the same classes) in one process.
+A file is imported once per content: the same path gives the same module (and so the same classes) in one
+process.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def load_object(spec: str, *, key: str = "") -> Any:
 
 
 def load_function(spec: str, *, key: str) -> Callable[..., Any]:
-    """A user's function or class, its signature kept. What it raises becomes a ConfigError that names it and holds the traceback."""
+    """A user's function or class, its signature kept. What it raises becomes a ConfigError that names it and
+    holds the traceback.
+    """
     function = load_object(spec, key=key)
     if not callable(function):
         raise ConfigError(f"{key}: {spec} names a {type(function).__name__}, wanted a function")
@@ -61,7 +64,9 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
 
 @contextmanager
 def blaming(whose: str) -> Iterator[None]:
-    """Run a user's code: what it raises becomes a ConfigError that says `whose` it is and holds the traceback."""
+    """Run a user's code: what it raises becomes a ConfigError that says `whose` it is and holds the
+    traceback.
+    """
     try:
         yield
     except HybridFlowError:
@@ -84,7 +89,9 @@ def load_module(location: str, *, key: str = "") -> ModuleType:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
         if error.name and (location == error.name or location.startswith(error.name + ".")):
-            raise ConfigError(f"{where}no module named {error.name!r}; for a file, write its path with .py at the end") from error
+            raise ConfigError(
+                f"{where}no module named {error.name!r}; for a file, write its path with .py at the end"
+            ) from error
         raise ConfigError(f"{where}importing {location} failed: {_last_line(error)}") from error
     except Exception as error:  # a user's module: anything may come out of it
         raise ConfigError(f"{where}importing {location} failed: {_last_line(error)}") from error
@@ -132,5 +139,7 @@ def join_spec(path: str | None, name: str | None, *, key: str) -> str | None:
         return path if path.endswith(f":{name}") else f"{path}:{name}"
     location, colon, last = path.rpartition(":")
     if not colon or not location or "/" in last or "\\" in last:
-        raise ConfigError(f"{key}: {path} does not say which object to take; write {path}:name or set the name")
+        raise ConfigError(
+            f"{key}: {path} does not say which object to take; write {path}:name or set the name"
+        )
     return path

@@ -1,4 +1,6 @@
-"""Lists of token ids in four bytes a token: what datasets keep of rows that they tokenised while they were built."""
+"""Lists of token ids in four bytes a token: what datasets keep of rows that they tokenised while they were
+built.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 "s3://bucket/train.parquet" ──local_file──► ~/.cache/hybridflow/files/<key>/train.parquet
 "modelscope://owner/name/train.parquet" ──► what the ModelScope client downloaded
-"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the folder that ModelScope downloaded
+"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the folder that ModelScope
+downloaded
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ logger = logging.getLogger(__name__)
 LOCK_SECONDS = 3600.0
 """How long one process waits for another that copies the same file."""
 
-_VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "modified", "created", "updated", "md5Hash", "checksum")
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "modified",
+    "created",
+    "updated",
+    "md5Hash",
+    "checksum",
+)
 
 
 def default_cache_dir() -> Path:
@@ -40,7 +52,8 @@ def is_remote(address: str) -> bool:
 def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
     """A local path with the content of `address`; a remote file is copied once for each of its versions.
 
-    Raises DataError if there is no such file or the copy came out short, ConfigError if the file system needs a package.
+    Raises DataError if there is no such file or the copy came out short, ConfigError if the file system needs
+    a package.
     """
     if address.startswith("modelscope://"):
         return _modelscope_file(address, cache_dir)
@@ -49,12 +62,16 @@ def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
         if path.is_dir():
             raise DataError(f"{address} is a folder; name the parquet, json or jsonl file(s) in it")
         if not path.is_file():
-            raise DataError(f"no file {address}" + ("" if path.is_absolute() else f" (looked in {Path.cwd()})"))
+            raise DataError(
+                f"no file {address}" + ("" if path.is_absolute() else f" (looked in {Path.cwd()})")
+            )
         return path
     try:
         filesystem, path_there = fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"cannot open {address}: {error}; {install_extra('remote')} or the package named here") from error
+        raise ConfigError(
+            f"cannot open {address}: {error}; {install_extra('remote')} or the package named here"
+        ) from error
     try:
         info: dict[str, Any] = filesystem.info(path_there)
     except FileNotFoundError as error:
@@ -63,7 +80,9 @@ def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
         raise DataError(f"cannot reach {address}: {type(error).__name__}: {error}") from error
     if info.get("type") == "directory":
         raise DataError(f"{address} is a folder; name the parquet, json or jsonl file(s) in it")
-    return _copy_once(filesystem, path_there, address, info, Path(cache_dir or default_cache_dir()).expanduser())
+    return _copy_once(
+        filesystem, path_there, address, info, Path(cache_dir or default_cache_dir()).expanduser()
+    )
 
 
 def _copy_once(filesystem: Any, path_there: str, address: str, info: dict[str, Any], cache_dir: Path) -> Path:
@@ -89,10 +108,13 @@ def _copy_once(filesystem: Any, path_there: str, address: str, info: dict[str, A
             os.replace(part, target)
     except Timeout as error:
         raise DataError(
-            f"waited {LOCK_SECONDS:.0f} s for a process that copies {address}; if there is none, remove {target}.lock"
+            f"waited {LOCK_SECONDS:.0f} s for a process that copies {address}; if there is none, remove "
+            f"{target}.lock"
         ) from error
     except OSError as error:
-        raise DataError(f"cannot keep a copy of {address} in {target.parent} ({error}): set data.cache_dir") from error
+        raise DataError(
+            f"cannot keep a copy of {address} in {target.parent} ({error}): set data.cache_dir"
+        ) from error
     return target
 
 
@@ -101,14 +123,19 @@ def hub_folder(name: str) -> str:
 
     Raises ConfigError if ModelScope is asked for and not installed, ModelError if it has no such model.
     """
-    if os.environ.get("HYBRIDFLOW_USE_MODELSCOPE", "").lower() not in ("1", "true", "yes") or Path(name).expanduser().exists():
+    if (
+        os.environ.get("HYBRIDFLOW_USE_MODELSCOPE", "").lower() not in ("1", "true", "yes")
+        or Path(name).expanduser().exists()
+    ):
         return name
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
         return name
     try:
         from modelscope import snapshot_download
     except ImportError as error:
-        raise ConfigError(f"HYBRIDFLOW_USE_MODELSCOPE is set and {name} is no folder: {install_extra('remote')} or unset it") from error
+        raise ConfigError(
+            f"HYBRIDFLOW_USE_MODELSCOPE is set and {name} is no folder: {install_extra('remote')} or unset it"
+        ) from error
     try:
         return str(snapshot_download(name))
     except Exception as error:  # the client raises many kinds for one fact: no such model, or no way to it
@@ -124,7 +151,9 @@ def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:
     except ImportError as error:
         raise ConfigError(f"{address} needs the ModelScope client: {install_extra('remote')}") from error
     try:
-        file = dataset_file_download("/".join(parts[:2]), "/".join(parts[2:]), cache_dir=str(cache_dir) if cache_dir else None)
+        file = dataset_file_download(
+            "/".join(parts[:2]), "/".join(parts[2:]), cache_dir=str(cache_dir) if cache_dir else None
+        )
     except Exception as error:  # as above
         raise DataError(f"ModelScope could not give {address}: {type(error).__name__}: {error}") from error
     return Path(file)

@@ -1,4 +1,6 @@
-"""What happened to the rows while a dataset was built: progress, and the rows that cannot be used, counted and shown."""
+"""What happened to the rows while a dataset was built: progress, and the rows that cannot be used, counted
+and shown.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ PROGRESS_SECONDS = 10.0
 
 
 class RowReport:
-    """Counts rows that fail while `total` rows of `source` are read; says so at the end, and while it takes long."""
+    """Counts rows that fail while `total` rows of `source` are read; says so at the end, and while it takes
+    long.
+    """
 
     def __init__(self, source: str, total: int) -> None:
         self.source, self.total = source, total
@@ -39,7 +43,10 @@ class RowReport:
         """Log the failures; raise DataError if every row failed."""
         if not self.num_failed:
             return
-        text = f"{self.num_failed} of {self.total} rows of {self.source} cannot be used; the first: " + " | ".join(self.reasons)
+        text = (
+            f"{self.num_failed} of {self.total} rows of {self.source} cannot be used; the first: "
+            + " | ".join(self.reasons)
+        )
         if self.num_failed == self.total:
             raise DataError(text)
         logger.warning("%s", text)

@@ -1,6 +1,7 @@
 """In which order the rows of an epoch come: seeded, so that it depends on (seed, epoch) alone.
 
-A sampler of one's own (`data.sampler.class_path`) has the `Sampler` protocol below. A curriculum sampler also has `update(batch)`.
+A sampler of one's own (`data.sampler.class_path`) has the `Sampler` protocol below. A curriculum sampler also
+has `update(batch)`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from hybridflow.protocol.randomness import generator
 class Sampler(Protocol):
     """Row indices, an epoch at a time; constructed as `cls(dataset, seed)`.
 
-    `set_epoch(epoch)` is called when an epoch begins and `iter(sampler)` then gives its `len(sampler)` indices, drawn one batch at a time.
+    `set_epoch(epoch)` is called when an epoch begins and `iter(sampler)` then gives its `len(sampler)`
+    indices, drawn one batch at a time.
     """
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -26,17 +28,20 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class CurriculumSampler(Protocol):
-    """A sampler that is told each finished batch (a DataProto with scores, advantages, ...) and may order what follows by it."""
+    """A sampler that is told each finished batch (a DataProto with scores, advantages, ...) and may order
+    what follows by it.
+    """
 
     def update(self, batch: Any) -> None: ...
 
 
 @runtime_checkable
 class StatefulSampler(Protocol):
-    """A sampler that keeps its own place: after `load_state_dict`, `iter(sampler)` goes on where the saved epoch stood.
+    """A sampler that keeps its own place: after `load_state_dict`, `iter(sampler)` goes on where the saved
+    epoch stood.
 
-    The state is plain data (numbers, strings, lists, dicts, tensors). Samplers without these methods are fast-forwarded instead,
-    which is exact where the order depends on (seed, epoch) alone.
+    The state is plain data (numbers, strings, lists, dicts, tensors). Samplers without these methods are
+    fast-forwarded instead, which is exact where the order depends on (seed, epoch) alone.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

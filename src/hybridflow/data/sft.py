@@ -1,9 +1,11 @@
 """Conversations for supervised fine-tuning: rows in, token ids and which of them to learn out.
 
-    {messages} or {prompt, response} ──► text and the spans the assistant wrote ──► SFTRow(input_ids, loss_mask)
+    {messages} or {prompt, response} ──► text and the spans the assistant wrote ──► SFTRow(input_ids,
+    loss_mask)
 
-Learned are the tokens the assistant would have to generate: its text and the end token after it; nothing of a template's decoration.
-Rows are tokenised once, while the dataset is built, so that what cannot be used is counted and shown before training.
+Learned are the tokens the assistant would have to generate: its text and the end token after it; nothing of a
+template's decoration. Rows are tokenised once, while the dataset is built, so that what cannot be used is
+counted and shown before training.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from hybridflow.data.files import Row, Rows
 from hybridflow.data.prompts import check_messages
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import SHOWN, RowReport
-from hybridflow.data.tokenizer import Message, Tokenizer, encode_prompt, encode_rendered, render_chat, require_chat_template
+from hybridflow.data.tokenizer import (
+    Message,
+    Tokenizer,
+    encode_prompt,
+    encode_rendered,
+    render_chat,
+    require_chat_template,
+)
 from hybridflow.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +38,9 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class SFTRow:
-    """One conversation: token ids, and 1 on those to learn (the assistant's text and its end token). `index` is the row of the data."""
+    """One conversation: token ids, and 1 on those to learn (the assistant's text and its end token). `index`
+    is the row of the data.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -39,8 +50,9 @@ class SFTRow:
 class SFTDataset:
     """The conversations of `rows` that can be used; item i is an SFTRow.
 
-    Takes the column `data.messages_key` where there is one, else `data.prompt_key` (a templated string or messages) and
-    `data.response_key`. Raises DataError for missing columns, conversations over `data.max_length` with `truncation=error`, no usable row.
+    Takes the column `data.messages_key` where there is one, else `data.prompt_key` (a templated string or
+    messages) and `data.response_key`. Raises DataError for missing columns, conversations over
+    `data.max_length` with `truncation=error`, no usable row.
     """
 
     def __init__(self, rows: Rows | Sequence[Row], tokenizer: Tokenizer, config: SFTDataConfig) -> None:
@@ -65,7 +77,10 @@ class SFTDataset:
             raise DataError(f"{self.rows.source} has no rows")
         self.by_messages = config.messages_key in self.rows.columns
         if not self.by_messages:
-            hint = f"wanted data.messages_key={config.messages_key}, or both data.prompt_key and data.response_key"
+            hint = (
+                f"wanted data.messages_key={config.messages_key}, or both data.prompt_key and "
+                "data.response_key"
+            )
             self.rows.require(config.prompt_key, config.response_key, hint=hint)
         if self.by_messages or not isinstance(self.rows[0][config.prompt_key], str):
             require_chat_template(self.tokenizer)
@@ -76,19 +91,25 @@ class SFTDataset:
             self.report.seen(index)
             try:
                 ids, mask = self.encode(row)
-            except Exception as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
+            except (
+                Exception
+            ) as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
                 self.report.failed(index, error)
                 continue
             longest = max(longest, len(ids))
             if len(ids) > limit:
                 overlong.append(index)
-                if self.config.truncation in ("drop", "error"):  # error: all of them are named once all rows are read
+                # error: all of them are named once all rows are read
+                if self.config.truncation in ("drop", "error"):
                     continue
                 cut = slice(len(ids) - limit, None) if self.config.truncation == "left" else slice(limit)
                 ids, mask = ids[cut], mask[cut]
             if not any(mask[1:]):  # the first token has nothing before it to be predicted from
                 cut_off = len(ids) == limit and bool(overlong) and overlong[-1] == index
-                self.report.failed(index, "nothing left to learn after truncation" if cut_off else "the assistant says nothing")
+                self.report.failed(
+                    index,
+                    "nothing left to learn after truncation" if cut_off else "the assistant says nothing",
+                )
                 continue
             self._kept.append(index)
             self._ids.append(ids)
@@ -102,20 +123,31 @@ class SFTDataset:
             return
         first = ", ".join(str(index) for index in overlong[:SHOWN])
         text = (
-            f"{len(overlong)} of {len(self.rows)} conversations of {self.rows.source} are longer than data.max_length="
+            f"{len(overlong)} of {len(self.rows)} conversations of {self.rows.source} are longer than "
+            "data.max_length="
             f"{self.config.max_length} tokens (the longest has {longest}; first rows: {first})"
         )
         if self.config.truncation == "error":
             raise DataError(f"{text}; raise it, or set data.truncation=left, right or drop")
         if not self._kept:
-            raise DataError(f"{text}, and data.truncation={self.config.truncation} leaves none; raise data.max_length")
-        logger.warning("%s: %s", text, "dropped" if self.config.truncation == "drop" else f"cut (data.truncation={self.config.truncation})")
+            raise DataError(
+                f"{text}, and data.truncation={self.config.truncation} leaves none; raise data.max_length"
+            )
+        logger.warning(
+            "%s: %s",
+            text,
+            "dropped"
+            if self.config.truncation == "drop"
+            else f"cut (data.truncation={self.config.truncation})",
+        )
 
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
         """Token ids and loss mask of one row; TypeError or ValueError where it is no conversation."""
         config = self.config
         if self.by_messages:
-            return encode_conversation(self.tokenizer, check_messages(row[config.messages_key]), config.apply_chat_template_kwargs)
+            return encode_conversation(
+                self.tokenizer, check_messages(row[config.messages_key]), config.apply_chat_template_kwargs
+            )
         prompt, response = row[config.prompt_key], row[config.response_key]
         if not isinstance(response, str):
             raise TypeError(f"{config.response_key} is {type(response).__name__}, wanted a string")
@@ -126,7 +158,8 @@ class SFTDataset:
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
-    """A templated prompt and its response, tokenised apart as in generation, and closed by the end token exactly once.
+    """A templated prompt and its response, tokenised apart as in generation, and closed by the end token
+    exactly once.
 
     Raises ValueError for an empty response or a tokenizer without an end token.
     """
@@ -145,8 +178,9 @@ def encode_conversation(
 ) -> tuple[list[int], list[int]]:
     """A conversation by the chat template, and 1 on the assistant's tokens.
 
-    Where the template marks them ({% generation %}) its marks count; else they are what each assistant turn adds to the text
-    rendered before it. Raises ValueError where the template rewrites earlier turns, so that this cannot be told.
+    Where the template marks them ({% generation %}) its marks count; else they are what each assistant turn
+    adds to the text rendered before it. Raises ValueError where the template rewrites earlier turns, so that
+    this cannot be told.
     """
     template = tokenizer.chat_template
     if isinstance(template, str) and _GENERATION_TAG.search(template):
@@ -165,9 +199,13 @@ def encode_conversation(
 
 
 def assistant_spans(
-    tokenizer: Tokenizer, messages: Sequence[Message], text: str, template_options: dict[str, Any] | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    text: str,
+    template_options: dict[str, Any] | None = None,
 ) -> list[tuple[int, int]]:
-    """Where in `text`, the whole conversation as rendered, the assistant's turns stand: (begin, end) in characters.
+    """Where in `text`, the whole conversation as rendered, the assistant's turns stand: (begin, end) in
+    characters.
 
     Raises ValueError where the text rendered so far is no beginning of the whole.
     """
@@ -176,11 +214,15 @@ def assistant_spans(
         if message["role"] != "assistant":
             continue
         before = render_chat(tokenizer, messages[:number], template_options, add_generation_prompt=True)
-        through = render_chat(tokenizer, messages[: number + 1], template_options, add_generation_prompt=False)
+        through = render_chat(
+            tokenizer, messages[: number + 1], template_options, add_generation_prompt=False
+        )
         if not through.startswith(before) or not text.startswith(through):
             raise ValueError(
-                f"the chat template rewrites what stands before or in message {number} when more is said, so the assistant's tokens cannot "
-                "be told: split the conversation into one row per answer, or use a template with {% generation %} marks"
+                f"the chat template rewrites what stands before or in message {number} when more is said, "
+                "so the assistant's tokens cannot "
+                "be told: split the conversation into one row per answer, or use a template with {% "
+                "generation %} marks"
             )
         spans.append((len(before), len(through)))
     if not spans:
@@ -188,7 +230,9 @@ def assistant_spans(
     return spans
 
 
-def _mask_spans(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def _mask_spans(
+    tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[int]]:
     """Tokens of `text`, and 1 on those that begin inside a span."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -196,16 +240,22 @@ def _mask_spans(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]
         return ids, [int(any(begin <= start < end for begin, end in spans)) for start in starts]
     ids = encode_rendered(tokenizer, text)
     mask = [0] * len(ids)
-    for begin, end in spans:  # slow tokenizers give no offsets: count the tokens of the text up to each border
+    # slow tokenizers give no offsets: count the tokens of the text up to each border
+    for begin, end in spans:
         first, last = encode_rendered(tokenizer, text[:begin]), encode_rendered(tokenizer, text[:end])
         if ids[: len(first)] != first or ids[: len(last)] != last:
-            raise ValueError("the tokenizer joins the assistant's text with what stands around it; use a fast tokenizer (tokenizer.json)")
+            raise ValueError(
+                "the tokenizer joins the assistant's text with what stands around it; use a fast tokenizer "
+                "(tokenizer.json)"
+            )
         mask[len(first) : len(last)] = [1] * (len(last) - len(first))
     return ids, mask
 
 
 def _end_at_end_token(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> list[int]:
-    """The mask with each run of ones closed by the end token: added where it follows, blank decoration after it taken off."""
+    """The mask with each run of ones closed by the end token: added where it follows, blank decoration after
+    it taken off.
+    """
     end, mask, closed = tokenizer.eos_token_id, list(mask), False
     if end is None:
         return mask

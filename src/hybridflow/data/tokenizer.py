@@ -1,7 +1,10 @@
-"""The door to the tokenizer: a folder or hub name in, a tokenizer with a pad token out; and the two ways text becomes tokens.
+"""The door to the tokenizer: a folder or hub name in, a tokenizer with a pad token out; and the two ways text
+becomes tokens.
 
-messages ──render_chat──► text ──encode_rendered──► token ids        (the template writes every special token itself)
-string   ──encode_prompt─────────────────────────► token ids        (a first token the tokenizer wants is added at most once)
+messages ──render_chat──► text ──encode_rendered──► token ids        (the template writes every special token
+itself)
+string   ──encode_prompt─────────────────────────► token ids        (a first token the tokenizer wants is
+added at most once)
 """
 
 from __future__ import annotations
@@ -23,26 +26,43 @@ logger = logging.getLogger(__name__)
 Tokenizer = PreTrainedTokenizerBase
 Message = Mapping[str, Any]
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a local folder or hub name, padding with its end token where it has no pad token.
 
-    Raises ModelError if the folder does not exist or holds no tokenizer, or if there is neither a pad nor an end token.
+    Raises ModelError if the folder does not exist or holds no tokenizer, or if there is neither a pad nor an
+    end token.
     """
     folder = hub_folder(str(path))
     _check_folder(folder)
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the library raises many kinds for one fact: what is at `path` cannot be loaded
+    except (
+        Exception
+    ) as error:  # the library raises many kinds for one fact: what is at `path` cannot be loaded
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot load a tokenizer from {path}: {reason}; wanted a Hugging Face folder or a hub name") from error
+        raise ModelError(
+            f"cannot load a tokenizer from {path}: {reason}; wanted a Hugging Face folder or a hub name"
+        ) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ModelError(f"the tokenizer of {path} has neither a pad token nor an end token; set one in its tokenizer_config.json")
+            raise ModelError(
+                f"the tokenizer of {path} has neither a pad token nor an end token; set one in its "
+                "tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
-        logger.info("the tokenizer of %s has no pad token; padding with its end token %r", path, tokenizer.eos_token)
+        logger.info(
+            "the tokenizer of %s has no pad token; padding with its end token %r", path, tokenizer.eos_token
+        )
     return tokenizer
 
 
@@ -50,9 +70,18 @@ def _check_folder(path: str) -> None:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-            raise ModelError(f"{path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); set data.tokenizer")
-    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or ("/" in path and folder.parent.is_dir()):
-        raise ModelError(f"no folder {path} to load a tokenizer from; wanted a Hugging Face folder or a hub name such as Qwen/Qwen2.5-0.5B")
+            raise ModelError(
+                f"{path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); set data.tokenizer"
+            )
+    elif (
+        path.startswith(("/", "./", "../", "~"))
+        or path.count("/") > 1
+        or ("/" in path and folder.parent.is_dir())
+    ):
+        raise ModelError(
+            f"no folder {path} to load a tokenizer from; wanted a Hugging Face folder or a hub name such as "
+            "Qwen/Qwen2.5-0.5B"
+        )
     else:
         logger.info("%s is no folder here: taking it for a name on the model hub", path)
 
@@ -61,17 +90,28 @@ def require_chat_template(tokenizer: Tokenizer) -> None:
     """Raise DataError, naming the remedies, where the tokenizer cannot turn messages into text."""
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"the tokenizer {tokenizer.name_or_path or ''} has no chat template, and the data holds messages: use a chat model's tokenizer "
-            "(data.tokenizer=...), put a chat_template.jinja beside it, or give prompts as strings that are already templated"
+            f"the tokenizer {tokenizer.name_or_path or ''} has no chat template, and the data holds "
+            "messages: use a chat model's tokenizer "
+            "(data.tokenizer=...), put a chat_template.jinja beside it, or give prompts as strings that are "
+            "already templated"
         )
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any] | None = None, *, add_generation_prompt: bool
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    options: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool,
 ) -> str:
-    """The conversation as text by the tokenizer's chat template; `options` are further arguments of the template."""
+    """The conversation as text by the tokenizer's chat template; `options` are further arguments of the
+    template.
+    """
     text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **(options or {})
+        [dict(message) for message in messages],
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **(options or {}),
     )
     assert isinstance(text, str), "a chat template that is not tokenised gives text"
     return text
@@ -79,7 +119,9 @@ def render_chat(
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text of token ids as it stands: special tokens are written out, and no space is tidied away."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -88,7 +130,9 @@ def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a prompt string: the first token that the tokenizer wants stands there exactly once, no end token is added."""
+    """Token ids of a prompt string: the first token that the tokenizer wants stands there exactly once, no
+    end token is added.
+    """
     ids = encode_rendered(tokenizer, text)
     first = tokenizer.bos_token_id
     if first is not None and _adds_bos(tokenizer) and ids[:1] != [first]:

@@ -1,9 +1,10 @@
-"""A number for what is in a tensor, to the bit: of a box of it, so that the numbers of disjoint boxes add up to that of the whole.
+"""A number for what is in a tensor, to the bit: of a box of it, so that the numbers of disjoint boxes add up
+to that of the whole.
 
     sum over elements of (its bits as an integer) · Π over dims d of odd(d, its index there)      mod 2^64
 
-A flipped bit changes a term by ±2^k times an odd number, which is never 0. The factors know the place, so a box that arrived
-somewhere else is seen too, which a plain sum of bits would miss.
+A flipped bit changes a term by ±2^k times an odd number, which is never 0. The factors know the place, so a
+box that arrived somewhere else is seen too, which a plain sum of bits would miss.
 """
 
 from __future__ import annotations

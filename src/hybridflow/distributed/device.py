@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The torch device of `auto` (CUDA where there is one, else CPU), `cpu` or `cuda`; `local_rank` picks among the GPUs.
+    """The torch device of `auto` (CUDA where there is one, else CPU), `cpu` or `cuda`; `local_rank` picks
+    among the GPUs.
 
     Raises ConfigError for another name, and for `cuda` on a machine without one.
     """
@@ -26,10 +27,16 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
             if torch.version.cuda
             else f"torch {torch.__version__} is built without CUDA"
         )
-        raise ConfigError(f"trainer.device=cuda, but no CUDA device is usable here ({built}): set trainer.device=auto or cpu")
+        raise ConfigError(
+            f"trainer.device=cuda, but no CUDA device is usable here ({built}): set trainer.device=auto or "
+            "cpu"
+        )
     count = torch.cuda.device_count()
     if not 0 <= local_rank < count:
-        raise ConfigError(f"local rank {local_rank} has no GPU: this machine shows {count}; set trainer.n_gpus_per_node to at most {count}")
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this machine shows {count}; set trainer.n_gpus_per_node "
+            f"to at most {count}"
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -37,7 +44,9 @@ def set_threads(num_threads: int | None) -> int:
     """Set torch's CPU threads of this process (None: leave them) and return how many there are now."""
     if num_threads is not None:
         if num_threads < 1:
-            raise ConfigError(f"trainer.num_threads={num_threads}: use 1 or more, or null to leave torch's choice")
+            raise ConfigError(
+                f"trainer.num_threads={num_threads}: use 1 or more, or null to leave torch's choice"
+            )
         torch.set_num_threads(num_threads)
     logger.debug("torch uses %d CPU threads", torch.get_num_threads())
     return torch.get_num_threads()

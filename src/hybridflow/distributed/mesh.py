@@ -1,7 +1,7 @@
 """The device meshes and groups of one model in training, in a process that is a rank of its pool.
 
-rank = (copy, shard, tp)       the parameters: copies of the model × shards of a copy × tensor-parallel slices of a shard
-rank = (dp, sp) or (dp, tp)    the rows: parts × ranks that compute the same part
+rank = (copy, shard, tp)       the parameters: copies of the model × shards of a copy × tensor-parallel slices
+of a shard rank = (dp, sp) or (dp, tp)    the rows: parts × ranks that compute the same part
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ __all__ = ["EngineMesh", "ParallelSizes"]
 
 
 class EngineMesh:
-    """Meshes over all ranks of this process's group; all of them build it together, in the same order as any other."""
+    """Meshes over all ranks of this process's group; all of them build it together, in the same order as any
+    other.
+    """
 
     fsdp: DeviceMesh
     """("shard",), or ("copy", "shard") with HSDP."""
@@ -26,7 +28,8 @@ class EngineMesh:
 
     def __init__(self, sizes: ParallelSizes, device_type: str) -> None:
         assert dist.is_initialized() and dist.get_world_size() == sizes.world_size, (
-            f"sizes are for {sizes.world_size} ranks and the group has {dist.get_world_size() if dist.is_initialized() else 'not begun'}"
+            f"sizes are for {sizes.world_size} ranks and the group has "
+            f"{dist.get_world_size() if dist.is_initialized() else 'not begun'}"
         )
         self.sizes, self.rank = sizes, dist.get_rank()
         named = [("copy", sizes.copies), ("shard", sizes.shards), ("tp", sizes.tensor)]
@@ -56,8 +59,11 @@ _known: dict[tuple[ParallelSizes, str], tuple[object, EngineMesh]] = {}
 
 
 def engine_mesh(sizes: ParallelSizes, device_type: str) -> EngineMesh:
-    """The mesh for `sizes`, made once in a process group: models of equal sizes share it, since each group costs memory on a GPU."""
+    """The mesh for `sizes`, made once in a process group: models of equal sizes share it, since each group
+    costs memory on a GPU.
+    """
     world, key = dist.group.WORLD, (sizes, device_type)
-    if key not in _known or _known[key][0] is not world:  # this process may have left a group and joined another
+    # this process may have left a group and joined another
+    if key not in _known or _known[key][0] is not world:
         _known[key] = (world, EngineMesh(sizes, device_type))
     return _known[key][1]

@@ -1,8 +1,8 @@
 """The torch.distributed world of a resource pool: joined once by each of its processes, left at the end;
 and what its ranks tell each other.
 
-CPU tensors travel by gloo, CUDA tensors by NCCL. Small numbers that all ranks must agree on (counts, flags) are CPU tensors on purpose:
-they never make a GPU wait.
+CPU tensors travel by gloo, CUDA tensors by NCCL. Small numbers that all ranks must agree on (counts, flags)
+are CPU tensors on purpose: they never make a GPU wait.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ T = TypeVar("T")
 
 
 def init(rank: int, world_size: int, address: str, port: int, device: torch.device, timeout_s: float) -> None:
-    """Join the group of `world_size` processes whose rank 0 listens at `address`:`port`; a collective waits at most `timeout_s` seconds.
+    """Join the group of `world_size` processes whose rank 0 listens at `address`:`port`; a collective waits
+    at most `timeout_s` seconds.
 
-    Raises WorkerError where the others cannot be reached. A second call in a process is a mistake of ours (assert).
+    Raises WorkerError where the others cannot be reached. A second call in a process is a mistake of ours
+    (assert).
     """
     assert not dist.is_initialized(), "this process is in a group already"
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
@@ -36,11 +38,16 @@ def init(rank: int, world_size: int, address: str, port: int, device: torch.devi
     host = f"[{address}]" if ":" in address else address
     try:
         dist.init_process_group(
-            backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+            backend,
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise WorkerError(
-            f"rank {rank} of {world_size} could not join the others at {address}:{port} within {timeout_s:.0f} s: "
+            f"rank {rank} of {world_size} could not join the others at {address}:{port} within "
+            f"{timeout_s:.0f} s: "
             f"{' '.join(str(error).split())[:300]}. Is the port free and open between the nodes?",
             rank=rank,
         ) from error
@@ -59,7 +66,9 @@ def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of `group` (None: of the world, if there is one) gives, in their order; all of them call it together."""
+    """What each rank of `group` (None: of the world, if there is one) gives, in their order; all of them call
+    it together.
+    """
     _, size = rank_and_size(group)
     if size == 1:
         return [mine]
@@ -69,7 +78,9 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def max_over(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """The largest of each number over the ranks of `group` (None: of the world, if there is one); all of them call it together."""
+    """The largest of each number over the ranks of `group` (None: of the world, if there is one); all of them
+    call it together.
+    """
     return _reduced(values, dist.ReduceOp.MAX, group)
 
 
@@ -78,7 +89,9 @@ def min_over(values: Sequence[int], group: dist.ProcessGroup | None = None) -> l
     return _reduced(values, dist.ReduceOp.MIN, group)
 
 
-def _reduced(values: Sequence[int], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
+def _reduced(
+    values: Sequence[int], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> list[int]:
     if rank_and_size(group)[1] == 1:
         return list(values)
     numbers = torch.tensor(list(values), dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""Ranks that generate together: each has a slice of every dense layer, and all take the same steps on the same requests.
+"""Ranks that generate together: each has a slice of every dense layer, and all take the same steps on the
+same requests.
 
-What decides a step must be the same on all of them: logits are, since partial products are summed over the ranks; random numbers are, by
-their keys; and what depends on a rank's own memory is agreed here.
+What decides a step must be the same on all of them: logits are, since partial products are summed over the
+ranks; random numbers are, by their keys; and what depends on a rank's own memory is agreed here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Replica:
 
     @classmethod
     def of_this_rank(cls, size: int) -> Replica:
-        """The replica of `size` consecutive ranks of this process's world; all ranks of the world call it together.
+        """The replica of `size` consecutive ranks of this process's world; all ranks of the world call it
+        together.
 
         Raises ConfigError where the world cannot be divided into such replicas.
         """
@@ -36,7 +38,8 @@ class Replica:
         rank, ranks = rank_and_size()
         if ranks % size:
             raise ConfigError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {ranks} rank(s) of a pool that "
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {ranks} "
+                "rank(s) of a pool that "
                 "generates: set it to a divisor of them"
             )
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
@@ -60,6 +63,8 @@ class Replica:
         least, largest = min_over([word, -word], self.group)
         if least != -largest:
             raise RolloutError(
-                f"the {self.size} ranks of a replica sampled different tokens from the same requests, so their logits differ. Are their "
-                "machines and their software equal? Else set actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+                f"the {self.size} ranks of a replica sampled different tokens from the same requests, so "
+                "their logits differ. Are their "
+                "machines and their software equal? Else set "
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
             )

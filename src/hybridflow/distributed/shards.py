@@ -23,30 +23,45 @@ def own_box(tensor: Tensor) -> Box:
     assert coordinate is not None, "a rank asks only for tensors of meshes that it is part of"
     box = box_at(tensor.shape, tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
     held = tuple(local(tensor).shape)
-    assert held == box.shape, f"a tensor {tuple(tensor.shape)} placed {tensor.placements} is {held} here, not {box.shape}"
+    assert held == box.shape, (
+        f"a tensor {tuple(tensor.shape)} placed {tensor.placements} is {held} here, not {box.shape}"
+    )
     return box
 
 
 def own_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where `local(tensor)` lies in the whole: one slice for each dim, empty ones where this rank holds nothing."""
+    """Where `local(tensor)` lies in the whole: one slice for each dim, empty ones where this rank holds
+    nothing.
+    """
     return own_box(tensor).within(Box.whole(tensor.shape))
 
 
 def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """`part`, this rank's piece, as a tensor spread over ranks as `tensor` is; `part` itself where `tensor` is whole.
+    """`part`, this rank's piece, as a tensor spread over ranks as `tensor` is; `part` itself where `tensor`
+    is whole.
 
     It stays on its device: `DTensor.from_local` would send what rests in CPU memory to the mesh's.
     """
     if not isinstance(tensor, DTensor):
         return part
     meta = TensorMeta(tensor.shape, tensor.stride(), part.dtype)
-    return DTensor(part.detach(), DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta), requires_grad=False)
+    return DTensor(
+        part.detach(),
+        DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta),
+        requires_grad=False,
+    )
 
 
 def piece_for(tensor: Tensor, value: Tensor) -> Tensor:
-    """The piece of `value` that belongs to this rank's part of `tensor`, of equal shape; all ranks ask together where layouts differ."""
+    """The piece of `value` that belongs to this rank's part of `tensor`, of equal shape; all ranks ask
+    together where layouts differ.
+    """
     if isinstance(value, DTensor):
-        if isinstance(tensor, DTensor) and value.device_mesh == tensor.device_mesh and value.placements == tensor.placements:
+        if (
+            isinstance(tensor, DTensor)
+            and value.device_mesh == tensor.device_mesh
+            and value.placements == tensor.placements
+        ):
             return local(value)
         value = value.full_tensor()
     return value.detach()[own_slices(tensor)]

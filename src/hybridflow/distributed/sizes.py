@@ -10,10 +10,11 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How the ranks of a pool divide the work of one model. Raises ConfigError, naming the keys, for sizes that do not go together.
+    """How the ranks of a pool divide the work of one model. Raises ConfigError, naming the keys, for sizes
+    that do not go together.
 
-    Example: 8 ranks, `sequence=2`, `fsdp_size=4`: 4 parts of the rows, each computed by 2 ranks; every 4 ranks hold one copy of the
-    parameters, so there are 2 copies.
+    Example: 8 ranks, `sequence=2`, `fsdp_size=4`: 4 parts of the rows, each computed by 2 ranks; every 4
+    ranks hold one copy of the parameters, so there are 2 copies.
     """
 
     world_size: int = 1
@@ -27,16 +28,28 @@ class ParallelSizes:
     def __post_init__(self) -> None:
         if self.sequence > 1 and self.tensor > 1:
             raise ConfigError(
-                f"ulysses_sequence_parallel_size={self.sequence} and fsdp_config.tensor_parallel_size={self.tensor} cannot be combined: "
+                f"ulysses_sequence_parallel_size={self.sequence} and "
+                f"fsdp_config.tensor_parallel_size={self.tensor} cannot be combined: "
                 "set one of them to 1"
             )
-        for key, size in (("ulysses_sequence_parallel_size", self.sequence), ("fsdp_config.tensor_parallel_size", self.tensor)):
+        for key, size in (
+            ("ulysses_sequence_parallel_size", self.sequence),
+            ("fsdp_config.tensor_parallel_size", self.tensor),
+        ):
             if size < 1 or self.world_size % size:
-                raise ConfigError(f"{key}={size} does not divide the {self.world_size} ranks of the pool: set it to a divisor of them")
+                raise ConfigError(
+                    f"{key}={size} does not divide the {self.world_size} ranks of the pool: set it to a "
+                    "divisor of them"
+                )
         ranks = self.world_size // self.tensor
         if self.fsdp_size != -1 and (self.fsdp_size < 1 or ranks % self.fsdp_size):
-            split = f" ({self.world_size} ranks / tensor_parallel_size {self.tensor})" if self.tensor > 1 else ""
-            raise ConfigError(f"fsdp_config.fsdp_size={self.fsdp_size} does not divide {ranks} ranks{split}: set it to a divisor, or to -1")
+            split = (
+                f" ({self.world_size} ranks / tensor_parallel_size {self.tensor})" if self.tensor > 1 else ""
+            )
+            raise ConfigError(
+                f"fsdp_config.fsdp_size={self.fsdp_size} does not divide {ranks} ranks{split}: set it to a "
+                "divisor, or to -1"
+            )
 
     @property
     def data(self) -> int:
@@ -67,6 +80,14 @@ class ParallelSizes:
         return rank % (self.sequence * self.tensor) == 0
 
     def __str__(self) -> str:
-        named = {"copies": self.copies, "shards": self.shards, "sequence": self.sequence, "tensor": self.tensor}
+        named = {
+            "copies": self.copies,
+            "shards": self.shards,
+            "sequence": self.sequence,
+            "tensor": self.tensor,
+        }
         assert math.prod((self.copies, self.shards, self.tensor)) == self.world_size
-        return f"{self.world_size} ranks ({', '.join(f'{name} {size}' for name, size in named.items() if size > 1) or 'whole'})"
+        return (
+            f"{self.world_size} ranks "
+            f"({', '.join(f'{name} {size}' for name, size in named.items() if size > 1) or 'whole'})"
+        )

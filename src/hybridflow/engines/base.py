@@ -1,8 +1,11 @@
-"""What a training engine promises: a forward over rows, an optimizer step over a mini-batch, and its whole state.
+"""What a training engine promises: a forward over rows, an optimizer step over a mini-batch, and its whole
+state.
 
-    rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► outputs [b, R] ──loss──► gradients ──step──► parameters
+    rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► outputs [b, R] ──loss──► gradients
+    ──step──► parameters
 
-The engine never sees an algorithm: what the module is asked for is a `ForwardFn`, what is minimised a `LossFn`, both handed in.
+The engine never sees an algorithm: what the module is asked for is a `ForwardFn`, what is minimised a
+`LossFn`, both handed in.
 """
 
 from __future__ import annotations
@@ -34,9 +37,13 @@ class BatchLimits:
     max_rows: int | None = None
     """Rows; None: no limit."""
     keep_groups: bool = False
-    """True: rows of equal `group_ids` (a column [B] int64 of the batch) are in one forward, for a loss that compares them."""
+    """True: rows of equal `group_ids` (a column [B] int64 of the batch) are in one forward, for a loss that
+    compares them.
+    """
     share_prompts: bool = False
-    """True: rows of one prompt go into one forward where they fit, which computes the prompt once for all of them."""
+    """True: rows of one prompt go into one forward where they fit, which computes the prompt once for all of
+    them.
+    """
 
 
 class TrainEngine(Protocol):
@@ -64,10 +71,13 @@ class TrainEngine(Protocol):
         """Outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is predicted."""
         ...
 
-    def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> Metrics:
+    def train_mini_batch(
+        self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits
+    ) -> Metrics:
         """One optimizer step on the rows of `batch`, whose `loss` shares sum to the mini-batch's loss.
 
-        `num_updates` counts it where it was applied, `num_skipped_steps` where its loss or gradient was not finite.
+        `num_updates` counts it where it was applied, `num_skipped_steps` where its loss or gradient was not
+        finite.
         """
         ...
 
@@ -76,5 +86,7 @@ class TrainEngine(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or some of its parts, in place; CheckpointError names what does not fit."""
+        """Take over what `state_dict` gave, or some of its parts, in place; CheckpointError names what does
+        not fit.
+        """
         ...

@@ -1,7 +1,7 @@
 """From a model's keys to an engine: on one rank the model as it is, on several its shards.
 
-one rank        files ─► whole model ─► adapters ─► engine
-several ranks   meta device ─► tensor parallel ─► adapters ─► shards ─► memory ─► own slices of the files ─► engine
+one rank        files ─► whole model ─► adapters ─► engine several ranks   meta device ─► tensor parallel ─►
+adapters ─► shards ─► memory ─► own slices of the files ─► engine
 """
 
 from __future__ import annotations
@@ -46,13 +46,19 @@ def build_engine(
     activation_offload: bool = False,
     lora: LoraSettings | None = None,
 ) -> FSDPEngine:
-    """The engine of a policy or a value model; `model` holds the arguments of `build_policy`, and without `optim` nothing is trained.
+    """The engine of a policy or a value model; `model` holds the arguments of `build_policy`, and without
+    `optim` nothing is trained.
 
-    With more than one rank, all ranks of the process group build it together. Raises ModelError as `build_policy` does.
+    With more than one rank, all ranks of the process group build it together. Raises ModelError as
+    `build_policy` does.
     """
     device = torch.device(model["device"])
     settings = {key: value for key, value in model.items() if key not in ("device", "dtype")}
-    dtype = model.get("dtype", "auto") if fsdp.mixed_precision.param_dtype == "auto" else fsdp.mixed_precision.param_dtype
+    dtype = (
+        model.get("dtype", "auto")
+        if fsdp.mixed_precision.param_dtype == "auto"
+        else fsdp.mixed_precision.param_dtype
+    )
     mesh = None if sizes.world_size == 1 else engine_mesh(sizes, device.type)
     narrow: dict[str, torch.dtype] = {}
     if mesh is None:
@@ -98,7 +104,9 @@ def _shard(
     trained: bool,
     lora: LoraSettings | None,
 ) -> dict[str, torch.dtype]:
-    """Cut a model on the meta device and read this rank's part of it; returns the dtypes of parameters with wider shards."""
+    """Cut a model on the meta device and read this rank's part of it; returns the dtypes of parameters with
+    wider shards.
+    """
     module = meta.module
     if mesh.tensor is not None:
         apply_tensor_parallel(module, mesh.tensor)
@@ -119,7 +127,9 @@ def _shard(
     return narrow
 
 
-def _probe_together(meta: MetaModel, device: torch.device, mesh: EngineMesh, *, trust_remote_code: bool, use_liger: bool) -> None:
+def _probe_together(
+    meta: MetaModel, device: torch.device, mesh: EngineMesh, *, trust_remote_code: bool, use_liger: bool
+) -> None:
     """Rank 0 probes the architecture; ModelError on all ranks where it cannot be trained."""
     failure: HybridFlowError | None = None
     if mesh.rank == 0:
@@ -128,4 +138,6 @@ def _probe_together(meta: MetaModel, device: torch.device, mesh: EngineMesh, *, 
         except HybridFlowError as error:
             failure = error
     if max_over([int(failure is not None)])[0]:
-        raise failure or ModelError(f"{type(meta.module).__name__}: rank 0 found that this architecture cannot be trained here")
+        raise failure or ModelError(
+            f"{type(meta.module).__name__}: rank 0 found that this architecture cannot be trained here"
+        )

@@ -1,8 +1,11 @@
 """A checkpoint's actor as a Hugging Face folder that any tool reads.
 
-    all weights trained:  shards ──a tensor at a time──► staged folder ──► model ──► TARGET ──read back──► equal to the shards, bit for bit
-    adapters, fold:       base + adapters ──► W + s·B·A ──► TARGET ──read back──► equal bit for bit; log-probs those of base + adapters
-    adapters, keep:       TARGET is an adapter folder of peft and names its base ──read back by peft──► the same log-probs
+    all weights trained:  shards ──a tensor at a time──► staged folder ──► model ──► TARGET ──read back──►
+    equal to the shards, bit for bit
+    adapters, fold:       base + adapters ──► W + s·B·A ──► TARGET ──read back──► equal bit for bit; log-probs
+    those of base + adapters
+    adapters, keep:       TARGET is an adapter folder of peft and names its base ──read back by peft──► the
+    same log-probs
 
 One model is in memory at a time. The folder appears under its name only after it was read back and compared.
 """
@@ -45,18 +48,25 @@ def merge(
     base_model: str | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the actor of a `global_step_N` folder (or of its `actor` folder) to `target_dir`, in the dtype it was trained in.
+    """Write the actor of a `global_step_N` folder (or of its `actor` folder) to `target_dir`, in the dtype it
+    was trained in.
 
-    Adapters are folded into their base, or with `lora` keep stay adapters; `base_model` is where the base is if not where it was.
-    Returns `target_dir`, which must not exist or be empty. CheckpointError where the checkpoint is damaged, holds no policy or lacks its
-    base, ModelError where its configuration cannot be read, ConfigError where `target_dir` cannot be used.
+    Adapters are folded into their base, or with `lora` keep stay adapters; `base_model` is where the base is
+    if not where it was. Returns `target_dir`, which must not exist or be empty. CheckpointError where the
+    checkpoint is damaged, holds no policy or lacks its base, ModelError where its configuration cannot be
+    read, ConfigError where `target_dir` cannot be used.
     """
     target = Path(target_dir).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"target folder {target} exists and is not an empty folder: give the name of a new one")
+        raise ConfigError(
+            f"target folder {target} exists and is not an empty folder: give the name of a new one"
+        )
     source = Source.open(Path(checkpoint_dir).expanduser())
     if lora is not None and not source.with_adapters:
-        raise ConfigError(f"--lora {lora}: {source.folder} holds no adapters, all of its weights were trained. Leave --lora out")
+        raise ConfigError(
+            f"--lora {lora}: {source.folder} holds no adapters, all of its weights were trained. Leave "
+            "--lora out"
+        )
     building = target.parent / f".tmp_{target.name}_{os.getpid()}"
     staged, final = building / "staged", building / "final"
     try:
@@ -69,7 +79,10 @@ def merge(
         else:
             proof = _fold(source, final, source.base(base_model), trust_remote_code)
         for path in staged.iterdir():
-            if not path.name.endswith((".safetensors", ".safetensors.index.json")) and not (final / path.name).exists():
+            if (
+                not path.name.endswith((".safetensors", ".safetensors.index.json"))
+                and not (final / path.name).exists()
+            ):
                 (shutil.copytree if path.is_dir() else shutil.copy2)(path, final / path.name)
         os.replace(final, target)
     except (OSError, SafetensorError) as error:
@@ -80,8 +93,16 @@ def merge(
     return target
 
 
-def compare(checkpoint_dir: str | Path, hf_dir: str | Path, *, base_model: str | None = None, trust_remote_code: bool = False) -> str:
-    """In words, how far a folder that `merge` wrote is what the checkpoint's actor is; CheckpointError says what differs."""
+def compare(
+    checkpoint_dir: str | Path,
+    hf_dir: str | Path,
+    *,
+    base_model: str | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """In words, how far a folder that `merge` wrote is what the checkpoint's actor is; CheckpointError says
+    what differs.
+    """
     source, folder = Source.open(Path(checkpoint_dir).expanduser()), Path(hf_dir).expanduser()
     if not source.with_adapters:
         policy = _load(folder, source.dtype, trust_remote_code)
@@ -129,7 +150,11 @@ def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_cod
 
 def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> PolicyModel:
     """What the checkpoint's actor was in training."""
-    logger.info("loading the base %s and putting the checkpoint's adapters on it (%d tensors)", base, len(source.tensors))
+    logger.info(
+        "loading the base %s and putting the checkpoint's adapters on it (%d tensors)",
+        base,
+        len(source.tensors),
+    )
     policy = _load(base, source.dtype, trust_remote_code)
     with TemporaryDirectory() as folder:
         source.write_adapter(Path(folder), base)
@@ -163,10 +188,15 @@ def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path) -> str:
     own = policy.hf.state_dict()
     odd = sorted(set(own) ^ set(wanted))
     if odd:
-        raise CheckpointError(f"{folder} and the checkpoint do not have the same {len(odd)} entries, for example {', '.join(odd[:3])}")
+        raise CheckpointError(
+            f"{folder} and the checkpoint do not have the same {len(odd)} entries, for example "
+            f"{', '.join(odd[:3])}"
+        )
     for name, got in _fingerprints(own.items()).items():
         if got != wanted[name]:
-            raise CheckpointError(f"{name} in {folder} ({got[0]}) differs from the checkpoint's ({wanted[name][0]})")
+            raise CheckpointError(
+                f"{name} in {folder} ({got[0]}) differs from the checkpoint's ({wanted[name][0]})"
+            )
     return f"{len(wanted)} tensors, all equal bit for bit"
 
 
@@ -175,7 +205,8 @@ def _check_log_probs(policy: PolicyModel, wanted: Tensor, dtype: torch.dtype, fo
     found, allowed = difference(probe_log_probs(policy), wanted, dtype), probe_tolerance(dtype)
     if not found <= allowed:  # also where it is nan
         raise CheckpointError(
-            f"{folder} and the checkpoint on its base do not give the same log-probs: they differ by {found:.3g} nats, {allowed:.3g} is "
+            f"{folder} and the checkpoint on its base do not give the same log-probs: they differ by "
+            f"{found:.3g} nats, {allowed:.3g} is "
             "allowed. Is the base the model that the run started from (--base_model)?"
         )
     return f"log-probs of a probe batch within {found:.2g} nats of those of the base with its adapters"
@@ -185,7 +216,11 @@ def _check_adapter(source: Source, folder: Path) -> str:
     wanted = {f"{PREFIX}{adapter_part(name)}.weight": source.tensors[name] for name in source.tensors}
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         odd = sorted(set(file.keys()) ^ set(wanted))
-        odd += [name for name in sorted(set(file.keys()) & set(wanted)) if _digest(file.get_tensor(name)) != _digest(wanted[name])]
+        odd += [
+            name
+            for name in sorted(set(file.keys()) & set(wanted))
+            if _digest(file.get_tensor(name)) != _digest(wanted[name])
+        ]
     if odd:
         raise CheckpointError(f"{odd[0]} in {folder / WEIGHTS} differs from the checkpoint's")
     return f"{len(wanted)} tensors, all equal bit for bit"

@@ -1,4 +1,5 @@
-"""What a checkpoint holds of a role's model: tensors that are read one at a time, its configuration, its adapters.
+"""What a checkpoint holds of a role's model: tensors that are read one at a time, its configuration, its
+adapters.
 
 global_step_N or a role's folder ──manifest, digests──► Source ──stage──► a folder that `build_policy` reads
 """
@@ -46,7 +47,9 @@ class Source:
 
     @classmethod
     def open(cls, path: Path) -> Source:
-        """Of a `global_step_N` folder (its actor) or a role's folder. CheckpointError where it is damaged or holds no policy."""
+        """Of a `global_step_N` folder (its actor) or a role's folder. CheckpointError where it is damaged or
+        holds no policy.
+        """
         folder = _role_folder(path)
         if (folder.parent / MANIFEST).is_file():
             logger.info("verifying %s: each of its files is read and digested", folder)
@@ -58,7 +61,8 @@ class Source:
         source = cls(folder, _tensors(folder))
         if any(name.startswith("backbone.") for name in source.tensors):
             raise CheckpointError(
-                f"{folder} holds a value model, whose head is no language model's: only policies become Hugging Face folders. Give the "
+                f"{folder} holds a value model, whose head is no language model's: only policies become "
+                "Hugging Face folders. Give the "
                 f"{ACTOR} folder"
             )
         return source
@@ -90,14 +94,17 @@ class Source:
             yield name.removeprefix("hf."), self.tensors[name]
 
     def base(self, given: str | None) -> str:
-        """Where the base of the adapters is: `given`, or what stands in the checkpoint; CheckpointError where that is gone."""
+        """Where the base of the adapters is: `given`, or what stands in the checkpoint; CheckpointError where
+        that is gone.
+        """
         if given is not None:
             return given
         config = read_adapter_config(self.hf_folder / ADAPTER_FOLDER)
         written = str(config.get("base_model_name_or_path") or "")
         if not written or (written.startswith("/") and not Path(written).is_dir()):
             raise CheckpointError(
-                f"{self.folder} holds adapters of the model {written or '(unknown)'}, which is not there: a checkpoint of a LoRA run holds "
+                f"{self.folder} holds adapters of the model {written or '(unknown)'}, which is not there: a "
+                "checkpoint of a LoRA run holds "
                 "only what was trained. Name the folder of that model with --base_model"
             )
         return written
@@ -105,7 +112,10 @@ class Source:
     def stage_config(self, target: Path) -> None:
         """Copy configuration and tokenizer without any weights."""
         if not (self.hf_folder / "config.json").is_file():
-            raise CheckpointError(f"{self.hf_folder / 'config.json'} is missing: without the model's configuration nothing can be merged")
+            raise CheckpointError(
+                f"{self.hf_folder / 'config.json'} is missing: without the model's configuration nothing "
+                "can be merged"
+            )
         shutil.copytree(self.hf_folder, target, dirs_exist_ok=True, ignore=_weights_and_adapter)
 
     def stage_weights(self, target: Path) -> None:
@@ -121,7 +131,9 @@ class Source:
         (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
     def write_adapter(self, folder: Path, base: str) -> None:
-        """Write the adapters in peft's format, with the configuration that the checkpoint has and the base named."""
+        """Write the adapters in peft's format, with the configuration that the checkpoint has and the base
+        named.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         config = {**read_adapter_config(self.hf_folder / ADAPTER_FOLDER), "base_model_name_or_path": base}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -145,8 +157,14 @@ def _role_folder(path: Path) -> Path:
     for folder in (path / ACTOR, path):
         if (folder / STRUCTURE).is_file():
             return folder
-    what = f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}" if path.is_dir() else "there is no such folder"
-    raise CheckpointError(f"no actor to merge at {path}: {what}. Give a global_step_N folder or the {ACTOR} folder in it")
+    what = (
+        f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
+        if path.is_dir()
+        else "there is no such folder"
+    )
+    raise CheckpointError(
+        f"no actor to merge at {path}: {what}. Give a global_step_N folder or the {ACTOR} folder in it"
+    )
 
 
 def _tensors(folder: Path) -> Mapping[str, Tensor]:
@@ -155,7 +173,9 @@ def _tensors(folder: Path) -> Mapping[str, Tensor]:
     try:  # a state that one process wrote whole
         model: dict[str, Tensor] = load_tree(folder, only=MODEL)
     except KeyError:
-        raise CheckpointError(f"the state in {folder} has no model: it was saved without 'model' in checkpoint.save_contents") from None
+        raise CheckpointError(
+            f"the state in {folder} has no model: it was saved without 'model' in checkpoint.save_contents"
+        ) from None
     return model
 
 

@@ -1,4 +1,6 @@
-"""A LoRA adapter as a folder in peft's format: adapter_config.json and adapter_model.safetensors, never a pickle."""
+"""A LoRA adapter as a folder in peft's format: adapter_config.json and adapter_model.safetensors, never a
+pickle.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,13 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"adapter folder {path}: cannot read {CONFIG} ({error}). Give a folder that peft's save_pretrained wrote"
+            f"adapter folder {path}: cannot read {CONFIG} ({error}). Give a folder that peft's "
+            "save_pretrained wrote"
         ) from error
     if config.get("peft_type") != "LORA":
-        raise ModelError(f"adapter folder {path} holds a {config.get('peft_type')!r} adapter: only LORA is supported")
+        raise ModelError(
+            f"adapter folder {path} holds a {config.get('peft_type')!r} adapter: only LORA is supported"
+        )
     odd = [what for key, what in _REFUSED.items() if config.get(key)]
     if config.get("bias", "none") != "none":
         odd.append("biases in training (bias)")
@@ -69,7 +74,8 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
         odd.append(f"a start that changed the base (init_lora_weights={config['init_lora_weights']!r})")
     if odd:
         raise ModelError(
-            f"adapter folder {path} has {', '.join(odd)}: only plain LoRA is supported. Merge it into the model with peft first"
+            f"adapter folder {path} has {', '.join(odd)}: only plain LoRA is supported. Merge it into the "
+            "model with peft first"
         )
     return config
 
@@ -80,7 +86,9 @@ def read_adapter(folder: str | Path) -> AdapterFile:
     config = read_adapter_config(path)
     if not (path / WEIGHTS).is_file():
         there = sorted(each.name for each in path.iterdir())
-        raise ModelError(f"adapter folder {path} has no {WEIGHTS} (pickles are never loaded); found: {', '.join(there)}")
+        raise ModelError(
+            f"adapter folder {path} has no {WEIGHTS} (pickles are never loaded); found: {', '.join(there)}"
+        )
     try:
         tensors = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -89,9 +97,15 @@ def read_adapter(folder: str | Path) -> AdapterFile:
     odd = [name for name in parts if not name.endswith((".lora_A", ".lora_B"))]
     alone = [name for name in parts if name[:-1] + ("B" if name.endswith("A") else "A") not in parts]
     if odd or alone or not parts:
-        raise ModelError(f"adapter folder {path}: {WEIGHTS} holds {(odd + alone + ['nothing'])[0]!r}, wanted pairs of lora_A and lora_B")
+        raise ModelError(
+            f"adapter folder {path}: {WEIGHTS} holds {(odd + alone + ['nothing'])[0]!r}, wanted pairs of "
+            "lora_A and lora_B"
+        )
     return AdapterFile(
-        path, {key: config[key] for key in _KEPT if config.get(key) is not None}, parts, config.get("base_model_name_or_path")
+        path,
+        {key: config[key] for key in _KEPT if config.get(key) is not None},
+        parts,
+        config.get("base_model_name_or_path"),
     )
 
 

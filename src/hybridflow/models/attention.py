@@ -1,9 +1,10 @@
 """The one attention function, for packed training and for cached generation.
 
-Transformers calls `attention` from every layer; the `layout` that came in through `model(..., layout=...)` says which tokens
-see which, so no mask is ever built by transformers. `PackedLayout` is for whole rows packed one after the other (training,
-scoring, prefill); the slot layout of generation has the same `attend`. Sliding windows, soft-capped scores, attention sinks,
-grouped key-value heads and value heads of another size are honoured; a keyword nobody knows is an error, never dropped.
+Transformers calls `attention` from every layer; the `layout` that came in through `model(..., layout=...)`
+says which tokens see which, so no mask is ever built by transformers. `PackedLayout` is for whole rows packed
+one after the other (training, scoring, prefill); the slot layout of generation has the same `attend`. Sliding
+windows, soft-capped scores, attention sinks, grouped key-value heads and value heads of another size are
+honoured; a keyword nobody knows is an error, never dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ ATTENTION_NAME = "hybridflow"
 KeyValueSink = Callable[[int, Tensor, Tensor], None]
 """Takes (layer_idx, key [1, KV, N, D], value [1, KV, N, Dv]) of a packed pass."""
 
-# What transformers passes down that changes nothing here: the layout holds positions and causality, rotary embedding is done.
+# What transformers passes down that changes nothing here: the layout holds positions and causality, rotary
+# embedding is done.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids",
@@ -56,11 +58,15 @@ class Scores:
 
     def window(self, length: int) -> int | None:
         """The sliding window, where it hides some of `length` tokens."""
-        return self.sliding_window if self.sliding_window is not None and self.sliding_window < length else None
+        return (
+            self.sliding_window if self.sliding_window is not None and self.sliding_window < length else None
+        )
 
 
 class Kernel(Protocol):
-    """How the scores of a block of queries and keys become values, where it is not the device's fastest way (`ExactMode`)."""
+    """How the scores of a block of queries and keys become values, where it is not the device's fastest way
+    (`ExactMode`).
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor: ...
 
@@ -91,46 +97,61 @@ def attention(
     layout: Layout | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `layout` says: query [1|B, H, Q, D], key and value [1|B, KV, Q, D|Dv] -> ([1|B, Q, H, Dv], None).
+    """Attend as `layout` says: query [1|B, H, Q, D], key and value [1|B, KV, Q, D|Dv] -> ([1|B, Q, H, Dv],
+    None).
 
-    Raises ModelError without a layout and for anything passed that would have to change the result and is not known here.
+    Raises ModelError without a layout and for anything passed that would have to change the result and is not
+    known here.
     """
     name = type(module).__name__
     if layout is None:
         raise ModelError(
-            f"{name} called the {ATTENTION_NAME!r} attention without a layout, so it cannot tell rows apart: run the model through "
+            f"{name} called the {ATTENTION_NAME!r} attention without a layout, so it cannot tell rows "
+            "apart: run the model through "
             "PolicyModel or ValueModel, or call model.set_attn_implementation('sdpa') to use it alone"
         )
     if attention_mask is not None:
         raise ModelError(
-            f"{name} built an attention mask of shape {tuple(attention_mask.shape)}; the layout already says which tokens see which"
+            f"{name} built an attention mask of shape {tuple(attention_mask.shape)}; the layout already "
+            "says which tokens see which"
         )
     if dropout:
         raise ModelError(
-            f"{name} asks for attention dropout {dropout}: log-probs would not be reproducible; set attention_dropout=0 in override_config"
+            f"{name} asks for attention dropout {dropout}: log-probs would not be reproducible; set "
+            "attention_dropout=0 in override_config"
         )
     if unknown.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{name} wants attention in both directions; only causal language models can be trained here")
+        raise ModelError(
+            f"{name} wants attention in both directions; only causal language models can be trained here"
+        )
     _refuse_unknown(name, unknown)
     scores = Scores(int(getattr(module, "layer_idx", 0)), scaling, sliding_window, softcap, s_aux)
     return layout.attend(query, key, value, scores), None
 
 
 def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:
-    left = {key: value for key, value in unknown.items() if key not in _WITHOUT_EFFECT and value is not None and value is not False}
+    left = {
+        key: value
+        for key, value in unknown.items()
+        if key not in _WITHOUT_EFFECT and value is not None and value is not False
+    }
     if left:
         told = ", ".join(f"{key}={type(value).__name__}" for key, value in left.items())
         raise ModelError(
-            f"{name} passes to attention what is not implemented here ({told}); dropping it would change its log-probs: "
+            f"{name} passes to attention what is not implemented here ({told}); dropping it would change "
+            "its log-probs: "
             "this model cannot be trained"
         )
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, how: Scores) -> Tensor:
-    """Plain attention, softmax in float32 or better: query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv].
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, how: Scores
+) -> Tensor:
+    """Plain attention, softmax in float32 or better: query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K,
+    Dv] -> [B, H, Q, Dv].
 
-    `allowed` is bool and broadcasts to [B, 1, 1, Q, K] from the right, or to [B, Q, K] when it has three axes; it stands for `how`'s
-    sliding window too.
+    `allowed` is bool and broadcasts to [B, 1, 1, Q, K] from the right, or to [B, Q, K] when it has three
+    axes; it stands for `how`'s sliding window too.
     """
     batch, heads, num_queries, dim = query.shape
     kv_heads = key.shape[1]
@@ -154,16 +175,21 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor 
 class PackedLayout:
     """Causal attention inside each of the rows that lie packed in one sequence [1, N].
 
-    Rows of similar length share a bucket, right-padded to its longest; every bucket is one attention call. What padding
-    computes is never read: causality hides padded keys from real queries, and padded queries are dropped. Index tensors are
-    made once per micro-batch and serve all layers.
+    Rows of similar length share a bucket, right-padded to its longest; every bucket is one attention call.
+    What padding computes is never read: causality hides padded keys from real queries, and padded queries are
+    dropped. Index tensors are made once per micro-batch and serve all layers.
     """
 
     exact: Kernel | None = None
     """Attends instead of the device's own kernels; set in exact mode."""
 
     def __init__(
-        self, num_tokens: int, buckets: list[tuple[int, int]], gather: Tensor | None, restore: Tensor | None, padding: Tensor | None
+        self,
+        num_tokens: int,
+        buckets: list[tuple[int, int]],
+        gather: Tensor | None,
+        restore: Tensor | None,
+        padding: Tensor | None,
     ) -> None:
         self.num_tokens, self.buckets = num_tokens, buckets  # buckets: (rows, longest)
         self._gather, self._restore, self._padding = gather, restore, padding
@@ -181,9 +207,12 @@ class PackedLayout:
     ) -> PackedLayout:
         """The layout of rows with these token counts, in the order in which they are packed.
 
-        `places` [sum of lengths] int64, on the CPU: which token of the sequence each token of each row is, where rows share some.
+        `places` [sum of lengths] int64, on the CPU: which token of the sequence each token of each row is,
+        where rows share some.
         """
-        assert len(lengths) > 0 and min(lengths) > 0, f"a packed row needs at least one token, got lengths {list(lengths)}"
+        assert len(lengths) > 0 and min(lengths) > 0, (
+            f"a packed row needs at least one token, got lengths {list(lengths)}"
+        )
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
@@ -205,7 +234,9 @@ class PackedLayout:
         real = signed >= 0
         gather = torch.where(real, signed, -signed - 1)
         if places is not None:
-            return cls._sharing(places[gather], real, [(len(bucket), lengths[bucket[-1]]) for bucket in buckets], device)
+            return cls._sharing(
+                places[gather], real, [(len(bucket), lengths[bucket[-1]]) for bucket in buckets], device
+            )
         restore = torch.empty(starts[-1], dtype=torch.int64)
         restore[gather[real]] = real.nonzero()[:, 0]
         padding = (~real).nonzero()[:, 0]
@@ -220,7 +251,9 @@ class PackedLayout:
         return layout
 
     @classmethod
-    def _sharing(cls, gather: Tensor, real: Tensor, buckets: list[tuple[int, int]], device: torch.device | str) -> PackedLayout:
+    def _sharing(
+        cls, gather: Tensor, real: Tensor, buckets: list[tuple[int, int]], device: torch.device | str
+    ) -> PackedLayout:
         """Rows that share tokens: each row has them among its keys; as queries only the first row's are read."""
         shared = SharedTokens(gather, real, device)
         unread = torch.ones(len(gather), dtype=torch.bool)
@@ -232,7 +265,9 @@ class PackedLayout:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [1, H, N, D], key [1, KV, N, D], value [1, KV, N, Dv] -> [1, N, H, Dv]."""
-        assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
+        assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, (
+            f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
+        )
         if self.kv_sink is not None:
             self.kv_sink(scores.layer_idx, key, value)
         tokens = [x[0].transpose(0, 1) for x in (query, key, value)]  # [N, heads, D]
@@ -241,8 +276,12 @@ class PackedLayout:
             tokens = [self._spread(x, of_keys=number > 0) for number, x in enumerate(tokens)]
         done, offset = [], 0
         for rows, longest in self.buckets:
-            q, k, v = (x[offset : offset + rows * longest].unflatten(0, (rows, longest)).transpose(1, 2) for x in tokens)
-            done.append(self._bucket(q, k, v, scores).transpose(1, 2).flatten(0, 1))  # [rows * longest, H, Dv]
+            q, k, v = (
+                x[offset : offset + rows * longest].unflatten(0, (rows, longest)).transpose(1, 2)
+                for x in tokens
+            )
+            # [rows * longest, H, Dv]
+            done.append(self._bucket(q, k, v, scores).transpose(1, 2).flatten(0, 1))
             offset += rows * longest
         out = done[0] if len(done) == 1 else torch.cat(done)
         if self._gather is not None:
@@ -258,14 +297,22 @@ class PackedLayout:
     def _bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         window = scores.window(query.shape[2])
         if self.exact is not None:
-            return self.exact.attend(query, key, value, self._allowed(query.shape[2], window, query.device), scores)
+            return self.exact.attend(
+                query, key, value, self._allowed(query.shape[2], window, query.device), scores
+            )
         if scores.softcap is not None or scores.sinks is not None:
-            return masked_attention(query, key, value, self._allowed(query.shape[2], window, query.device), scores)
+            return masked_attention(
+                query, key, value, self._allowed(query.shape[2], window, query.device), scores
+            )
         grouped = query.shape[1] != key.shape[1]
         if window is None:
-            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=grouped)
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=grouped
+            )
         allowed = self._allowed(query.shape[2], window, query.device)
-        return scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scores.scaling, enable_gqa=grouped)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed, scale=scores.scaling, enable_gqa=grouped
+        )
 
     def _allowed(self, length: int, window: int | None, device: torch.device) -> Tensor:
         """[length, length] bool: not in the future, and one of the `window` newest tokens (itself included)."""
@@ -279,9 +326,11 @@ class PackedLayout:
 
 
 def make_buckets(lengths: Sequence[int], *, waste: float = 1.15, tiny: int = 256) -> list[list[int]]:
-    """Row indices by length, cut so that a bucket padded to its longest row holds at most `waste` times its real tokens.
+    """Row indices by length, cut so that a bucket padded to its longest row holds at most `waste` times its
+    real tokens.
 
-    A bucket of up to `tiny` padded tokens is never cut: one more attention call would cost more than the padding.
+    A bucket of up to `tiny` padded tokens is never cut: one more attention call would cost more than the
+    padding.
     """
     buckets: list[list[int]] = []
     real = 0
@@ -298,8 +347,9 @@ def make_buckets(lengths: Sequence[int], *, waste: float = 1.15, tiny: int = 256
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens [N, ...] to padded buckets [P, ...]. Padding gets no gradient, so the backward pass is a gather too (an indexed
-    addition, torch's own backward of a gather, is about twenty times slower on CPU)."""
+    """Tokens [N, ...] to padded buckets [P, ...]. Padding gets no gradient, so the backward pass is a gather
+    too (an indexed addition, torch's own backward of a gather, is about twenty times slower on CPU).
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, gather: Tensor, restore: Tensor) -> Tensor:

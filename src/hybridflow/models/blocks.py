@@ -25,12 +25,15 @@ def decoder_blocks(model: PolicyModel | ValueModel) -> list[nn.Module]:
     whole = {str(name) for name in getattr(backbone, "_no_split_modules", None) or ()}
     lists = list(_lists(backbone, backbone.config.get_text_config().num_hidden_layers))
     for blocks in lists:
-        if all(type(block).__name__ in whole or isinstance(block, GradientCheckpointingLayer) for block in blocks):
+        if all(
+            type(block).__name__ in whole or isinstance(block, GradientCheckpointingLayer) for block in blocks
+        ):
             return blocks
     if lists:
         return lists[0]
     raise ModelError(
-        f"{type(backbone).__name__} (model_type {backbone.config.model_type!r}) keeps its layers in no list, so it cannot be sharded or "
+        f"{type(backbone).__name__} (model_type {backbone.config.model_type!r}) keeps its layers in no "
+        "list, so it cannot be sharded or "
         "compiled by layer: train it on one rank (trainer.n_gpus_per_node=1) with use_torch_compile=false"
     )
 
@@ -44,7 +47,8 @@ def _lists(backbone: nn.Module, count: int) -> Iterator[list[nn.Module]]:
 def compile_blocks(model: PolicyModel | ValueModel, blocks: Sequence[nn.Module]) -> None:
     """Compile each block's forward in place; names of parameters, hooks and checkpointing stay as they are.
 
-    Attention stays outside of the graphs: it reads how rows are packed, which differs from one micro-batch to the next.
+    Attention stays outside of the graphs: it reads how rows are packed, which differs from one micro-batch to
+    the next.
     """
     AttentionInterface.register(_UNCOMPILED, _uncompiled_attention())
     hf: Any = model.hf if isinstance(model, PolicyModel) else model.backbone

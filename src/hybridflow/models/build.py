@@ -40,9 +40,9 @@ def build_policy(
 ) -> PolicyModel:
     """Load a causal LM as a policy on `device`; `dtype` auto is float32 on CPU and bfloat16 on CUDA.
 
-    `probe` compares its log-probs with plain attention once, so that an architecture we would run wrongly is refused.
-    `use_liger`: some layers compute with Liger's kernels, which run on CUDA only.
-    Raises ModelError saying what is missing from the folder, or why the architecture cannot be used.
+    `probe` compares its log-probs with plain attention once, so that an architecture we would run wrongly is
+    refused. `use_liger`: some layers compute with Liger's kernels, which run on CUDA only. Raises ModelError
+    saying what is missing from the folder, or why the architecture cannot be used.
     """
     hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
     policy = PolicyModel(hf)
@@ -63,7 +63,9 @@ def build_value(
     use_liger: bool = False,
     probe: bool = True,
 ) -> ValueModel:
-    """Load the backbone of a causal LM with a fresh scalar head that says 0; arguments and errors are `build_policy`'s."""
+    """Load the backbone of a causal LM with a fresh scalar head that says 0; arguments and errors are
+    `build_policy`'s.
+    """
     hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
     if probe or use_liger:
         _settle(PolicyModel(hf), use_liger, probe)
@@ -82,39 +84,57 @@ def _settle(policy: PolicyModel, use_liger: bool, probe: bool) -> None:
         probe_policy(policy)
 
 
-def load_config(path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None) -> PretrainedConfig:
-    """The model's configuration with `override_config` merged in; ModelError where there is none or it is not known."""
+def load_config(
+    path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
+) -> PretrainedConfig:
+    """The model's configuration with `override_config` merged in; ModelError where there is none or it is not
+    known.
+    """
     path = hub_folder(str(path))
     folder = Path(path).expanduser()
     if folder.is_dir():
         path = str(folder)
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model folder {folder} has no config.json: give a Hugging Face model folder (found: {_listing(folder)})")
+            raise ModelError(
+                f"model folder {folder} has no config.json: give a Hugging Face model folder (found: "
+                f"{_listing(folder)})"
+            )
     elif folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(
-            f"model path {path!r} is no folder: give a Hugging Face model folder or a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
+            f"model path {path!r} is no folder: give a Hugging Face model folder or a hub name such as "
+            "Qwen/Qwen2.5-0.5B-Instruct"
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         where = "" if folder.is_dir() else " (there is no such folder here, so it was taken as a hub name)"
-        raise ModelError(f"cannot read the configuration of model {path!r}{where}: {_first_lines(error)}") from error
+        raise ModelError(
+            f"cannot read the configuration of model {path!r}{where}: {_first_lines(error)}"
+        ) from error
     for name, value in (override_config or {}).items():
         if not hasattr(config, name):
             raise ModelError(f"override_config: {type(config).__name__} has no entry {name!r}")
         current = getattr(config, name)
-        setattr(config, name, {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value)
+        setattr(
+            config,
+            name,
+            {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value,
+        )
     return config
 
 
 def shape_of(config: ModelConfig) -> PretrainedConfig:
     """The Hugging Face configuration of the model that a role's keys name; ModelError as `load_config`."""
     import_external(config)
-    return load_config(str(config.path), trust_remote_code=config.trust_remote_code, override_config=config.override_config)
+    return load_config(
+        str(config.path), trust_remote_code=config.trust_remote_code, override_config=config.override_config
+    )
 
 
 def import_external(config: ModelConfig) -> None:
-    """Import `external_lib`, which may register the architecture, in this process; ConfigError where that cannot be."""
+    """Import `external_lib`, which may register the architecture, in this process; ConfigError where that
+    cannot be.
+    """
     if config.external_lib:
         load_module(config.external_lib, key="model.external_lib")
 
@@ -150,24 +170,43 @@ def enable_gradient_checkpointing(hf: PreTrainedModel) -> None:
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def causal_config(path: str | Path, *, trust_remote_code: bool, override_config: dict[str, Any] | None) -> tuple[PretrainedConfig, str]:
-    """The configuration of a causal LM whose weights can be read, and where they are; ModelError says what is wrong."""
+def causal_config(
+    path: str | Path, *, trust_remote_code: bool, override_config: dict[str, Any] | None
+) -> tuple[PretrainedConfig, str]:
+    """The configuration of a causal LM whose weights can be read, and where they are; ModelError says what is
+    wrong.
+    """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
-        raise ModelError(f"model {path!r} has model_type {config.model_type!r}, which is no causal language model of transformers")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (
+        getattr(config, "auto_map", None) or {}
+    ):
+        raise ModelError(
+            f"model {path!r} has model_type {config.model_type!r}, which is no causal language model of "
+            "transformers"
+        )
     path = hub_folder(str(path))
     folder = Path(path).expanduser()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         other = [p.name for p in folder.glob("*.bin")]
-        hint = f"; {other[0]} is a pickle, which is never loaded: convert it to safetensors" if other else f" (found: {_listing(folder)})"
+        hint = (
+            f"; {other[0]} is a pickle, which is never loaded: convert it to safetensors"
+            if other
+            else f" (found: {_listing(folder)})"
+        )
         raise ModelError(f"model folder {folder} has no weights: *.safetensors is missing{hint}")
     return config, str(folder) if folder.is_dir() else path
 
 
 def load_whole(
-    path: str | Path, device: torch.device | str, dtype: torch.dtype, trust_remote_code: bool, override_config: dict[str, Any] | None
+    path: str | Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    override_config: dict[str, Any] | None,
 ) -> PreTrainedModel:
-    """The causal LM with all of its weights on `device`, without dropout and with eager attention; errors are `build_policy`'s."""
+    """The causal LM with all of its weights on `device`, without dropout and with eager attention; errors are
+    `build_policy`'s.
+    """
     config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     try:
         with without_progress_bars():
@@ -186,10 +225,14 @@ def load_whole(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"model {path!r} lacks {len(missing)} weights its configuration asks for, the first {missing[0]!r}: they would be random"
+            f"model {path!r} lacks {len(missing)} weights its configuration asks for, the first "
+            f"{missing[0]!r}: they would be random"
         )
     if info.get("mismatched_keys"):
-        raise ModelError(f"model {path!r}: weights of another shape than its configuration says: {sorted(info['mismatched_keys'])[:3]}")
+        raise ModelError(
+            f"model {path!r}: weights of another shape than its configuration says: "
+            f"{sorted(info['mismatched_keys'])[:3]}"
+        )
     without_dropout(hf)
     model: PreTrainedModel = hf.to(device)
     return model
@@ -198,7 +241,9 @@ def load_whole(
 def without_dropout(hf: PreTrainedModel) -> None:
     """Dropout would make the log-probs of training differ from those of rollout, so it is switched off."""
     names = {
-        name for name in vars(hf.config) if name.endswith(("dropout", "pdrop", "drop")) and isinstance(getattr(hf.config, name), float)
+        name
+        for name in vars(hf.config)
+        if name.endswith(("dropout", "pdrop", "drop")) and isinstance(getattr(hf.config, name), float)
     }
     active = sorted(name for name in names if getattr(hf.config, name))
     for module in hf.modules():
@@ -210,7 +255,10 @@ def without_dropout(hf: PreTrainedModel) -> None:
     for name in active:
         setattr(hf.config, name, 0.0)
     if active:
-        logger.info("dropout of the model (%s) is set to 0: policy-gradient ratios need reproducible log-probs", ", ".join(active))
+        logger.info(
+            "dropout of the model (%s) is set to 0: policy-gradient ratios need reproducible log-probs",
+            ", ".join(active),
+        )
 
 
 def _listing(folder: Path) -> str:

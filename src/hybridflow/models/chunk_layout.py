@@ -1,9 +1,11 @@
-"""Attention of prefill over what slots hold already: the new tokens of a row see those before them in its slot, and each other.
+"""Attention of prefill over what slots hold already: the new tokens of a row see those before them in its
+slot, and each other.
 
     slot    [ cached 0..start-1 | new start..stop-1 | free ]
     query                         ▲ sees everything up to itself
 
-A prompt longer than one pass is prefilled in such pieces, and a prompt that shares its first tokens with another starts behind them.
+A prompt longer than one pass is prefilled in such pieces, and a prompt that shares its first tokens with
+another starts behind them.
 """
 
 from __future__ import annotations
@@ -27,18 +29,28 @@ class _Bucket:
     """Pieces of similar length that share attention calls, padded to the longest."""
 
     slots: Tensor  # [n]
-    index: Tensor  # [n, Q] where each query lies among the packed tokens; padding repeats the last token of its piece
+    # [n, Q] where each query lies among the packed tokens; padding repeats the last token of its piece
+    index: Tensor
     places: Tensor  # [n, Q] position of each query in its row
     ends: list[int]  # keys that exist after each block of queries
 
 
 class ChunkLayout:
-    """Pieces of rows, packed one after the other [1, N]; piece i is lengths[i] tokens behind the starts[i] cached ones of slots[i]."""
+    """Pieces of rows, packed one after the other [1, N]; piece i is lengths[i] tokens behind the starts[i]
+    cached ones of slots[i].
+    """
 
     exact: Kernel | None = None
     """Attends instead of the device's own kernels; set in exact mode."""
 
-    def __init__(self, cache: KVCache, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int], places: Places) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        places: Places,
+    ) -> None:
         """`places` is where the new keys and values go; the slots named here have to be among them."""
         assert min(lengths) > 0 and max(a + b for a, b in zip(starts, lengths)) <= cache.capacity, (
             "pieces have tokens, and room in their slots"
@@ -51,9 +63,14 @@ class ChunkLayout:
         self._buckets = []
         for rows in make_buckets(lengths):
             longest = lengths[rows[-1]]
-            step = torch.minimum(torch.arange(longest)[None], torch.tensor([lengths[row] - 1 for row in rows])[:, None])
+            step = torch.minimum(
+                torch.arange(longest)[None], torch.tensor([lengths[row] - 1 for row in rows])[:, None]
+            )
             start = torch.tensor([starts[row] for row in rows])
-            ends = [max(starts[row] + min(lengths[row], block + QUERY_BLOCK) for row in rows) for block in range(0, longest, QUERY_BLOCK)]
+            ends = [
+                max(starts[row] + min(lengths[row], block + QUERY_BLOCK) for row in rows)
+                for block in range(0, longest, QUERY_BLOCK)
+            ]
             self._buckets.append(
                 _Bucket(
                     torch.tensor([slots[row] for row in rows]).to(device),
@@ -67,7 +84,9 @@ class ChunkLayout:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [1, H, N, D], key [1, KV, N, D], value [1, KV, N, Dv] -> [1, N, H, Dv]; stores key and value."""
-        assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
+        assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, (
+            f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
+        )
         self.cache.write(scores.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), self.places)
         tokens = query[0].transpose(0, 1)
         done = [self._bucket(number, tokens, scores).flatten(0, 1) for number in range(len(self._buckets))]
@@ -85,7 +104,15 @@ class ChunkLayout:
             window = scores.window(end)
             allowed = self._mask(number, block, window)
             attend = _attend if self.exact is None else self.exact.attend
-            parts.append(attend(queries[:, :, first : first + QUERY_BLOCK], keys[:, :, :end], values[:, :, :end], allowed, scores))
+            parts.append(
+                attend(
+                    queries[:, :, first : first + QUERY_BLOCK],
+                    keys[:, :, :end],
+                    values[:, :, :end],
+                    allowed,
+                    scores,
+                )
+            )
         return torch.cat(parts, dim=2).transpose(1, 2)
 
     def _mask(self, number: int, block: int, window: int | None) -> Tensor:
@@ -119,4 +146,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scores: 
     if scores.softcap is not None or scores.sinks is not None:
         return masked_attention(query, key, value, allowed, scores)
     grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(query, key, value, attn_mask=allowed[:, None], scale=scores.scaling, enable_gqa=grouped)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed[:, None], scale=scores.scaling, enable_gqa=grouped
+    )

@@ -1,13 +1,16 @@
 """Exact mode: log-probs of generation and of training equal to the bit, on CPU in float32.
 
-    training    packed rows ──► run_backbone ──pad rows──► layers ──layout.exact──► one attention ──► log-prob head, in even chunks
-    generation  new tokens  ──► run_backbone ──pad rows──► layers ──layout.exact──► one attention ──► logits, in even chunks
+    training    packed rows ──► run_backbone ──pad rows──► layers ──layout.exact──► one attention ──► log-prob
+    head, in even chunks
+    generation  new tokens  ──► run_backbone ──pad rows──► layers ──layout.exact──► one attention ──► logits,
+    in even chunks
 
-A matrix product gives each row the same bits whatever other rows are computed with it, as long as no other kernel is chosen for the
-shape. So both sides use one attention that is written out (the fused kernels are not the same for one query and for many), with the
-query heads of a key-value head folded into the rows, never fewer rows than the kernels need, and sums over few enough keys that no
-library cuts them. How much padding that takes differs from machine to machine: `ExactMode` says how much, and the self-check of the
-rollout engine whether it holds.
+A matrix product gives each row the same bits whatever other rows are computed with it, as long as no other
+kernel is chosen for the shape. So both sides use one attention that is written out (the fused kernels are not
+the same for one query and for many), with the query heads of a key-value head folded into the rows, never
+fewer rows than the kernels need, and sums over few enough keys that no library cuts them. How much padding
+that takes differs from machine to machine: `ExactMode` says how much, and the self-check of the rollout
+engine whether it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ MIN_ROWS = 16
 MIN_QUERIES = 8
 """Rows of the products inside attention that are enough everywhere; many machines need half of them."""
 KEY_BLOCK = 128
-"""Keys whose values are added up in one product. Matrix libraries cut longer sums into parts, at places that depend on their length."""
+"""Keys whose values are added up in one product. Matrix libraries cut longer sums into parts, at places that
+depend on their length.
+"""
 THRIFTY_KEYS = 32
 VECTOR = 32
 """Numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""
@@ -37,18 +42,27 @@ class ExactMode:
     """How far shapes are padded so that a row's bits do not depend on its neighbours."""
 
     key_step: int
-    """Keys of attention are padded to a multiple of this, a multiple of 32; as long as the longest row, all rows have one length."""
+    """Keys of attention are padded to a multiple of this, a multiple of 32; as long as the longest row, all
+    rows have one length.
+    """
     row_step: int = 1
     """Rows of every dense layer are padded to a multiple of this, and to MIN_ROWS in any case."""
     min_queries: int = MIN_QUERIES
-    """Rows of the products inside attention where `row_step` is 1; else they are a multiple of MIN_QUERIES."""
+    """Rows of the products inside attention where `row_step` is 1; else they are a multiple of MIN_QUERIES.
+    """
 
     @classmethod
     def choices(cls, module: nn.Module, longest: int) -> list[ExactMode]:
-        """From the cheapest to the one that asks least of the machine, for rows of at most `longest` tokens of this model."""
+        """From the cheapest to the one that asks least of the machine, for rows of at most `longest` tokens
+        of this model.
+        """
         common, step = -(-longest // 32) * 32, even_rows(module)
         thrifty = [cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2)] if step == 1 else []
-        return list(dict.fromkeys([*thrifty, cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]))
+        return list(
+            dict.fromkeys(
+                [*thrifty, cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
+            )
+        )
 
     def joined(self, other: ExactMode) -> ExactMode:
         """One that asks for what either asks for; both are of rows of one longest length."""
@@ -68,15 +82,20 @@ class ExactMode:
         """The log-prob head takes a multiple of so many rows at a time, so that no chunk is left with few."""
         return max(MIN_ROWS, self.row_step)
 
-    def pad_tokens(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Layout]:
-        """The same arguments of a backbone with enough rows, [1, N'] or [B', C], and a layout that attends as this mode wants it."""
+    def pad_tokens(
+        self, input_ids: Tensor, position_ids: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor, Layout]:
+        """The same arguments of a backbone with enough rows, [1, N'] or [B', C], and a layout that attends as
+        this mode wants it.
+        """
         assert hasattr(layout, "exact"), f"{type(layout).__name__} knows no exact mode"
         layout.exact = self
         batch, length = input_ids.shape
         missing = self.num_rows(batch * length) - batch * length
         if not missing:
             return input_ids, position_ids, layout
-        more = (0, missing) if batch == 1 and length > 1 else (0, 0, 0, -(-missing // length))  # one new token of each row stays so
+        # one new token of each row stays so
+        more = (0, missing) if batch == 1 and length > 1 else (0, 0, 0, -(-missing // length))
         return pad(input_ids, more), pad(position_ids, more), _RealRows(layout, batch, length)
 
     def pad_rows(self, rows: Tensor) -> Tensor:
@@ -87,19 +106,26 @@ class ExactMode:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor:
         """query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv].
 
-        `allowed` [Q, K'] or [B, Q, K'] bool, K' ≤ K, says which keys count, and holds the sliding window; keys behind the first K' are
-        padding and have to be finite. Where K is less than this mode pads to, zeros are added.
+        `allowed` [Q, K'] or [B, Q, K'] bool, K' ≤ K, says which keys count, and holds the sliding window;
+        keys behind the first K' are padding and have to be finite. Where K is less than this mode pads to,
+        zeros are added.
         """
         batch, heads, queries, dim = query.shape
         kv_heads = key.shape[1]
         keys = self.num_keys(allowed.shape[-1])
         key, value = (_to_length(x, keys) for x in (key, value))
-        rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, dim) * (dim**-0.5 if how.scaling is None else how.scaling)
-        missing = max(0, self.min_queries - rows.shape[2]) if self.row_step == 1 else -rows.shape[2] % MIN_QUERIES
+        rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, dim) * (
+            dim**-0.5 if how.scaling is None else how.scaling
+        )
+        missing = (
+            max(0, self.min_queries - rows.shape[2]) if self.row_step == 1 else -rows.shape[2] % MIN_QUERIES
+        )
         if missing:
             rows = pad(rows, (0, 0, 0, missing))
         raw = rows @ key.transpose(-2, -1)
-        weights = self._weights(raw[:, :, : raw.shape[2] - missing].unflatten(2, (-1, queries)), allowed, keys, how).flatten(2, 3)
+        weights = self._weights(
+            raw[:, :, : raw.shape[2] - missing].unflatten(2, (-1, queries)), allowed, keys, how
+        ).flatten(2, 3)
         if missing:
             weights = pad(weights, (0, 0, 0, missing))
         out = _weighted_sum(weights, value)
@@ -120,10 +146,11 @@ class ExactMode:
 
 
 def even_rows(module: nn.Module, num_threads: int | None = None) -> int:
-    """Rows that a batch must be a multiple of so that activations (SiLU, GELU) see whole vectors in every thread.
+    """Rows that a batch must be a multiple of so that activations (SiLU, GELU) see whole vectors in every
+    thread.
 
-    What is left behind the last whole vector of a thread's part goes through another formula, which differs by a rounding. Parts are
-    even for up to 4 threads; with more, the self-check says whether it holds.
+    What is left behind the last whole vector of a thread's part goes through another formula, which differs
+    by a rounding. Parts are even for up to 4 threads; with more, the self-check says whether it holds.
     """
     threads = torch.get_num_threads() if num_threads is None else num_threads
     wanted = VECTOR * math.lcm(*range(1, min(threads, 4) + 1))
@@ -145,7 +172,9 @@ class _RealRows:
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
-    """weights [B, KV, M, K] @ value [B, KV, K, Dv], KEY_BLOCK keys at a time; what padding adds is zeros, however much of it there is."""
+    """weights [B, KV, M, K] @ value [B, KV, K, Dv], KEY_BLOCK keys at a time; what padding adds is zeros,
+    however much of it there is.
+    """
     out = weights[..., :KEY_BLOCK] @ value[:, :, :KEY_BLOCK]
     for start in range(KEY_BLOCK, value.shape[2], KEY_BLOCK):
         out = out + weights[..., start : start + KEY_BLOCK] @ value[:, :, start : start + KEY_BLOCK]

@@ -1,7 +1,8 @@
-"""A model as an ordinary Hugging Face folder: config, safetensors, generation config, tokenizer; adapters folded in, and beside it in
-peft's format.
+"""A model as an ordinary Hugging Face folder: config, safetensors, generation config, tokenizer; adapters
+folded in, and beside it in peft's format.
 
-    shards on the ranks ─a layer at a time─► whole tensors ─► model-0000i-of-0000n.safetensors, each file by one rank ─► index
+    shards on the ranks ─a layer at a time─► whole tensors ─► model-0000i-of-0000n.safetensors, each file by
+    one rank ─► index
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
 from hybridflow.errors import ModelError
 from hybridflow.models.adapter_folder import write_adapter_config, write_adapter_weights
-from hybridflow.models.lora import PlainEntry, adapter_config, adapter_tensors, base_name, has_adapters, plain_state
+from hybridflow.models.lora import (
+    PlainEntry,
+    adapter_config,
+    adapter_tensors,
+    base_name,
+    has_adapters,
+    plain_state,
+)
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.progress import without_progress_bars
 from hybridflow.models.value import ValueModel
@@ -35,14 +43,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ADAPTER_FOLDER = "lora_adapter"
-"""Below a Hugging Face folder: not in it, since a loader that finds an adapter's configuration wants an adapter."""
+"""Below a Hugging Face folder: not in it, since a loader that finds an adapter's configuration wants an
+adapter.
+"""
 MAX_FILE_BYTES = 4 * 2**30
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
-def save_hf(policy: PolicyModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """Write the policy's weights, in their dtype, and its tokenizer to `folder`; `AutoModelForCausalLM` reads it anywhere."""
+def save_hf(
+    policy: PolicyModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Path:
+    """Write the policy's weights, in their dtype, and its tokenizer to `folder`; `AutoModelForCausalLM` reads
+    it anywhere.
+    """
     folder = Path(folder)
     if has_adapters(policy):
         return save_hf_sharded(policy, folder, tokenizer)
@@ -53,8 +67,12 @@ def save_hf(policy: PolicyModel, folder: str | Path, tokenizer: PreTrainedTokeni
     return folder
 
 
-def save_config(model: PolicyModel | ValueModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """Write everything of the Hugging Face folder except the weights, which a checkpoint has already; of adapters their configuration."""
+def save_config(
+    model: PolicyModel | ValueModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Path:
+    """Write everything of the Hugging Face folder except the weights, which a checkpoint has already; of
+    adapters their configuration.
+    """
     folder = Path(folder)
     model.config.save_pretrained(folder)
     generation = getattr(model.hf, "generation_config", None) if isinstance(model, PolicyModel) else None
@@ -67,8 +85,12 @@ def save_config(model: PolicyModel | ValueModel, folder: str | Path, tokenizer: 
     return folder
 
 
-def save_adapter(model: PolicyModel | ValueModel, folder: str | Path, group: ProcessGroup | None = None) -> Path:
-    """Write the adapters in peft's format; all ranks of `group` (None: of the world, if there is one) call this, and the first writes."""
+def save_adapter(
+    model: PolicyModel | ValueModel, folder: str | Path, group: ProcessGroup | None = None
+) -> Path:
+    """Write the adapters in peft's format; all ranks of `group` (None: of the world, if there is one) call
+    this, and the first writes.
+    """
     folder = Path(folder)
     tensors = {name: whole(tensor) for name, tensor in adapter_tensors(model)}
     if rank_and_size(group)[0] == 0:
@@ -86,11 +108,12 @@ def save_hf_sharded(
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write a Hugging Face folder from a sharded model: all ranks of `group` (None: of the world, if there is one) call this, and each
-    writes its share of the files.
+    """Write a Hugging Face folder from a sharded model: all ranks of `group` (None: of the world, if there is
+    one) call this, and each writes its share of the files.
 
-    A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and written beside. `dtypes`, by
-    names of `model.state_dict()`: of weights whose shards are wider than they are written. ModelError on every rank where one could not.
+    A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and
+    written beside. `dtypes`, by names of `model.state_dict()`: of weights whose shards are wider than they
+    are written. ModelError on every rank where one could not.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,22 +124,42 @@ def save_hf_sharded(
     error: str | None = None
     for number, buckets in enumerate(files):
         mine = number % world_size == rank
-        name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        name = (
+            "model.safetensors"
+            if len(files) == 1
+            else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        )
         tensors: dict[str, Tensor] = {}
         for bucket in buckets:
             # collective: every rank comes by here
             gathered = {each: whole(entries[each].value(), dtypes.get(f"hf.{each}")) for each in bucket}
             if mine:
-                tensors |= {key: value.cpu() for key, value in revert_weight_conversion(model.hf, gathered).items()}
+                tensors |= {
+                    key: value.cpu() for key, value in revert_weight_conversion(model.hf, gathered).items()
+                }
         if mine and error is None:
             try:
-                save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as caught:  # the other ranks wait for this one in the next gather: it goes on
+                save_file(
+                    {key: value.contiguous() for key, value in tensors.items()},
+                    folder / name,
+                    metadata={"format": "pt"},
+                )
+            except (
+                OSError,
+                SafetensorError,
+            ) as caught:  # the other ranks wait for this one in the next gather: it goes on
                 error = f"{folder / name}: {caught}"
         places |= {key: (name, value.numel() * value.element_size()) for key, value in tensors.items()}
     _agree(places, error, group)
     if rank == 0:
-        _write_rest(model, folder, tokenizer, places, dtypes.get("hf." + next(iter(entries)), model.dtype), indexed=len(files) > 1)
+        _write_rest(
+            model,
+            folder,
+            tokenizer,
+            places,
+            dtypes.get("hf." + next(iter(entries)), model.dtype),
+            indexed=len(files) > 1,
+        )
     if has_adapters(model):
         save_adapter(model, folder / ADAPTER_FOLDER, group)
     if world_size > 1:
@@ -127,11 +170,11 @@ def save_hf_sharded(
 def plain_weights(
     model: PolicyModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), *, folded: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights as files have them, a layer at a time, whole and on the model's device; tied ones under each name. Adapters are folded
-    in, or with `folded` false left out.
+    """The weights as files have them, a layer at a time, whole and on the model's device; tied ones under
+    each name. Adapters are folded in, or with `folded` false left out.
 
-    All ranks of a sharded model read it to the end together. `dtypes`, by names of the model without adapters: of weights that are kept in
-    a wider one.
+    All ranks of a sharded model read it to the end together. `dtypes`, by names of the model without
+    adapters: of weights that are kept in a wider one.
     """
     entries = _entries(model)
     for names in (names for file in _plan(entries, MAX_FILE_BYTES) for names in file):
@@ -142,13 +185,20 @@ def plain_weights(
     for name in sorted(_tied(model)):
         if base_name(name) in plain:
             entry = plain[base_name(name)]
-            yield base_name(name), whole(entry.value() if folded else entry.tensor, dtypes.get(f"hf.{base_name(name)}"))
+            yield (
+                base_name(name),
+                whole(entry.value() if folded else entry.tensor, dtypes.get(f"hf.{base_name(name)}")),
+            )
 
 
 def _tied(model: PolicyModel) -> set[str]:
     """Further names of parameters that have an earlier one."""
     first: dict[int, str] = {}
-    return {name for name, parameter in model.hf.named_parameters(remove_duplicate=False) if first.setdefault(id(parameter), name) != name}
+    return {
+        name
+        for name, parameter in model.hf.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
 
 
 def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
@@ -156,11 +206,17 @@ def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
     tied = _tied(model)
     skipped = [re.compile(pattern) for pattern in model.hf._keys_to_ignore_on_save or ()]
     plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
-    return {name: entry for name, entry in plain.items() if name not in tied and not any(each.search(name) for each in skipped)}
+    return {
+        name: entry
+        for name, entry in plain.items()
+        if name not in tied and not any(each.search(name) for each in skipped)
+    }
 
 
 def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]]]:
-    """Files of buckets of names. A bucket is a layer: what a file stores otherwise than the module (experts) is made from a whole layer."""
+    """Files of buckets of names. A bucket is a layer: what a file stores otherwise than the module (experts)
+    is made from a whole layer.
+    """
     buckets: dict[str, list[str]] = {}
     for name in entries:
         match = _LAYER.match(name)
@@ -209,7 +265,9 @@ def _write_rest(
             "metadata": {"total_size": sum(size for _, size in places.values())},
             "weight_map": {key: places[key][0] for key in sorted(places)},
         }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
     config: Any = deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model.hf).__name__.removeprefix("FSDP")]

@@ -1,7 +1,8 @@
 """One token of each row through a Llama-shaped decoder, without what a module call costs.
 
-A step of generation is a few hundred small operations, and for few rows the Python between them takes longer than they do. Here the same
-weights and functions are used in the same order, so the states are equal to the bit; `PolicyModel.decode` sees to it that they are.
+A step of generation is a few hundred small operations, and for few rows the Python between them takes longer
+than they do. Here the same weights and functions are used in the same order, so the states are equal to the
+bit; `PolicyModel.decode` sees to it that they are.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class FlatDecoder:
 
     @classmethod
     def of(cls, base: nn.Module, scores: Mapping[int, Scores]) -> FlatDecoder | None:
-        """For a base model of the shape of Llama, Qwen 2 and 3, or Mistral, whose layers score keys by `scores`; None for any other."""
+        """For a base model of the shape of Llama, Qwen 2 and 3, or Mistral, whose layers score keys by
+        `scores`; None for any other.
+        """
         rotate, layers = None, []
         if not _has(base, _BASE):
             return None
@@ -51,12 +54,18 @@ class FlatDecoder:
             attention: Any = getattr(block, "self_attn", None)
             mlp: Any = getattr(block, "mlp", None)
             heads_normed = attention is not None and _has(attention, _ATTENTION | _HEAD_NORMS)
-            if not (_has(block, _LAYER) and _has(mlp, _MLP) and (heads_normed or _has(attention, _ATTENTION))):
+            if not (
+                _has(block, _LAYER) and _has(mlp, _MLP) and (heads_normed or _has(attention, _ATTENTION))
+            ):
                 return None
             rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
             parts: Any = block
             own = scores[attention.layer_idx]
-            layers.append(_Layer(attention, mlp, parts.input_layernorm, parts.post_attention_layernorm, own, heads_normed))
+            layers.append(
+                _Layer(
+                    attention, mlp, parts.input_layernorm, parts.post_attention_layernorm, own, heads_normed
+                )
+            )
         return None if rotate is None else cls(base, layers, rotate)
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
@@ -66,7 +75,9 @@ class FlatDecoder:
         for layer in self._layers:
             states = states + self._attend(layer, layer.norm_before(states), cos, sin, layout)
             normed, mlp = layer.norm_between(states), layer.mlp
-            states = states + _project(mlp.down_proj, mlp.act_fn(_project(mlp.gate_proj, normed)).mul_(_project(mlp.up_proj, normed)))
+            states = states + _project(
+                mlp.down_proj, mlp.act_fn(_project(mlp.gate_proj, normed)).mul_(_project(mlp.up_proj, normed))
+            )
         normed_states: Tensor = self._base.norm(states)
         return normed_states
 
@@ -93,8 +104,14 @@ class ScoresSeen:
 
 
 def _has(module: nn.Module | None, children: set[str]) -> bool:
-    """Exactly these children, and nothing else to compute with: neither parameters of its own nor a `forward` that was put in its place."""
-    if module is None or {name for name, _ in module.named_children()} != children or list(module.parameters(recurse=False)):
+    """Exactly these children, and nothing else to compute with: neither parameters of its own nor a `forward`
+    that was put in its place.
+    """
+    if (
+        module is None
+        or {name for name, _ in module.named_children()} != children
+        or list(module.parameters(recurse=False))
+    ):
         return False
     linears = [child for child in module.children() if type(child) is nn.Linear]
     return not any("forward" in vars(one) for one in (module, *linears))

@@ -1,7 +1,9 @@
-"""Float64 models, for tests of invariance: the places where Hugging Face code asks for float32 get float64 instead.
+"""Float64 models, for tests of invariance: the places where Hugging Face code asks for float32 get float64
+instead.
 
-Norms, rotary embeddings, routers and softmaxes are written with `.float()` or `dtype=torch.float32`, which would leave a
-float64 model with float32's rounding. Each layer's forward runs under a mode that widens such requests.
+Norms, rotary embeddings, routers and softmaxes are written with `.float()` or `dtype=torch.float32`, which
+would leave a float64 model with float32's rounding. Each layer's forward runs under a mode that widens such
+requests.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ class _Float64Mode(TorchFunctionMode):
     """Reads every request for float32 as one for float64."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
@@ -36,7 +42,8 @@ def _wider(value: Any) -> Any:
 def compute_in_float64(hf: PreTrainedModel) -> None:
     """Make a float64 model compute in float64 throughout; a second call changes nothing.
 
-    Its layers are wrapped one by one, so that recomputation by gradient checkpointing, which calls a layer alone, does the same.
+    Its layers are wrapped one by one, so that recomputation by gradient checkpointing, which calls a layer
+    alone, does the same.
     """
     if hf._can_set_experts_implementation():
         hf.set_experts_implementation("eager")  # the grouped matrix product of experts has no float64 kernel

@@ -1,8 +1,9 @@
 """How much arithmetic a batch is, for throughput in FLOP/s and for MFU.
 
-A matrix product with a parameter costs 2 FLOPs a token and parameter; the two products of causal attention cost
-2·(D + Dv)·heads·L²/2 a layer for a row of L tokens (fewer under a sliding window). A backward pass costs twice the forward.
-Norms, softmax and sampling are left out, and so is what gradient checkpointing computes again, as is usual for MFU.
+A matrix product with a parameter costs 2 FLOPs a token and parameter; the two products of causal attention
+cost 2·(D + Dv)·heads·L²/2 a layer for a row of L tokens (fewer under a sliding window). A backward pass costs
+twice the forward. Norms, softmax and sampling are left out, and so is what gradient checkpointing computes
+again, as is usual for MFU.
 """
 
 from __future__ import annotations
@@ -16,12 +17,23 @@ from hybridflow.protocol import Workload
 
 # Dense bfloat16 peaks in FLOP/s, from the vendors' data sheets (SXM parts where there are several).
 _PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "B200": 2250e12}
-_PEAKS |= {"A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12}
+_PEAKS |= {
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "4090": 165e12,
+}
 _PEAKS |= {"MI300X": 1307e12}
 
 
 def matmul_parameters(hf: PreTrainedModel) -> int:
-    """Parameters that a token is multiplied with: all but the input embedding, and of experts only those a token is routed to."""
+    """Parameters that a token is multiplied with: all but the input embedding, and of experts only those a
+    token is routed to.
+    """
     config = hf.config.get_text_config()
     table = hf.get_input_embeddings().weight
     head = hf.get_output_embeddings()
@@ -44,14 +56,17 @@ def forward_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequen
 
 
 def workload_of(config: PretrainedConfig, num_parameters: int) -> Workload:
-    """What a row costs, in FLOPs of a forward pass, to deal rows to ranks by; `num_parameters` is `matmul_parameters`.
+    """What a row costs, in FLOPs of a forward pass, to deal rows to ranks by; `num_parameters` is
+    `matmul_parameters`.
 
     A layer with a sliding window counts as linear, as for rows much longer than its window.
     """
     text = config.get_text_config()
     pair = 2 * _attention_width(text)  # FLOPs of one query-key pair
     longest = getattr(text, "max_position_embeddings", None)
-    windows = [None if window is None or (longest and window >= longest) else window for window in _windows(text)]
+    windows = [
+        None if window is None or (longest and window >= longest) else window for window in _windows(text)
+    ]
     linear = 2 * num_parameters + pair * sum(window for window in windows if window is not None)
     return Workload(float(linear), float(pair * windows.count(None) / 2))
 

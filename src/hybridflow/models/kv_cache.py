@@ -2,7 +2,8 @@
 
     prefill ──write (a prompt's tokens to all its rows' slots)──► slots ◄──write (one token per row)── decode
                                                                     │
-                                                 move (rows into holes), fork (one slot to many), read and load (a kept prefix)
+                                                 move (rows into holes), fork (one slot to many), read and
+                                                 load (a kept prefix)
 
 A new row's slot is cleared first: what a mask hides still has to be finite.
 """
@@ -34,9 +35,17 @@ class LayerShape:
 
 
 def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
-    """What one more token takes in a `SlotCache` of these layers: in each of them, and in the spare memory of each size."""
-    spare = {(shape.kv_heads * dim, shape.dtype) for shape in shapes.values() for dim in (shape.key_dim, shape.value_dim)}
-    return sum(shape.bytes_per_token for shape in shapes.values()) + sum(width * dtype.itemsize for width, dtype in spare)
+    """What one more token takes in a `SlotCache` of these layers: in each of them, and in the spare memory of
+    each size.
+    """
+    spare = {
+        (shape.kv_heads * dim, shape.dtype)
+        for shape in shapes.values()
+        for dim in (shape.key_dim, shape.value_dim)
+    }
+    return sum(shape.bytes_per_token for shape in shapes.values()) + sum(
+        width * dtype.itemsize for width, dtype in spare
+    )
 
 
 class RowCopy:
@@ -44,7 +53,9 @@ class RowCopy:
 
 
 class KVCache(ABC):
-    """Keys and values by layer, of rows that are each in a slot; how they lie is for the cache and the layouts of attention to know."""
+    """Keys and values by layer, of rows that are each in a slot; how they lie is for the cache and the
+    layouts of attention to know.
+    """
 
     shares = False
     """Rows that begin alike have those tokens once."""
@@ -103,7 +114,9 @@ class KVCache(ABC):
 
 
 class Places:
-    """Where N tokens go: slot and position [N] int64 of each; `source` [N] picks them among those computed (None: in order)."""
+    """Where N tokens go: slot and position [N] int64 of each; `source` [N] picks them among those computed
+    (None: in order).
+    """
 
     def __init__(self, slots: Tensor, positions: Tensor, source: Tensor | None = None) -> None:
         self.slots, self.positions, self.source = slots, positions, source
@@ -111,9 +124,15 @@ class Places:
 
     @classmethod
     def of_pieces(
-        cls, lengths: Sequence[int], starts: Sequence[int], slots: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+        cls,
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
     ) -> Places:
-        """Of pieces that are computed one after the other: all lengths[i] tokens of piece i to each of slots[i], from starts[i] on."""
+        """Of pieces that are computed one after the other: all lengths[i] tokens of piece i to each of
+        slots[i], from starts[i] on.
+        """
         owner = torch.tensor([piece for piece, own in enumerate(slots) for _ in own])
         length, start = torch.tensor(lengths), torch.tensor(starts)
         counts = length[owner]
@@ -125,7 +144,9 @@ class Places:
         return cls(slot.to(device), positions.to(device), source.to(device))
 
     def flat(self, kv_heads: int, capacity: int) -> Tensor:
-        """Row of each (token, head) in a layer seen as [slots * KV * capacity, D]: [N * KV] int64; made once, serves all layers."""
+        """Row of each (token, head) in a layer seen as [slots * KV * capacity, D]: [N * KV] int64; made once,
+        serves all layers.
+        """
         known = self._flat.get((kv_heads, capacity))
         if known is None:
             heads = torch.arange(kv_heads, device=self.slots.device) * capacity
@@ -134,7 +155,9 @@ class Places:
         return known
 
     def in_blocks(self, table: Tensor, block_size: int) -> Tensor:
-        """Place of each token in a layer seen as [blocks * block_size, KV, D], by the blocks [slots, n] of each slot: [N] int64."""
+        """Place of each token in a layer seen as [blocks * block_size, KV, D], by the blocks [slots, n] of
+        each slot: [N] int64.
+        """
         known = self._flat.get((0, block_size))
         if known is None:
             blocks = table[self.slots, torch.div(self.positions, block_size, rounding_mode="floor")].long()
@@ -151,21 +174,33 @@ class SlotCopy(RowCopy):
 
 
 class SlotCache(KVCache):
-    """Keys and values of `num_slots` rows of at most `capacity` tokens each; a slot in use holds zeros behind its row's tokens.
+    """Keys and values of `num_slots` rows of at most `capacity` tokens each; a slot in use holds zeros behind
+    its row's tokens.
 
-    Each layer has room in one flat piece of memory, which is seen as [slots, KV, capacity, D]. Another capacity is another way to see it:
-    what stays is copied to a spare piece in the new way, and the old piece is the spare one of the next layer. So the capacity can follow
-    the longest row, attention reads whole slots, and nothing is allocated while there is room.
+    Each layer has room in one flat piece of memory, which is seen as [slots, KV, capacity, D]. Another
+    capacity is another way to see it: what stays is copied to a spare piece in the new way, and the old piece
+    is the spare one of the next layer. So the capacity can follow the longest row, attention reads whole
+    slots, and nothing is allocated while there is room.
     """
 
-    def __init__(self, shapes: dict[int, LayerShape], num_slots: int, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, shapes: dict[int, LayerShape], num_slots: int, capacity: int, device: torch.device | str = "cpu"
+    ) -> None:
         self.num_slots = self.capacity = self.room = 0
         self._device = device
         self.keys, self.values = {}, {}
         for layer, shape in shapes.items():
-            self.keys[layer] = torch.zeros(0, shape.kv_heads, 0, shape.key_dim, dtype=shape.dtype, device=device)
-            self.values[layer] = torch.zeros(0, shape.kv_heads, 0, shape.value_dim, dtype=shape.dtype, device=device)
-        self._memory = {(layer, which): x[layer].view(-1) for which, x in enumerate((self.keys, self.values)) for layer in shapes}
+            self.keys[layer] = torch.zeros(
+                0, shape.kv_heads, 0, shape.key_dim, dtype=shape.dtype, device=device
+            )
+            self.values[layer] = torch.zeros(
+                0, shape.kv_heads, 0, shape.value_dim, dtype=shape.dtype, device=device
+            )
+        self._memory = {
+            (layer, which): x[layer].view(-1)
+            for which, x in enumerate((self.keys, self.values))
+            for layer in shapes
+        }
         self._spare: dict[tuple[int, torch.dtype], Tensor] = {}
         self.resize(num_slots, capacity)
 
@@ -174,13 +209,27 @@ class SlotCache(KVCache):
         """Memory held, in bytes."""
         return sum(x.nbytes for x in (*self._memory.values(), *self._spare.values()))
 
-    def resize(self, num_slots: int, capacity: int, *, rows: int = 0, length: int = 0, last: bool = False, room: int = 0) -> None:
-        """Another size; the first `length` tokens of the first `rows` slots stay, and those of the `last` slot, as the last again.
+    def resize(
+        self,
+        num_slots: int,
+        capacity: int,
+        *,
+        rows: int = 0,
+        length: int = 0,
+        last: bool = False,
+        room: int = 0,
+    ) -> None:
+        """Another size; the first `length` tokens of the first `rows` slots stay, and those of the `last`
+        slot, as the last again.
 
         Where memory is too small for it, there will be room for `room` tokens in each layer.
         """
-        assert length <= min(capacity, self.capacity), f"{length} tokens are to stay, of {self.capacity} to {capacity}"
-        assert rows + int(last) <= min(num_slots, self.num_slots), f"{rows} rows are to stay, of {self.num_slots} to {num_slots} slots"
+        assert length <= min(capacity, self.capacity), (
+            f"{length} tokens are to stay, of {self.capacity} to {capacity}"
+        )
+        assert rows + int(last) <= min(num_slots, self.num_slots), (
+            f"{rows} rows are to stay, of {self.num_slots} to {num_slots} slots"
+        )
         if num_slots * capacity > self.room:
             self.room = max(room, num_slots * capacity)
             self._spare.clear()
@@ -199,18 +248,26 @@ class SlotCache(KVCache):
         self.num_slots, self.capacity = num_slots, capacity
 
     def _piece(self, name: tuple[int, int], width: int, *, copied: bool) -> Tensor:
-        """Memory for keys or values of a layer, `width` numbers a token; another piece than they are in now where these are `copied`."""
+        """Memory for keys or values of a layer, `width` numbers a token; another piece than they are in now
+        where these are `copied`.
+        """
         now, size = self._memory[name], self.room * width
         if now.numel() < size:
             self._memory[name] = now.new_zeros(size)
         elif copied:
             spare = self._spare.pop((width, now.dtype), None)
-            self._memory[name], self._spare[(width, now.dtype)] = now.new_zeros(size) if spare is None else spare, now
+            self._memory[name], self._spare[(width, now.dtype)] = (
+                now.new_zeros(size) if spare is None else spare,
+                now,
+            )
         return self._memory[name]
 
     def read(self, slot: int, length: int) -> SlotCopy:
         """A copy of the first `length` tokens of a slot."""
-        keys, values = ({layer: x[slot, :, :length].clone() for layer, x in stored.items()} for stored in (self.keys, self.values))
+        keys, values = (
+            {layer: x[slot, :, :length].clone() for layer, x in stored.items()}
+            for stored in (self.keys, self.values)
+        )
         return SlotCopy(keys, values)
 
     def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
@@ -219,7 +276,9 @@ class SlotCache(KVCache):
         index = torch.tensor(destination, device=self._device)
         for stored, kept in ((self.keys, copy.keys), (self.values, copy.values)):
             for layer, new in kept.items():
-                stored[layer][:, :, :length].index_copy_(0, index, new[None, :, :length].expand(len(index), -1, -1, -1))
+                stored[layer][:, :, :length].index_copy_(
+                    0, index, new[None, :, :length].expand(len(index), -1, -1, -1)
+                )
 
     def clear(self, start: int, stop: int) -> None:
         """Zeros in slots start..stop-1, for new rows."""
@@ -236,7 +295,9 @@ class SlotCache(KVCache):
 
     def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """A copy of the first tokens of some slots."""
-        keys, values = (stored[layer][:, :, :length].index_select(0, slots) for stored in (self.keys, self.values))
+        keys, values = (
+            stored[layer][:, :, :length].index_select(0, slots) for stored in (self.keys, self.values)
+        )
         return keys, values
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:

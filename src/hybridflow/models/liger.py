@@ -1,7 +1,8 @@
 """Liger's Triton kernels for norms, gates and rotary positions, in a model that was loaded.
 
-Norms and gated layers of the one model get another `forward`. Rotary positions are a function of the architecture's module, so on CUDA all
-models of that architecture in the process turn with Liger's. Liger's losses are left out: log-probs are `models/log_probs.py`'s.
+Norms and gated layers of the one model get another `forward`. Rotary positions are a function of the
+architecture's module, so on CUDA all models of that architecture in the process turn with Liger's. Liger's
+losses are left out: log-probs are `models/log_probs.py`'s.
 """
 
 from __future__ import annotations
@@ -28,42 +29,61 @@ def check_liger(device: torch.device) -> None:
     """ConfigError where Liger's kernels cannot run on `device`, or are not installed."""
     if device.type != "cuda":
         raise ConfigError(
-            f"use_liger=true of a model on {device.type}: Liger's kernels are Triton programs, which run on CUDA only: leave use_liger out"
+            f"use_liger=true of a model on {device.type}: Liger's kernels are Triton programs, which run on "
+            "CUDA only: leave use_liger out"
         )
     if find_spec(PACKAGE) is None:
-        raise ConfigError(f"use_liger=true needs liger-kernel, which is not installed: {install_extra('liger')}, or leave use_liger out")
+        raise ConfigError(
+            f"use_liger=true needs liger-kernel, which is not installed: {install_extra('liger')}, or leave "
+            "use_liger out"
+        )
 
 
 def use_liger_kernels(policy: PolicyModel) -> None:
-    """Give a model on CUDA Liger's kernels; ModelError where there are none for it, or its log-probs become others than before."""
+    """Give a model on CUDA Liger's kernels; ModelError where there are none for it, or its log-probs become
+    others than before.
+    """
     before = probe_log_probs(policy)
     patch_liger(policy.hf)
     apart, limit = difference(probe_log_probs(policy), before, policy.dtype), probe_tolerance(policy.dtype)
     if not apart <= limit:  # also where it is nan
         raise ModelError(
-            f"{type(policy.hf).__name__}: with Liger's kernels its log-probs differ by {apart:.3g} nats from those without, at most "
+            f"{type(policy.hf).__name__}: with Liger's kernels its log-probs differ by {apart:.3g} nats "
+            "from those without, at most "
             f"{limit:.3g} is allowed: leave use_liger out"
         )
 
 
 def patch_liger(hf: PreTrainedModel) -> None:
-    """Put Liger's kernels into a model, which may have no memory yet; ModelError where Liger has none for its architecture."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+    """Put Liger's kernels into a model, which may have no memory yet; ModelError where Liger has none for its
+    architecture.
+    """
+    from liger_kernel.transformers.monkey_patch import (
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+        _apply_liger_kernel_to_instance,
+    )
 
     if hf.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ModelError(f"use_liger=true, and Liger has no kernels for model_type {hf.config.model_type!r}: leave use_liger out")
+        raise ModelError(
+            f"use_liger=true, and Liger has no kernels for model_type {hf.config.model_type!r}: leave "
+            "use_liger out"
+        )
     architecture = sys.modules[type(hf).__module__]
     before = dict(vars(architecture))
     _apply_liger_kernel_to_instance(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
     for name, plain in before.items():
         now = getattr(architecture, name)
-        if now is not plain:  # classes, which models without use_liger are made of, and functions, which may be called on a CPU too
+        # classes, which models without use_liger are made of, and functions, which may be called on a CPU too
+        if now is not plain:
             setattr(architecture, name, _on_cuda(now, plain) if isinstance(plain, FunctionType) else plain)
 
 
 def has_liger(module: nn.Module) -> bool:
     """Whether a part of the model computes with Liger's kernels."""
-    return any(str(getattr(vars(part).get("forward"), "__module__", "")).startswith(PACKAGE) for part in module.modules())
+    return any(
+        str(getattr(vars(part).get("forward"), "__module__", "")).startswith(PACKAGE)
+        for part in module.modules()
+    )
 
 
 def _on_cuda(theirs: Callable[..., Any], plain: Any) -> Callable[..., Any]:

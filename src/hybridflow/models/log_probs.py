@@ -1,7 +1,8 @@
 """The one log-prob function: what training computes of a token and what rollout keeps of it come from here.
 
-`token_log_probs` goes from hidden states to log-probs, entropy and Σπ² a chunk of tokens at a time, so that logits of shape
-[tokens, vocabulary] never exist for a whole micro-batch; the backward pass makes each chunk's logits again.
+`token_log_probs` goes from hidden states to log-probs, entropy and Σπ² a chunk of tokens at a time, so that
+logits of shape [tokens, vocabulary] never exist for a whole micro-batch; the backward pass makes each chunk's
+logits again.
 """
 
 from __future__ import annotations
@@ -29,19 +30,25 @@ class TokenOutputs(NamedTuple):
 
     def first(self, count: int) -> TokenOutputs:
         """What is said of the first `count` tokens."""
-        return TokenOutputs(self.log_probs[:count], *(None if part is None else part[:count] for part in self[1:]))
+        return TokenOutputs(
+            self.log_probs[:count], *(None if part is None else part[:count] for part in self[1:])
+        )
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What some models do to the head's output: x -> softcap·tanh(scale·x / softcap), each part where the model has it."""
+    """What some models do to the head's output: x -> softcap·tanh(scale·x / softcap), each part where the
+    model has it.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> LogitTransform:
-        """`final_logit_softcapping` (Gemma), `logit_scale` (Cohere), `logits_scaling` (Granite divides by it, HyperCLOVA X multiplies)."""
+        """`final_logit_softcapping` (Gemma), `logit_scale` (Cohere), `logits_scaling` (Granite divides by it,
+        HyperCLOVA X multiplies).
+        """
         kind = str(getattr(config, "model_type", ""))
         scale = 1.0
         if kind.startswith("cohere"):
@@ -59,8 +66,11 @@ class LogitTransform:
 
 
 def log_probs_from_logits(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the targets: logits [M, V] float32 or better, targets [M] int64 -> [M], nats."""
-    if logits.shape[0] == 1:  # a sum to a single number is split among threads, in another order than that of a row among rows
+    """log softmax(logits / temperature) at the targets: logits [M, V] float32 or better, targets [M] int64 ->
+    [M], nats.
+    """
+    # a sum to a single number is split among threads, in another order than that of a row among rows
+    if logits.shape[0] == 1:
         return log_probs_from_logits(logits.expand(2, -1), targets.expand(2), temperature)[:1]
     scaled = logits if temperature == 1.0 else logits / temperature
     return scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
@@ -80,11 +90,13 @@ def token_log_probs(
     chunk_bytes: int = CHUNK_BYTES,
     chunk_step: int = 1,
 ) -> TokenOutputs:
-    """Log-prob of each target; entropy and Σπ² of the distribution it was drawn from where they are asked for.
+    """Log-prob of each target; entropy and Σπ² of the distribution it was drawn from where they are asked
+    for.
 
-    hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> [M] each, of softmax(z / temperature) with
-    z = hidden·weightᵀ + bias after `LogitTransform`. Gradients flow from log-probs and entropy, not from Σπ².
-    A chunk of tokens holds at most `chunk_bytes` of logits, as a multiple of `chunk_step` tokens (and at least once so many).
+    hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> [M] each, of softmax(z / temperature)
+    with z = hidden·weightᵀ + bias after `LogitTransform`. Gradients flow from log-probs and entropy, not from
+    Σπ². A chunk of tokens holds at most `chunk_bytes` of logits, as a multiple of `chunk_step` tokens (and at
+    least once so many).
     """
     assert temperature > 0, f"temperature {temperature} must be above 0"
     assert hidden.dim() == 2 and targets.shape == hidden.shape[:1], (
@@ -93,8 +105,12 @@ def token_log_probs(
     transform = LogitTransform(logit_scale, softcap)
     chunk = max(1, chunk_tokens(weight.shape[0], hidden.dtype, chunk_bytes) // chunk_step) * chunk_step
     wanted = (with_entropy, with_sum_pi_squared)
-    log_probs, entropy, squares = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, wanted, transform, chunk)  # type: ignore[no-untyped-call]
-    return TokenOutputs(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
+    log_probs, entropy, squares = _TokenLogProbs.apply(
+        hidden, weight, bias, targets, temperature, wanted, transform, chunk
+    )  # type: ignore[no-untyped-call]
+    return TokenOutputs(
+        log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None
+    )
 
 
 def chunk_tokens(vocabulary: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -103,7 +119,9 @@ def chunk_tokens(vocabulary: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_B
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """d logp_t/dz_v = [v = t] − p_v and d H/dz_v = −p_v (log p_v + H), with z already divided by the temperature."""
+    """d logp_t/dz_v = [v = t] − p_v and d H/dz_v = −p_v (log p_v + H), with z already divided by the
+    temperature.
+    """
 
     @staticmethod
     def forward(
@@ -120,7 +138,9 @@ class _TokenLogProbs(torch.autograd.Function):
         with_entropy, with_squares = wanted
         kind = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(len(hidden), dtype=kind, device=hidden.device)
-        entropy, squares = (torch.empty(len(hidden) if want else 0, dtype=kind, device=hidden.device) for want in wanted)
+        entropy, squares = (
+            torch.empty(len(hidden) if want else 0, dtype=kind, device=hidden.device) for want in wanted
+        )
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = transform(linear(hidden[part], weight, bias))
@@ -147,14 +167,22 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # accumulated in float32 or better: a sum over chunks in bfloat16 would lose the small ones
         grad_weight = torch.zeros(weight.shape, dtype=kind, device=weight.device) if wants_weight else None
-        grad_bias = torch.zeros(bias.shape, dtype=kind, device=bias.device) if bias is not None and wants_bias else None
+        grad_bias = (
+            torch.zeros(bias.shape, dtype=kind, device=bias.device)
+            if bias is not None and wants_bias
+            else None
+        )
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = transform(linear(hidden[part], weight, bias))
             log_p = torch.log_softmax(logits / temperature, dim=-1)
             grad = log_p.exp()
             if with_entropy:
-                grad_z = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_log_probs[part, None])
+                grad_z = (
+                    log_p.add_(entropy[part, None])
+                    .mul_(grad_entropy[part, None])
+                    .add_(grad_log_probs[part, None])
+                )
                 grad.mul_(grad_z).neg_()
             else:
                 grad.mul_(-grad_log_probs[part, None])

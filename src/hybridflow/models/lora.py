@@ -1,10 +1,13 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: y = W·x + s·B·A·x, W frozen, A and B in training, B zero at the start.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: y = W·x + s·B·A·x, W frozen, A and B in training, B
+zero at the start.
 
     settings ──add_lora──► adapters in place, base frozen ──(meta: to_empty, init_lora)──► train
-    adapters_off(model): what the base says, for the reference         fold, plain_state: W + s·B·A, for export
+    adapters_off(model): what the base says, for the reference         fold, plain_state: W + s·B·A, for
+    export
 
-Adapters are in the model's compute dtype, as every other parameter: the optimizer has their float32 masters, all parameters of a sharded
-block have one dtype, and rollout and training multiply the same numbers. There is no dropout, which would move log-probs.
+Adapters are in the model's compute dtype, as every other parameter: the optimizer has their float32 masters,
+all parameters of a sharded block have one dtype, and rollout and training multiply the same numbers. There is
+no dropout, which would move log-probs.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ class LoraSettings:
     alpha: int = 16
     """Adapters count alpha / rank."""
     target_modules: str | tuple[str, ...] = ALL_LINEAR
-    """Names of linear layers (whole, or the last parts), a regular expression of whole names, or `all-linear`."""
+    """Names of linear layers (whole, or the last parts), a regular expression of whole names, or
+    `all-linear`.
+    """
     exclude_modules: str | tuple[str, ...] | None = None
     """Layers that get none, said in the same way."""
     adapter_path: str | None = None
@@ -67,7 +72,10 @@ class LoraSettings:
         """What `lora_rank`, `lora_adapter_path` and their neighbours ask for; None: train all weights."""
         if config.lora_rank == 0 and config.lora_adapter_path is None:
             return None
-        targets, exclude = (tuple(each) if isinstance(each, list) else each for each in (config.target_modules, config.exclude_modules))
+        targets, exclude = (
+            tuple(each) if isinstance(each, list) else each
+            for each in (config.target_modules, config.exclude_modules)
+        )
         assert targets is not None
         return cls(config.lora_rank, config.lora_alpha, targets, exclude, config.lora_adapter_path, seed)
 
@@ -75,22 +83,31 @@ class LoraSettings:
 def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
     """Put adapters beside linear layers in place and freeze the base; a value head goes on training whole.
 
-    Before the model is sharded. On a meta device call `init_lora` after it has memory; else that is done here.
-    ModelError: targets that are no linear layers of it (its own are listed), an adapter folder that does not fit, peft not installed.
+    Before the model is sharded. On a meta device call `init_lora` after it has memory; else that is done
+    here. ModelError: targets that are no linear layers of it (its own are listed), an adapter folder that
+    does not fit, peft not installed.
     """
     try:
         import peft
     except ImportError as error:
-        raise ModelError(f"model.lora_rank and model.lora_adapter_path need peft: {install_extra('lora')}") from error
+        raise ModelError(
+            f"model.lora_rank and model.lora_adapter_path need peft: {install_extra('lora')}"
+        ) from error
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ModelError("LoRA does not go together with tensor parallelism: set fsdp_config.tensor_parallel_size=1 or model.lora_rank=0")
+        raise ModelError(
+            "LoRA does not go together with tensor parallelism: set fsdp_config.tensor_parallel_size=1 or "
+            "model.lora_rank=0"
+        )
     root, prefix = _root(model)
     file = None if settings.adapter_path is None else read_adapter(settings.adapter_path)
     layers = _linear_layers(root, prefix)
     chosen = _targets(layers, settings) if file is None else _layers_of(file, layers)
     kinds = {isinstance(layers[name], Conv1D) for name in chosen}
     if len(kinds) > 1:
-        raise ModelError("LoRA cannot mix Conv1D and Linear layers in one adapter: name layers of one kind in model.target_modules")
+        raise ModelError(
+            "LoRA cannot mix Conv1D and Linear layers in one adapter: name layers of one kind in "
+            "model.target_modules"
+        )
     config = peft.LoraConfig(
         **({"r": settings.rank, "lora_alpha": settings.alpha} if file is None else file.settings),
         target_modules=[name.removeprefix(prefix) for name in chosen],
@@ -98,7 +115,8 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
         base_model_name_or_path=_whereabouts(model),
     )
     root.requires_grad_(False)
-    bare = nn.Module()  # peft rewrites the targets of a model that it knows to store experts otherwise than its files do
+    # peft rewrites the targets of a model that it knows to store experts otherwise than its files do
+    bare = nn.Module()
     for name, child in root.named_children():
         bare.add_module(name, child)
     with torch.device("meta"):  # its own first draw would move the global random stream
@@ -107,7 +125,9 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
         root.add_module(name, child)
     root.peft_config = {ADAPTER: config}
     adapted = adapted_layers(model)
-    assert set(adapted) == set(chosen), f"peft adapted {sorted(set(adapted) ^ set(chosen))[:3]} otherwise than asked"
+    assert set(adapted) == set(chosen), (
+        f"peft adapted {sorted(set(adapted) ^ set(chosen))[:3]} otherwise than asked"
+    )
     for layer in adapted.values():
         weight = layer.base_layer.weight
         for part in (layer.lora_A, layer.lora_B):
@@ -119,7 +139,8 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
 
 @torch.no_grad()
 def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
-    """Give the adapters their first values: A uniform within 1/√in and keyed by the layer's name, B zero; or those of `adapter_path`.
+    """Give the adapters their first values: A uniform within 1/√in and keyed by the layer's name, B zero; or
+    those of `adapter_path`.
 
     Each rank computes its own shard, without a word to the others.
     """
@@ -134,13 +155,16 @@ def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
         for own, value in ((a, first), (b, second)):
             if own.shape != value.shape:
                 raise ModelError(
-                    f"adapter {settings.adapter_path}: {name} has a part of {tuple(value.shape)} there and of {tuple(own.shape)} here"
+                    f"adapter {settings.adapter_path}: {name} has a part of {tuple(value.shape)} there and "
+                    f"of {tuple(own.shape)} here"
                 )
             local(own).copy_(value[own_slices(own)])
 
 
 def load_with_peft(policy: PolicyModel, folder: Path) -> None:
-    """Put the adapter of a folder into a plain policy by peft's own loader: what whoever reads the folder will have."""
+    """Put the adapter of a folder into a plain policy by peft's own loader: what whoever reads the folder
+    will have.
+    """
     import peft
 
     peft.PeftModel.from_pretrained(policy.hf, str(folder), autocast_adapter_dtype=False)
@@ -159,7 +183,9 @@ def adapted_layers(model: PolicyModel | ValueModel) -> dict[str, Any]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what its base does. Outside of training only: gradients are not asked for here."""
+    """Inside, the model computes what its base does. Outside of training only: gradients are not asked for
+    here.
+    """
     layers = [module for module in model.modules() if _adapted(module)]
     _switch(layers, enabled=False)
     try:
@@ -192,12 +218,16 @@ def adapter_part(name: str) -> str:
 
 
 def base_name(name: str) -> str:
-    """A base parameter's name in the model without adapters, which is its name in the model's files: `….q_proj.weight`."""
+    """A base parameter's name in the model without adapters, which is its name in the model's files:
+    `….q_proj.weight`.
+    """
     return name.replace(".base_layer.", ".")
 
 
 def saved_names(model: nn.Module) -> frozenset[str] | None:
-    """Of a model with adapters, the entries of its state that a checkpoint holds: what is not in the base's own folder. None: all."""
+    """Of a model with adapters, the entries of its state that a checkpoint holds: what is not in the base's
+    own folder. None: all.
+    """
     names = [name for name, _ in model.named_parameters()]
     if not any(is_adapter(name) for name in names):
         return None
@@ -205,7 +235,9 @@ def saved_names(model: nn.Module) -> frozenset[str] | None:
 
 
 def fold(weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, transposed: bool = False) -> Tensor:
-    """W + s·B·A in float32 or better: weight [out, in] ([in, out] if `transposed`), a [rank, in], b [out, rank]; sharded alike stays so."""
+    """W + s·B·A in float32 or better: weight [out, in] ([in, out] if `transposed`), a [rank, in], b [out,
+    rank]; sharded alike stays so.
+    """
     kind = torch.promote_types(weight.dtype, torch.float32)
     if isinstance(a, DTensor):
         a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
@@ -237,7 +269,9 @@ class PlainEntry:
 def plain_state(model: PolicyModel | ValueModel) -> dict[str, PlainEntry]:
     """The state that the model without adapters would have, by the names that it had before `add_lora`."""
     path = "hf" if isinstance(model, PolicyModel) else "backbone"
-    layers = {f"{path}.{name}.weight": layer for name, layer in _root(model)[0].named_modules() if _adapted(layer)}
+    layers = {
+        f"{path}.{name}.weight": layer for name, layer in _root(model)[0].named_modules() if _adapted(layer)
+    }
     named = ((base_name(name), tensor) for name, tensor in model.state_dict().items() if not is_adapter(name))
     return {name: PlainEntry(tensor, layers.get(name)) for name, tensor in named}
 
@@ -253,7 +287,9 @@ def fold_adapters(model: PolicyModel | ValueModel) -> None:
 
 
 def adapter_tensors(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tensor]]:
-    """The adapters by `LAYER.lora_A` and `LAYER.lora_B`, in the dtype they compute in, sharded where they are."""
+    """The adapters by `LAYER.lora_A` and `LAYER.lora_B`, in the dtype they compute in, sharded where they
+    are.
+    """
     for name, layer in adapted_layers(model).items():
         a, b = _parts(layer)
         yield from ((f"{name}.lora_A", a), (f"{name}.lora_B", b))
@@ -294,7 +330,9 @@ def _root(model: PolicyModel | ValueModel) -> tuple[Any, str]:
 def _linear_layers(root: Any, prefix: str) -> dict[str, nn.Module]:
     """Linear layers by name; not the output head, whose weight is used without a call of it."""
     head = root.get_output_embeddings() if hasattr(root, "get_output_embeddings") else None
-    found = ((name, module) for name, module in root.named_modules() if isinstance(module, (nn.Linear, Conv1D)))
+    found = (
+        (name, module) for name, module in root.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    )
     return {f"{prefix}{name}": module for name, module in found if module is not head}
 
 
@@ -304,29 +342,43 @@ def _targets(layers: Mapping[str, nn.Module], settings: LoraSettings) -> list[st
     for each in () if wanted == ALL_LINEAR else (wanted,) if isinstance(wanted, str) else wanted:
         found = _matching(each, layers)
         if not found:
-            raise ModelError(f"model.target_modules: {each!r} is no linear layer that can have an adapter. {_offer(layers)}")
+            raise ModelError(
+                f"model.target_modules: {each!r} is no linear layer that can have an adapter. "
+                f"{_offer(layers)}"
+            )
         chosen |= found
     for each in () if exclude is None else (exclude,) if isinstance(exclude, str) else exclude:
         chosen -= _matching(each, layers)
     if not chosen:
-        raise ModelError(f"model.exclude_modules={exclude!r} leaves no layer of model.target_modules={wanted!r}. {_offer(layers)}")
+        raise ModelError(
+            f"model.exclude_modules={exclude!r} leaves no layer of model.target_modules={wanted!r}. "
+            f"{_offer(layers)}"
+        )
     return sorted(chosen)
 
 
 def _matching(wanted: str, layers: Iterable[str]) -> set[str]:
-    """Layers of this name, whole or its last parts, or else those whose whole name this regular expression matches."""
+    """Layers of this name, whole or its last parts, or else those whose whole name this regular expression
+    matches.
+    """
     named = {name for name in layers if name == wanted or name.endswith(f".{wanted}")}
     if named:
         return named
     try:
         return {name for name in layers if re.fullmatch(wanted, name)}
     except re.error as error:
-        raise ModelError(f"model.target_modules or exclude_modules: {wanted!r} is no layer and no regular expression: {error}") from error
+        raise ModelError(
+            f"model.target_modules or exclude_modules: {wanted!r} is no layer and no regular expression: "
+            f"{error}"
+        ) from error
 
 
 def _offer(layers: Iterable[str]) -> str:
     kinds = dict.fromkeys(name.rsplit(".", 1)[-1] for name in layers)
-    return f"Linear layers of this model: {', '.join(kinds)} (whole names look like {next(iter(layers), 'none')!r}), or {ALL_LINEAR!r}"
+    return (
+        f"Linear layers of this model: {', '.join(kinds)} (whole names look like "
+        f"{next(iter(layers), 'none')!r}), or {ALL_LINEAR!r}"
+    )
 
 
 def _layers_of(file: AdapterFile, layers: Mapping[str, nn.Module]) -> list[str]:
@@ -334,5 +386,8 @@ def _layers_of(file: AdapterFile, layers: Mapping[str, nn.Module]) -> list[str]:
     names = sorted({name.rsplit(".", 1)[0] for name in file.tensors})
     odd = [name for name in names if name not in layers]
     if odd:
-        raise ModelError(f"adapter {file.path} is for {len(odd)} layers that this model has not, such as {odd[0]!r}. {_offer(layers)}")
+        raise ModelError(
+            f"adapter {file.path} is for {len(odd)} layers that this model has not, such as {odd[0]!r}. "
+            f"{_offer(layers)}"
+        )
     return names

@@ -1,10 +1,13 @@
-"""Keys and values of the running rows in blocks: [blocks, tokens of a block, KV, D] in each layer, and a table of the blocks of each slot.
+"""Keys and values of the running rows in blocks: [blocks, tokens of a block, KV, D] in each layer, and a
+table of the blocks of each slot.
 
-    slot 0  [ 4 | 7 | 2 ]        blocks that are full, or only read, may be in several slots and in what is kept: they count who has them
+    slot 0  [ 4 | 7 | 2 ]        blocks that are full, or only read, may be in several slots and in what is
+    kept: they count who has them
     slot 1  [ 4 | 7 | 9 ]        the last block of a row is its own, so that it can be written
     kept    [ 4 | 7 | 2 ]
 
-Which blocks a row has is known on the host, which never waits for the device. Block 0 is no row's: unused places of the table point to it.
+Which blocks a row has is known on the host, which never waits for the device. Block 0 is no row's: unused
+places of the table point to it.
 """
 
 from __future__ import annotations
@@ -74,16 +77,28 @@ class HeldBlocks(RowCopy):
 
 
 class PagedCache(KVCache):
-    """Rows in blocks, at most `max_blocks`; memory for them grows by doubling, and then `evict` is asked to let kept ones go."""
+    """Rows in blocks, at most `max_blocks`; memory for them grows by doubling, and then `evict` is asked to
+    let kept ones go.
+    """
 
     shares = True
     kernel: PagedKernel | None = None
     """How decoding attends; None: the tokens of each row are gathered, and attended over as in slots."""
 
     def __init__(
-        self, shapes: dict[int, LayerShape], num_slots: int, max_blocks: int, block_size: int, device: torch.device | str = "cpu"
+        self,
+        shapes: dict[int, LayerShape],
+        num_slots: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.num_slots, self.max_blocks, self.block_size, self.device = num_slots, max_blocks, block_size, torch.device(device)
+        self.num_slots, self.max_blocks, self.block_size, self.device = (
+            num_slots,
+            max_blocks,
+            block_size,
+            torch.device(device),
+        )
         self.room, self.capacity = 0, block_size
         self.pool = BlockPool()
         self.blocks: list[list[int]] = [[] for _ in range(num_slots)]
@@ -95,8 +110,12 @@ class PagedCache(KVCache):
         self._stale: set[int] = set()  # slots whose blocks the table does not say yet
         self.keys, self.values = {}, {}
         for layer, shape in shapes.items():
-            self.keys[layer] = torch.zeros(1, block_size, shape.kv_heads, shape.key_dim, dtype=shape.dtype, device=device)
-            self.values[layer] = torch.zeros(1, block_size, shape.kv_heads, shape.value_dim, dtype=shape.dtype, device=device)
+            self.keys[layer] = torch.zeros(
+                1, block_size, shape.kv_heads, shape.key_dim, dtype=shape.dtype, device=device
+            )
+            self.values[layer] = torch.zeros(
+                1, block_size, shape.kv_heads, shape.value_dim, dtype=shape.dtype, device=device
+            )
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +131,9 @@ class PagedCache(KVCache):
         return self.max_blocks - 1 - len(set(beside).union(*self.blocks))
 
     def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
-        """See that these slots have blocks for tokens up to `stop` (left out: for one more each), which are to be written."""
+        """See that these slots have blocks for tokens up to `stop` (left out: for one more each), which are
+        to be written.
+        """
         for slot in slots:
             length = self.lengths[slot] + 1 if stop is None else stop
             missing = self.num_blocks(length) - len(self.blocks[slot])
@@ -134,7 +155,11 @@ class PagedCache(KVCache):
         """The first tokens of some slots, gathered."""
         blocks = self.table[:, : self.num_blocks(length)].index_select(0, slots)
         keys, values = (
-            stored[layer].index_select(0, blocks.flatten()).unflatten(0, blocks.shape).flatten(1, 2)[:, :length].transpose(1, 2)
+            stored[layer]
+            .index_select(0, blocks.flatten())
+            .unflatten(0, blocks.shape)
+            .flatten(1, 2)[:, :length]
+            .transpose(1, 2)
             for stored in (self.keys, self.values)
         )
         return keys, values
@@ -173,7 +198,9 @@ class PagedCache(KVCache):
                 self._stale.add(slot)
 
     def wipe(self, slots: Sequence[int]) -> None:
-        """Zeros in the blocks that only these slots have, shared among them or not: what a mask hides still has to be finite."""
+        """Zeros in the blocks that only these slots have, shared among them or not: what a mask hides still
+        has to be finite.
+        """
         held = Counter(block for slot in slots for block in self.blocks[slot])
         own = [block for block, count in held.items() if self.pool.counts[block] == count]
         index = torch.tensor([0, *own], device=self.device)
@@ -205,7 +232,9 @@ class PagedCache(KVCache):
         return self.pool.take(count)
 
     def _grow(self, num_blocks: int) -> None:
-        """Have memory for so many blocks; those in use stay what they are. One layer at a time is there twice."""
+        """Have memory for so many blocks; those in use stay what they are. One layer at a time is there
+        twice.
+        """
         if num_blocks <= self.pool.size:
             return
         for tensors in (self.keys, self.values):
@@ -225,7 +254,10 @@ class PagedCache(KVCache):
             self.capacity = self.table.shape[1] * self.block_size
             self._stale = set(range(self.num_slots))
         slots, width = sorted(self._stale), self.table.shape[1]
-        rows = torch.tensor([[slot, *self.blocks[slot], *[0] * (width - len(self.blocks[slot]))] for slot in slots], dtype=torch.int32)
+        rows = torch.tensor(
+            [[slot, *self.blocks[slot], *[0] * (width - len(self.blocks[slot]))] for slot in slots],
+            dtype=torch.int32,
+        )
         if self.device.type == "cuda":
             rows = rows.pin_memory().to(self.device, non_blocking=True)
         self.table.index_copy_(0, rows[:, 0].long(), rows[:, 1:])

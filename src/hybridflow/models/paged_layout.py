@@ -1,7 +1,8 @@
 """Attention of decoding over rows in blocks: one new token per row.
 
-On CUDA the kernel of `torch.nn.attention.varlen` reads the blocks where they lie, by the table; elsewhere, and for what it does not know
-(soft-capped scores, sinks, exact mode), the tokens of each row are gathered and attended over as in slots.
+On CUDA the kernel of `torch.nn.attention.varlen` reads the blocks where they lie, by the table; elsewhere,
+and for what it does not know (soft-capped scores, sinks, exact mode), the tokens of each row are gathered and
+attended over as in slots.
 """
 
 from __future__ import annotations
@@ -26,22 +27,32 @@ WANTED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")
 
 
 class PagedLayout(SlotLayout):
-    """Row i of the batch is in the blocks of slot i; its new token stands at position lengths[i] and sees all tokens up to itself."""
+    """Row i of the batch is in the blocks of slot i; its new token stands at position lengths[i] and sees all
+    tokens up to itself.
+    """
 
     cache: PagedCache
 
     def __init__(self, cache: PagedCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
-        """As `SlotLayout`; the slots have blocks for the new tokens. `num_keys` left out: up to the newest token."""
+        """As `SlotLayout`; the slots have blocks for the new tokens. `num_keys` left out: up to the newest
+        token.
+        """
         super().__init__(cache, lengths, longest, longest + 1 if num_keys is None else num_keys)
         self._slots = self.places.slots
         self._used = (lengths + 1).to(torch.int32)
         self._rows = torch.arange(self.num_rows + 1, dtype=torch.int32, device=lengths.device)
-        self._begins = self._rows * cache.capacity  # of rows that lay one after the other; what counts is the table
+        # of rows that lay one after the other; what counts is the table
+        self._begins = self._rows * cache.capacity
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]; stores key and value."""
         cache = self.cache
-        if cache.kernel is None or self.exact is not None or scores.softcap is not None or scores.sinks is not None:
+        if (
+            cache.kernel is None
+            or self.exact is not None
+            or scores.softcap is not None
+            or scores.sinks is not None
+        ):
             return super().attend(query, key, value, scores)
         cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
         window = scores.window(self.num_keys)
@@ -75,9 +86,14 @@ def varlen_kernel() -> PagedKernel | None:
 
 
 def kernel_problem(
-    shapes: dict[int, LayerShape], scores: dict[int, Scores], device: torch.device, block_size: int = BLOCK_SIZE
+    shapes: dict[int, LayerShape],
+    scores: dict[int, Scores],
+    device: torch.device,
+    block_size: int = BLOCK_SIZE,
 ) -> str | None:
-    """Why no kernel can attend over blocks of a model with these layers, if so; what the keys alone do not tell is tried."""
+    """Why no kernel can attend over blocks of a model with these layers, if so; what the keys alone do not
+    tell is tried.
+    """
     kernel = varlen_kernel()
     if kernel is None:
         return f"torch {torch.__version__} has no attention that reads blocks: torch>=2.13 does"
@@ -85,12 +101,20 @@ def kernel_problem(
         return f"blocks have {block_size} tokens, and the kernel wants a multiple of {BLOCK_SIZE}"
     for layer, shape in shapes.items():
         if shape.dtype not in (torch.bfloat16, torch.float16):
-            return f"layer {layer} computes in {str(shape.dtype).removeprefix('torch.')}, and the kernel in bfloat16 or float16"
+            return (
+                f"layer {layer} computes in {str(shape.dtype).removeprefix('torch.')}, and the kernel in "
+                "bfloat16 or float16"
+            )
         if shape.key_dim != shape.value_dim or shape.key_dim % 8 or shape.key_dim > MOST_DIMS:
-            return f"layer {layer}: heads of {shape.key_dim} and {shape.value_dim}: the kernel wants one multiple of 8, at most {MOST_DIMS}"
+            return (
+                f"layer {layer}: heads of {shape.key_dim} and {shape.value_dim}: the kernel wants one "
+                f"multiple of 8, at most {MOST_DIMS}"
+            )
         if scores[layer].softcap is not None or scores[layer].sinks is not None:
             return f"layer {layer} caps its scores or has sinks, which the kernel does not know"
-    windows = {layer: seen.sliding_window and min(seen.sliding_window, BLOCK_SIZE) for layer, seen in scores.items()}
+    windows = {
+        layer: seen.sliding_window and min(seen.sliding_window, BLOCK_SIZE) for layer, seen in scores.items()
+    }
     for shape, window in {(shape, windows[layer]) for layer, shape in shapes.items()}:
         try:
             difference = _difference(kernel, shape, window, device)
@@ -102,7 +126,9 @@ def kernel_problem(
 
 
 def _difference(kernel: PagedKernel, shape: LayerShape, window: int | None, device: torch.device) -> float:
-    """Between the kernel and attention over gathered tokens, for rows of unlike length in blocks that lie in no order."""
+    """Between the kernel and attention over gathered tokens, for rows of unlike length in blocks that lie in
+    no order.
+    """
     cache = PagedCache({0: shape}, 3, 12, BLOCK_SIZE, device)
     cache.kernel = kernel
     lengths = [BLOCK_SIZE + 40, 7, 2 * BLOCK_SIZE]
@@ -111,11 +137,18 @@ def _difference(kernel: PagedKernel, shape: LayerShape, window: int | None, devi
     random = torch.Generator(device).manual_seed(0)
     for stored in (cache.keys[0], cache.values[0]):
         stored.normal_(generator=random)
-    states = [torch.empty(3, heads * shape.kv_heads, 1, shape.key_dim, dtype=shape.dtype, device=device) for heads in (2, 1, 1)]
+    states = [
+        torch.empty(3, heads * shape.kv_heads, 1, shape.key_dim, dtype=shape.dtype, device=device)
+        for heads in (2, 1, 1)
+    ]
     query, key, value = (x.normal_(generator=random) for x in states)
     layout = PagedLayout(cache, torch.tensor(lengths, device=device), max(lengths))
     got = layout.attend(query, key, value, Scores(sliding_window=window))
-    keys, values = (x.repeat_interleave(2, dim=1) for x in cache.tokens_of(0, layout.places.slots, layout.num_keys))
+    keys, values = (
+        x.repeat_interleave(2, dim=1) for x in cache.tokens_of(0, layout.places.slots, layout.num_keys)
+    )
     mask = layout._mask(Scores(sliding_window=window).window(layout.num_keys))[:, None, None]
-    wanted = scaled_dot_product_attention(query.float(), keys.float(), values.float(), attn_mask=mask).transpose(1, 2)
+    wanted = scaled_dot_product_attention(
+        query.float(), keys.float(), values.float(), attn_mask=mask
+    ).transpose(1, 2)
     return float((got.float() - wanted).abs().max())

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model as a policy: packed rows in, log-probs of their response tokens out.
 
-The module that trains is the module that generates: `forward` is for training and scoring, `hidden` and `logits` are what
-the native rollout engine drives, with another layout.
+The module that trains is the module that generates: `forward` is for training and scoring, `hidden` and
+`logits` are what the native rollout engine drives, with another layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class PolicyModel(nn.Module):
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
     exact: ExactMode | None = None
-    """Set: a token's log-prob has the same bits in training and in generation, whatever is computed with it."""
+    """Set: a token's log-prob has the same bits in training and in generation, whatever is computed with it.
+    """
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -41,7 +42,9 @@ class PolicyModel(nn.Module):
         use_attention(hf)
         head = hf.get_output_embeddings()
         if not isinstance(head, nn.Module) or not isinstance(getattr(head, "weight", None), Tensor):
-            raise ModelError(f"{type(hf).__name__} has no output head with a weight matrix: it is no causal language model")
+            raise ModelError(
+                f"{type(hf).__name__} has no output head with a weight matrix: it is no causal language model"
+            )
         self.transform = LogitTransform.from_config(hf.config)
         if self.dtype == torch.float64:
             compute_in_float64(hf)
@@ -76,7 +79,11 @@ class PolicyModel(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def forward(
-        self, packed: PackedBatch, temperature: float = 1.0, with_entropy: bool = False, with_sum_pi_squared: bool = False
+        self,
+        packed: PackedBatch,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
     ) -> TokenOutputs:
         """Log-probs [M] of `packed.targets`, and their distributions' entropy and Σπ² [M] if asked for.
 
@@ -109,9 +116,11 @@ class PolicyModel(nn.Module):
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout, self.exact)
 
     def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Like `hidden` for one new token of each row, [B, 1] -> [B, 1, H]: the same bits, in less time where the model allows it.
+        """Like `hidden` for one new token of each row, [B, 1] -> [B, 1, H]: the same bits, in less time where
+        the model allows it.
 
-        The faster way is used once its first states have been the very ones of the modules, on this model and this machine.
+        The faster way is used once its first states have been the very ones of the modules, on this model and
+        this machine.
         """
         if (self._flat_tried and self._flat is None) or torch.is_grad_enabled():
             return self.hidden(input_ids, position_ids, layout)
@@ -151,23 +160,35 @@ def use_attention(hf: PreTrainedModel) -> None:
     register()
     if not getattr(hf, "_supports_attention_backend", False):
         raise ModelError(
-            f"{type(hf).__name__} (model_type {hf.config.model_type!r}) does not let its attention be chosen, so rows cannot be packed: "
-            "it is not supported. Use an attention-only causal language model such as Llama, Qwen, Mistral, Gemma or Phi"
+            f"{type(hf).__name__} (model_type {hf.config.model_type!r}) does not let its attention be "
+            "chosen, so rows cannot be packed: "
+            "it is not supported. Use an attention-only causal language model such as Llama, Qwen, Mistral, "
+            "Gemma or Phi"
         )
     hf.set_attn_implementation(ATTENTION_NAME)
 
 
-def run_backbone(backbone: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, exact: ExactMode | None = None) -> Tensor:
+def run_backbone(
+    backbone: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: Layout,
+    exact: ExactMode | None = None,
+) -> Tensor:
     """Last hidden states of a Hugging Face base model under `layout`, with no cache and no mask of its own."""
     batch, length = input_ids.shape
     if exact is not None:
         input_ids, position_ids, layout = exact.pad_tokens(input_ids, position_ids, layout)
-    outputs: Any = backbone(input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout)
+    outputs: Any = backbone(
+        input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout
+    )
     states: Tensor = outputs.last_hidden_state
     return states if exact is None else states[:batch, :length]
 
 
-def sequence_cut(packed: PackedBatch, group: ProcessGroup | None, config: PretrainedConfig) -> SequenceCut | None:
+def sequence_cut(
+    packed: PackedBatch, group: ProcessGroup | None, config: PretrainedConfig
+) -> SequenceCut | None:
     """How `packed` is cut among the ranks of `group`; None without a group or with a rank alone in it."""
     if group is None or group.size() == 1:
         return None
@@ -177,13 +198,24 @@ def sequence_cut(packed: PackedBatch, group: ProcessGroup | None, config: Pretra
 
 
 def packed_hidden(
-    backbone: nn.Module, packed: PackedBatch, device: torch.device, cut: SequenceCut | None = None, exact: ExactMode | None = None
+    backbone: nn.Module,
+    packed: PackedBatch,
+    device: torch.device,
+    cut: SequenceCut | None = None,
+    exact: ExactMode | None = None,
 ) -> Tensor:
-    """Hidden states [M, H] at the positions that predict `packed.targets`; under a cut, those of the rank's share `cut.own`."""
+    """Hidden states [M, H] at the positions that predict `packed.targets`; under a cut, those of the rank's
+    share `cut.own`.
+    """
     layout: Layout = PackedLayout.build(packed.lengths, device, places=packed.places)
     input_ids, position_ids, index = packed.input_ids, packed.position_ids, packed.predict_index
     if cut is not None:
-        layout, input_ids, position_ids, index = cut.layout(layout), cut.tokens(input_ids), cut.tokens(position_ids), cut.predict_index
+        layout, input_ids, position_ids, index = (
+            cut.layout(layout),
+            cut.tokens(input_ids),
+            cut.tokens(position_ids),
+            cut.predict_index,
+        )
     states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
     if packed.places is not None:  # the last token of a shared prompt predicts the first of several responses
         return SharedTokens(packed.shared_predict_index, None, device).spread(states[0], index.to(device))
@@ -192,8 +224,9 @@ def packed_hidden(
 
 
 class _SelectTokens(torch.autograd.Function):
-    """Rows of [N, H] at distinct indices [M]: the backward pass copies instead of adding (ten times faster on CPU, and the
-    same to the bit whatever the number of threads)."""
+    """Rows of [N, H] at distinct indices [M]: the backward pass copies instead of adding (ten times faster on
+    CPU, and the same to the bit whatever the number of threads).
+    """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, index: Tensor) -> Tensor:

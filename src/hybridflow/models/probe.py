@@ -1,9 +1,9 @@
 """Does our attention compute what this model means? Asked once when a model is loaded, on a few tokens.
 
-Rows of different length are packed, and their last tokens decoded from a key-value cache; the log-probs are compared with those
-of each row alone under transformers' own eager attention. A layer that never calls the attention function, or an architecture
-whose rows see each other when packed (recurrent and linear-attention layers), is found here and not in a run that quietly learns
-from wrong log-probs.
+Rows of different length are packed, and their last tokens decoded from a key-value cache; the log-probs are
+compared with those of each row alone under transformers' own eager attention. A layer that never calls the
+attention function, or an architecture whose rows see each other when packed (recurrent and linear-attention
+layers), is found here and not in a run that quietly learns from wrong log-probs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class _CountingLayout(PackedLayout):
 
 @torch.no_grad()
 def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
-    """The largest difference, in nats, of packed and of cached log-probs from each row's alone; ModelError above `tolerance`.
+    """The largest difference, in nats, of packed and of cached log-probs from each row's alone; ModelError
+    above `tolerance`.
 
-    The default tolerance goes by the dtype: 1e-3 in float32, 0.3 in bfloat16 (wrong attention shifts log-probs by 1 to 2). In half
-    precision a position's difference is the mean over the vocabulary: a logit of 20 is itself rounded by 0.06, and among a hundred
-    thousand of them the worst of a healthy model is above any limit that would find a wrong one.
+    The default tolerance goes by the dtype: 1e-3 in float32, 0.3 in bfloat16 (wrong attention shifts
+    log-probs by 1 to 2). In half precision a position's difference is the mean over the vocabulary: a logit
+    of 20 is itself rounded by 0.06, and among a hundred thousand of them the worst of a healthy model is
+    above any limit that would find a wrong one.
     """
     was_training = policy.training
     policy.eval()
@@ -52,19 +54,26 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
         policy.train(was_training)
     if not all(bool(row.isfinite().all()) for row in alone):
         raise ModelError(
-            f"{type(policy.hf).__name__} gives log-probs that are not finite: look for NaN or infinity in the weights of the model's folder"
+            f"{type(policy.hf).__name__} gives log-probs that are not finite: look for NaN or infinity in "
+            "the weights of the model's folder"
             + (" (this dtype may be too narrow for them)" if policy.dtype.itemsize < 4 else "")
         )
     limit = tolerance if tolerance is not None else probe_tolerance(policy.dtype)
     differences = {
-        "packed": max(difference(ours, theirs, policy.dtype) for ours, theirs in zip(packed, alone, strict=True)),
-        "from the key-value cache": max(difference(ours, theirs[-1], policy.dtype) for ours, theirs in zip(cached, alone, strict=True)),
+        "packed": max(
+            difference(ours, theirs, policy.dtype) for ours, theirs in zip(packed, alone, strict=True)
+        ),
+        "from the key-value cache": max(
+            difference(ours, theirs[-1], policy.dtype) for ours, theirs in zip(cached, alone, strict=True)
+        ),
     }
     for how, worst in differences.items():
         if not worst <= limit:  # also where it is nan
             raise ModelError(
-                f"{type(policy.hf).__name__} does not give the same log-probs {how} as a row alone: they differ by {worst:.3g} nats, at "
-                f"most {limit:.3g} is allowed. Its layers do something our attention does not know, so it cannot be trained here"
+                f"{type(policy.hf).__name__} does not give the same log-probs {how} as a row alone: they "
+                f"differ by {worst:.3g} nats, at "
+                f"most {limit:.3g} is allowed. Its layers do something our attention does not know, so it "
+                "cannot be trained here"
             )
     return max(differences.values())
 
@@ -81,12 +90,16 @@ def probe_log_probs(policy: PolicyModel) -> Tensor:
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """How far log-probs of one model may lie apart that were computed in two ways, in nats as `difference` counts them."""
+    """How far log-probs of one model may lie apart that were computed in two ways, in nats as `difference`
+    counts them.
+    """
     return _TOLERANCES.get(dtype, 0.3)
 
 
 def difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
-    """The largest difference of log-probs [..., V]; for models of half precision of the means over the vocabulary."""
+    """The largest difference of log-probs [..., V]; for models of half precision of the means over the
+    vocabulary.
+    """
     apart = (ours - theirs).abs()
     return float(apart.max() if dtype.itemsize >= 4 else apart.mean(-1).max())
 
@@ -94,12 +107,17 @@ def difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
 def _rows(policy: PolicyModel) -> list[Tensor]:
     """Token ids that differ from row to row, spread over the vocabulary; no random numbers."""
     vocabulary = policy.head.weight.shape[0]
-    ids = [[(1 + 7919 * (row + 1) * (place + 1)) % vocabulary for place in range(length)] for row, length in enumerate(_LENGTHS)]
+    ids = [
+        [(1 + 7919 * (row + 1) * (place + 1)) % vocabulary for place in range(length)]
+        for row, length in enumerate(_LENGTHS)
+    ]
     return [torch.tensor(row, device=policy.device) for row in ids]
 
 
 def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
-    """Log-probs [length, V] of each row, from one packed pass; ModelError if a layer did not call our attention."""
+    """Log-probs [length, V] of each row, from one packed pass; ModelError if a layer did not call our
+    attention.
+    """
     layout = _CountingLayout.build(_LENGTHS, policy.device)
     assert isinstance(layout, _CountingLayout)
     layout.calls = Counter()
@@ -107,8 +125,10 @@ def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
     wanted = policy.config.get_text_config().num_hidden_layers
     if len(layout.calls) != wanted or set(layout.calls.values()) != {1}:
         raise ModelError(
-            f"{type(policy.hf).__name__}: {len(layout.calls)} of {wanted} layers call the attention function (calls by layer: "
-            f"{dict(layout.calls)}). Recurrent and linear-attention layers mix rows when packed, so this model cannot be trained here"
+            f"{type(policy.hf).__name__}: {len(layout.calls)} of {wanted} layers call the attention "
+            "function (calls by layer: "
+            f"{dict(layout.calls)}). Recurrent and linear-attention layers mix rows when packed, so this "
+            "model cannot be trained here"
         )
     return list(policy.logits(hidden)[0].log_softmax(-1).split(_LENGTHS))
 
@@ -117,12 +137,21 @@ def _cached(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
     """Log-probs [V] after each row, its last token decoded over cached keys and values of the others."""
     prompts = [row[:-1] for row in rows]
     states: dict[int, tuple[Tensor, Tensor]] = {}
-    layout = PackedLayout.build([len(row) for row in prompts], policy.device, kv_sink=lambda layer, *pair: states.update({layer: pair}))
+    layout = PackedLayout.build(
+        [len(row) for row in prompts],
+        policy.device,
+        kv_sink=lambda layer, *pair: states.update({layer: pair}),
+    )
     policy.hidden(torch.cat(prompts)[None], _positions(prompts), layout)
-    shapes = {layer: LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype) for layer, (key, value) in states.items()}
+    shapes = {
+        layer: LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        for layer, (key, value) in states.items()
+    }
     cache = SlotCache(shapes, len(rows), max(_LENGTHS), policy.device)
     lengths = torch.tensor([len(row) for row in prompts], device=policy.device)
-    places = Places(torch.arange(len(rows), device=policy.device).repeat_interleave(lengths), _positions(prompts)[0])
+    places = Places(
+        torch.arange(len(rows), device=policy.device).repeat_interleave(lengths), _positions(prompts)[0]
+    )
     for layer, (key, value) in states.items():
         cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), places)
     last = torch.stack([row[-1] for row in rows])

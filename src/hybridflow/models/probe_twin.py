@@ -1,7 +1,9 @@
-"""The probe of an architecture whose weights are spread over ranks: a small twin with random weights stands in for it.
+"""The probe of an architecture whose weights are spread over ranks: a small twin with random weights stands
+in for it.
 
-The probe runs rows through transformers' eager attention, which calls submodules that only the model's own forward would gather. What it
-tests is the architecture, not the weights, so a twin with the first layers of each kind and few tokens says the same.
+The probe runs rows through transformers' eager attention, which calls submodules that only the model's own
+forward would gather. What it tests is the architecture, not the weights, so a twin with the first layers of
+each kind and few tokens says the same.
 """
 
 from __future__ import annotations
@@ -22,16 +24,30 @@ MAX_PARAMETERS = 2_000_000_000
 _VOCABULARY = 512
 
 
-def probe_twin(config: PretrainedConfig, device: torch.device, *, trust_remote_code: bool = False, use_liger: bool = False) -> float | None:
-    """`probe_policy` of a float32 twin of the model that `config` describes; None where even the twin would be too large.
+def probe_twin(
+    config: PretrainedConfig,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    use_liger: bool = False,
+) -> float | None:
+    """`probe_policy` of a float32 twin of the model that `config` describes; None where even the twin would
+    be too large.
 
     The global random stream is left as it was.
     """
     twin = twin_config(config)
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(twin, trust_remote_code=trust_remote_code).parameters())
+        size = sum(
+            p.numel()
+            for p in AutoModelForCausalLM.from_config(twin, trust_remote_code=trust_remote_code).parameters()
+        )
     if size > MAX_PARAMETERS:
-        logger.info("a layer of %s is too large to probe apart from the model (%.1f B parameters)", config.model_type, size / 1e9)
+        logger.info(
+            "a layer of %s is too large to probe apart from the model (%.1f B parameters)",
+            config.model_type,
+            size / 1e9,
+        )
         return None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -45,7 +61,9 @@ def probe_twin(config: PretrainedConfig, device: torch.device, *, trust_remote_c
 
 
 def twin_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture with fewer layers and tokens, and weights so large that attention moves the log-probs."""
+    """The same architecture with fewer layers and tokens, and weights so large that attention moves the
+    log-probs.
+    """
     twin = copy.deepcopy(config)
     text = twin.get_text_config()
     kinds = list(getattr(text, "layer_types", None) or [])

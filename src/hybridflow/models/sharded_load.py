@@ -1,9 +1,11 @@
-"""A model that no rank ever holds whole: parameters on the meta device, then each rank reads its own slices from the files.
+"""A model that no rank ever holds whole: parameters on the meta device, then each rank reads its own slices
+from the files.
 
     meta_model ─► placements (tensor parallel, adapters, shards) ─► materialise ─► load_weights
 
-Buffers are real from the start: rotary frequencies are in no file. Where the files hold other names or shapes than the model (experts
-that transformers fuses, renamed layers), every rank loads the model whole into CPU memory and keeps its slices.
+Buffers are real from the start: rotary frequencies are in no file. Where the files hold other names or shapes
+than the model (experts that transformers fuses, renamed layers), every rank loads the model whole into CPU
+memory and keeps its slices.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class MetaModel:
     module: PolicyModel | ValueModel
     config: PretrainedConfig
     sources: Mapping[str, tuple[str, ...]]
-    """Name of a parameter or saved buffer of `module` -> its names in the files: several where weights are tied, any of them will do."""
+    """Name of a parameter or saved buffer of `module` -> its names in the files: several where weights are
+    tied, any of them will do.
+    """
     where: str
     """Folder or hub name."""
     dtype: torch.dtype
@@ -63,16 +67,22 @@ def meta_model(
     gradient_checkpointing: bool = False,
     use_liger: bool = False,
 ) -> MetaModel:
-    """The model of `path` with parameters of `dtype` on the meta device and buffers on the CPU; ModelError as `build_policy`."""
+    """The model of `path` with parameters of `dtype` on the meta device and buffers on the CPU; ModelError as
+    `build_policy`.
+    """
     config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     with parameters_on_meta():
-        hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code)
+        hf = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
     hf.eval()
     _read_generation_config(hf, where)
     without_dropout(hf)
     if use_liger:
         patch_liger(hf)
-    direct = not get_model_conversion_mapping(hf, add_legacy=False) and not hasattr(config, "quantization_config")
+    direct = not get_model_conversion_mapping(hf, add_legacy=False) and not hasattr(
+        config, "quantization_config"
+    )
     if gradient_checkpointing:
         enable_gradient_checkpointing(hf)
     names: dict[int, list[str]] = {}
@@ -92,7 +102,9 @@ def meta_model(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter that a module gets goes to the meta device; what was tied stays so, and buffers are made as ever."""
+    """Inside, every parameter that a module gets goes to the meta device; what was tied stays so, and buffers
+    are made as ever.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -108,7 +120,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialise(module: nn.Module, device: torch.device, buffers: torch.device) -> None:
-    """Memory for the parameters on `device`, unwritten, and the buffers as they are on the device `buffers`. Ties stay."""
+    """Memory for the parameters on `device`, unwritten, and the buffers as they are on the device `buffers`.
+    Ties stay.
+    """
     kept = {owner: (dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()}
     module.to_empty(device=device)
     first: dict[int, nn.Parameter | None] = {}
@@ -121,9 +135,11 @@ def materialise(module: nn.Module, device: torch.device, buffers: torch.device) 
 
 @torch.no_grad()
 def load_weights(model: MetaModel) -> None:
-    """Write this rank's slices of all weights; parameters that are in no file (adapters, a value head) are left to others.
+    """Write this rank's slices of all weights; parameters that are in no file (adapters, a value head) are
+    left to others.
 
-    Raises ModelError for weights that are missing, of another shape or not finite, and for files that cannot be read.
+    Raises ModelError for weights that are missing, of another shape or not finite, and for files that cannot
+    be read.
     """
     wanted: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.module.state_dict(keep_vars=True).items():
@@ -132,7 +148,9 @@ def load_weights(model: MetaModel) -> None:
     with ExitStack() as stack:
         read = _file_reader(model, list(wanted.values()), stack) if model.direct else None
         if read is None:
-            logger.info("the files of %s hold other names than the model: it is loaded whole, then cut", model.where)
+            logger.info(
+                "the files of %s hold other names than the model: it is loaded whole, then cut", model.where
+            )
             read = _whole_reader(model.load_whole())
         for name, tensor in wanted.values():
             piece = local(tensor)
@@ -140,7 +158,10 @@ def load_weights(model: MetaModel) -> None:
                 continue
             value = read(model.sources[name], own_slices(tensor)).to(model.dtype)
             if value.is_floating_point() and not bool(value.isfinite().all()):
-                raise ModelError(f"model {model.where!r}: {model.sources[name][0]} holds NaN or infinity (read as {model.dtype})")
+                raise ModelError(
+                    f"model {model.where!r}: {model.sources[name][0]} holds NaN or infinity (read as "
+                    f"{model.dtype})"
+                )
             piece.copy_(value)
 
 
@@ -157,24 +178,34 @@ def _file_reader(model: MetaModel, wanted: list[tuple[str, Tensor]], stack: Exit
     """Reads slices straight from the files; None where a weight is not in them under its own name and shape."""
     files = _weight_files(model.where)
     try:
-        handles = {file: stack.enter_context(safe_open(file, framework="pt")) for file in sorted(set(files.values()))}
+        handles = {
+            file: stack.enter_context(safe_open(file, framework="pt")) for file in sorted(set(files.values()))
+        }
         for name, tensor in wanted:
             found = next((source for source in model.sources[name] if source in files), None)
-            if found is None or tuple(handles[files[found]].get_slice(found).get_shape()) != tuple(tensor.shape):
+            if found is None or tuple(handles[files[found]].get_slice(found).get_shape()) != tuple(
+                tensor.shape
+            ):
                 return None
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot load model {model.where!r}: {' '.join(str(error).split())[:400]}") from error
+        raise ModelError(
+            f"cannot load model {model.where!r}: {' '.join(str(error).split())[:400]}"
+        ) from error
 
     def read(names: tuple[str, ...], where: tuple[slice, ...]) -> Tensor:
         name = next(source for source in names if source in files)
-        value: Tensor = handles[files[name]].get_slice(name)[where] if where else handles[files[name]].get_tensor(name)
+        value: Tensor = (
+            handles[files[name]].get_slice(name)[where] if where else handles[files[name]].get_tensor(name)
+        )
         return value
 
     return read
 
 
 def _weight_files(where: str) -> dict[str, str]:
-    """Name of each tensor in the model's safetensors -> the file that holds it; empty where there are none by the usual names."""
+    """Name of each tensor in the model's safetensors -> the file that holds it; empty where there are none by
+    the usual names.
+    """
     index, single = _file(where, _INDEX), _file(where, _SINGLE)
     try:
         if single is not None:
@@ -188,12 +219,17 @@ def _weight_files(where: str) -> dict[str, str]:
     paths = {name: _file(where, name) for name in set(weights.values())}
     missing = sorted(name for name, path in paths.items() if path is None)
     if missing:
-        raise ModelError(f"cannot load model {where!r}: {_INDEX} names {len(missing)} files that are not there, the first {missing[0]}")
+        raise ModelError(
+            f"cannot load model {where!r}: {_INDEX} names {len(missing)} files that are not there, the "
+            f"first {missing[0]}"
+        )
     return {tensor: str(paths[name]) for tensor, name in weights.items()}
 
 
 def _file(where: str, name: str) -> str | None:
-    """Local path of one of the model's files, downloaded where `where` is a hub name; None if there is no such file."""
+    """Local path of one of the model's files, downloaded where `where` is a hub name; None if there is no
+    such file.
+    """
     if Path(where).is_dir():
         path = Path(where) / name
         return str(path) if path.is_file() else None
@@ -202,7 +238,9 @@ def _file(where: str, name: str) -> str | None:
 
 
 def _read_generation_config(hf: PreTrainedModel, where: str) -> None:
-    """What `from_pretrained` does beside loading weights: chat models have their end tokens in generation_config.json."""
+    """What `from_pretrained` does beside loading weights: chat models have their end tokens in
+    generation_config.json.
+    """
     try:
         hf.generation_config = GenerationConfig.from_pretrained(where)
     except OSError:

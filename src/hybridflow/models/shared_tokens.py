@@ -1,6 +1,8 @@
-"""Tokens that several rows share: reading them at every place where they stand, and the gradient, which is the sum over those places.
+"""Tokens that several rows share: reading them at every place where they stand, and the gradient, which is
+the sum over those places.
 
-    tokens [N] ──index [P], an entry may come several times──► places [P]         backward: places [P] ──sum by token──► tokens [N]
+    tokens [N] ──index [P], an entry may come several times──► places [P]         backward: places [P] ──sum
+    by token──► tokens [N]
 
 Sums are made of gathers in a fixed order: as fast as copies, and the same to the bit each time, on a GPU too.
 """
@@ -23,7 +25,9 @@ class Places(NamedTuple):
 
 
 class SharedTokens:
-    """Where each token stands: `index` [P] int64 says it of places, `real` [P] bool which of them count (None: all)."""
+    """Where each token stands: `index` [P] int64 says it of places, `real` [P] bool which of them count
+    (None: all).
+    """
 
     def __init__(self, index: Tensor, real: Tensor | None, device: torch.device | str) -> None:
         places = torch.arange(len(index)) if real is None else real.nonzero()[:, 0]
@@ -39,7 +43,9 @@ class SharedTokens:
             self.parts.append(Places(tokens[having].to(device), where.to(device)))
 
     def spread(self, tokens: Tensor, index: Tensor) -> Tensor:
-        """Tokens [N, ...] at the places of `index` [P] -> [P, ...]; places that do not count give no gradient."""
+        """Tokens [N, ...] at the places of `index` [P] -> [P, ...]; places that do not count give no
+        gradient.
+        """
         spread: Tensor = _Spread.apply(tokens, index, self)  # type: ignore[no-untyped-call]
         return spread
 
@@ -48,7 +54,11 @@ class SharedTokens:
         total = places.new_zeros(num_tokens, *places.shape[1:])
         for part in self.parts:
             found = places.index_select(0, part.places.flatten())
-            total.index_copy_(0, part.tokens, found if part.places.shape[1] == 1 else found.unflatten(0, part.places.shape).sum(1))
+            total.index_copy_(
+                0,
+                part.tokens,
+                found if part.places.shape[1] == 1 else found.unflatten(0, part.places.shape).sum(1),
+            )
         return total
 
 

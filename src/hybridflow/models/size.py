@@ -40,7 +40,9 @@ class Count:
         return cls(*(sum(parameter.numel() for parameter in some) for some in numbers))
 
     def on_rank(self, tensor: int, shards: int = 1) -> Count:
-        """What one rank holds of it where `tensor` ranks cut it and each of these slices is sharded over `shards` ranks."""
+        """What one rank holds of it where `tensor` ranks cut it and each of these slices is sharded over
+        `shards` ranks.
+        """
 
         def held(count: int, cut: int) -> int:
             return math.ceil((count - cut + cut // tensor) / shards)
@@ -78,13 +80,17 @@ def size_of(
     tensor: int = 1,
     blocks: bool = False,
 ) -> ModelSize:
-    """Count the model that `build_engine` would make of these arguments, on the meta device; no weights are read.
+    """Count the model that `build_engine` would make of these arguments, on the meta device; no weights are
+    read.
 
-    `tensor`: ranks that cut its layers. `blocks` counts block and root too, else they are 0. Raises ModelError as building it would.
+    `tensor`: ranks that cut its layers. `blocks` counts block and root too, else they are 0. Raises
+    ModelError as building it would.
     """
     shape, compute = shape_of(config), resolve_dtype(dtype, device)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(shape, dtype=compute, attn_implementation="eager", trust_remote_code=config.trust_remote_code)
+        hf = AutoModelForCausalLM.from_config(
+            shape, dtype=compute, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+        )
         module: PolicyModel | ValueModel = PolicyModel(hf) if kind == "policy" else ValueModel(hf)
     cut: set[int] = set()
     if tensor > 1:

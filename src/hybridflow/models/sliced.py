@@ -1,8 +1,11 @@
-"""Dense layers cut among the ranks of a replica that generates: plain tensors and one sum a block half, no gradients.
+"""Dense layers cut among the ranks of a replica that generates: plain tensors and one sum a block half, no
+gradients.
 
-    colwise ──own columns──► attention over own heads, own part of an MLP ──► rowwise ──sum over ranks──► whole again
+    colwise ──own columns──► attention over own heads, own part of an MLP ──► rowwise ──sum over ranks──►
+    whole again
 
-The plan is the one that training cuts by (`tensor_parallel.tensor_styles`), so a rank that trains and generates holds the same slices.
+The plan is the one that training cuts by (`tensor_parallel.tensor_styles`), so a rank that trains and
+generates holds the same slices.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ class SlicedLinear(nn.Linear):
     replica: Replica
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out], where a colwise layer gives its own outputs and a rowwise one takes its own inputs."""
+        """[..., in] -> [..., out], where a colwise layer gives its own outputs and a rowwise one takes its
+        own inputs.
+        """
         if self.style.startswith("colwise"):
             out = linear(input, self.weight, self.bias)
             return self._gathered(out) if self.style == "colwise_gather" else out
@@ -44,7 +49,9 @@ class SlicedLinear(nn.Linear):
 
 
 def check_sliceable(policy: PolicyModel, ranks: int) -> dict[str, Style]:
-    """How each module of `policy.hf` is cut among so many ranks; ModelError where its architecture or its sizes do not let it."""
+    """How each module of `policy.hf` is cut among so many ranks; ModelError where its architecture or its
+    sizes do not let it.
+    """
     try:
         styles = tensor_styles(policy.hf)
     except ModelError as error:
@@ -56,7 +63,8 @@ def check_sliceable(policy: PolicyModel, ranks: int) -> dict[str, Style]:
 def slice_layers(policy: PolicyModel, styles: dict[str, Style], replica: Replica) -> dict[str, int]:
     """Put slices in the places of dense layers, on the meta device, adapters beside them included.
 
-    The dim along which each of these parameters is cut, by its name in `policy`; rank r of n has the r-th of n equal slices.
+    The dim along which each of these parameters is cut, by its name in `policy`; rank r of n has the r-th of
+    n equal slices.
     """
     dims: dict[str, int] = {}
     for name, style in styles.items():
@@ -74,7 +82,10 @@ def _slice(hf: nn.Module, path: str, style: Style, replica: Replica) -> dict[str
     whole = hf.get_submodule(path)
     assert isinstance(whole, nn.Linear), f"{path} is a {type(whole).__name__}"
     outputs = style.startswith("colwise")
-    sizes = (whole.in_features // (1 if outputs else replica.size), whole.out_features // (replica.size if outputs else 1))
+    sizes = (
+        whole.in_features // (1 if outputs else replica.size),
+        whole.out_features // (replica.size if outputs else 1),
+    )
     layer = SlicedLinear(*sizes, bias=whole.bias is not None, device="meta", dtype=whole.weight.dtype)
     layer.style, layer.replica = style, replica
     parent, _, leaf = path.rpartition(".")

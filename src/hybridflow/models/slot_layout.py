@@ -1,8 +1,9 @@
 """Attention of decoding: one new token per row, over the keys and values of its slot.
 
-On CPU the query heads that share a key-value head are folded into the query axis and the attention is written out
-(two matrix products around a masked softmax) over whole slots: with one query per row that is 1.5 times as fast as
-the fused kernel with grouped heads, and products over whole slots are 2 to 4 times as fast as over parts of them.
+On CPU the query heads that share a key-value head are folded into the query axis and the attention is written
+out (two matrix products around a masked softmax) over whole slots: with one query per row that is 1.5 times
+as fast as the fused kernel with grouped heads, and products over whole slots are 2 to 4 times as fast as over
+parts of them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from hybridflow.models.kv_cache import KVCache, Places
 
 
 class SlotLayout:
-    """Row i of the batch is slot i; its new token stands at position lengths[i] and sees all tokens up to itself."""
+    """Row i of the batch is slot i; its new token stands at position lengths[i] and sees all tokens up to
+    itself.
+    """
 
     exact: Kernel | None = None
     """Attends instead of the device's own kernels; set in exact mode."""
 
     def __init__(self, cache: KVCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
-        """lengths [B] int64: tokens in each slot so far; `longest` is their maximum (told, so that nothing waits for the device).
+        """lengths [B] int64: tokens in each slot so far; `longest` is their maximum (told, so that nothing
+        waits for the device).
 
-        `num_keys`: attend over so many places of each slot, more than `longest`; left out: all of them on CPU, else up to the newest token.
+        `num_keys`: attend over so many places of each slot, more than `longest`; left out: all of them on
+        CPU, else up to the newest token.
         """
         assert longest < cache.capacity, f"position {longest} is outside of slots of {cache.capacity} tokens"
         self.cache, self.lengths = cache, lengths
@@ -39,7 +44,9 @@ class SlotLayout:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]; stores key and value."""
         batch, heads, num_queries, dim = query.shape
-        assert batch == self.num_rows and num_queries == 1, f"slot layout of {self.num_rows} rows, query {tuple(query.shape)}"
+        assert batch == self.num_rows and num_queries == 1, (
+            f"slot layout of {self.num_rows} rows, query {tuple(query.shape)}"
+        )
         self.cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
         keys, values = self._stored(scores.layer_idx)
         window = scores.window(self.num_keys)
@@ -52,7 +59,9 @@ class SlotLayout:
         folded = query.reshape(batch, keys.shape[1], heads // keys.shape[1], dim)
         if query.device.type != "cpu":
             mask = self._additive(window, query.dtype)  # of a bool one, every layer would make this
-            attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scores.scaling)
+            attended = scaled_dot_product_attention(
+                folded, keys, values, attn_mask=mask, scale=scores.scaling
+            )
         else:
             scale = dim**-0.5 if scores.scaling is None else scores.scaling
             bias = self._bias_of_heads(window, keys.shape[1], query.dtype)
@@ -81,7 +90,9 @@ class SlotLayout:
         known = self._bias.get(window)
         if known is None:
             allowed = self._mask(window)
-            known = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))[:, None, None]
+            known = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+                ~allowed, float("-inf")
+            )[:, None, None]
             self._bias[window] = known
         return known
 

@@ -1,8 +1,10 @@
-"""Tensor parallelism: each dense layer of a model's blocks, cut among the ranks of a mesh by the plan that transformers publishes.
+"""Tensor parallelism: each dense layer of a model's blocks, cut among the ranks of a mesh by the plan that
+transformers publishes.
 
-A `colwise` layer holds some of its outputs on each rank, the `rowwise` layer after it some of its inputs; between the two, attention
-sees the rank's own heads and an MLP the rank's own columns, and the rowwise layer's outputs are summed over ranks. Everything else
-(embeddings, norms, output head) is whole on every rank and gets the whole gradient there.
+A `colwise` layer holds some of its outputs on each rank, the `rowwise` layer after it some of its inputs;
+between the two, attention sees the rank's own heads and an MLP the rank's own columns, and the rowwise
+layer's outputs are summed over ranks. Everything else (embeddings, norms, output head) is whole on every rank
+and gets the whole gradient there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.errors import ModelError
@@ -25,7 +32,9 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 
 Style = Literal["colwise", "rowwise", "colwise_gather", "rowwise_split", "partial_norm"]
-"""How a module is cut: outputs; inputs; outputs that are gathered at once; inputs that come whole; or not at all, but its inputs are."""
+"""How a module is cut: outputs; inputs; outputs that are gathered at once; inputs that come whole; or not at
+all, but its inputs are.
+"""
 
 KEY = "fsdp_config.tensor_parallel_size"
 
@@ -42,10 +51,12 @@ _STYLES: dict[str, Style] = {
 
 
 def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> None:
-    """Cut the dense layers of `model` among the ranks of the one-dimensional `mesh`; their parameters become DTensors.
+    """Cut the dense layers of `model` among the ranks of the one-dimensional `mesh`; their parameters become
+    DTensors.
 
-    Weights that are there must be the same on all ranks; those on the meta device are only given their placements.
-    Raises ModelError for an architecture without a plan or with parts that cannot be cut, and for sizes that do not divide.
+    Weights that are there must be the same on all ranks; those on the meta device are only given their
+    placements. Raises ModelError for an architecture without a plan or with parts that cannot be cut, and for
+    sizes that do not divide.
     """
     assert mesh.ndim == 1, f"tensor parallelism takes a mesh of one dimension, got {mesh}"
     backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
@@ -54,13 +65,21 @@ def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> 
     for name, style in styles.items():
         parallelize_module(backbone.get_submodule(name), mesh, _parallel_style(style), src_data_rank=None)
     for parent in _colwise_parents(styles):
-        backbone.get_submodule(parent).register_forward_pre_hook(functools.partial(_shared_input, mesh), with_kwargs=True)
+        backbone.get_submodule(parent).register_forward_pre_hook(
+            functools.partial(_shared_input, mesh), with_kwargs=True
+        )
 
 
 def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
-    """How each module of the blocks that takes part is cut, by its name in `hf`; ModelError where that cannot be."""
+    """How each module of the blocks that takes part is cut, by its name in `hf`; ModelError where that cannot
+    be.
+    """
     backbone: Any = hf.base_model
-    prefix = "" if backbone is hf else next(name for name, module in hf.named_modules() if module is backbone) + "."
+    prefix = (
+        ""
+        if backbone is hf
+        else next(name for name, module in hf.named_modules() if module is backbone) + "."
+    )
     plan = _published_plan(backbone)
     modules = {name: module for name, module in backbone.named_modules() if _generic(name) in plan}
     styles: dict[str, Style] = {}
@@ -68,19 +87,29 @@ def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
         published = plan[_generic(name)]
         style = _STYLES.get(published)
         if style is None or (style != "partial_norm" and not isinstance(module, nn.Linear)):
-            raise _cannot(backbone, f"its plan asks for {published!r} of {name} ({type(module).__name__}), which is not implemented")
+            raise _cannot(
+                backbone,
+                f"its plan asks for {published!r} of {name} ({type(module).__name__}), which is not "
+                "implemented",
+            )
         styles[prefix + name] = style
     for name, _ in backbone.named_parameters():
         if _generic(name) in plan:
-            raise _cannot(backbone, f"its plan asks for {plan[_generic(name)]!r} of the parameter {name}, which is not implemented")
+            raise _cannot(
+                backbone,
+                f"its plan asks for {plan[_generic(name)]!r} of the parameter {name}, which is not "
+                "implemented",
+            )
     _check_covered(backbone, {name.removeprefix(prefix): style for name, style in styles.items()})
     return styles
 
 
 def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
-    """The dimension along which tensor parallelism cuts a parameter, by its name in `hf`; parameters left whole are absent.
+    """The dimension along which tensor parallelism cuts a parameter, by its name in `hf`; parameters left
+    whole are absent.
 
-    Rank r of n holds the r-th of n equal slices. The bias of a rowwise layer is left whole: it is added once, after the sum.
+    Rank r of n holds the r-th of n equal slices. The bias of a rowwise layer is left whole: it is added once,
+    after the sum.
     """
     slices: dict[str, int] = {}
     for name, style in tensor_styles(hf).items():
@@ -92,31 +121,46 @@ def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
 
 
 def check_sizes(hf: PreTrainedModel, styles: dict[str, Style], ranks: int, *, key: str = KEY) -> None:
-    """Raise ModelError naming the sizes that `ranks` does not divide and the numbers that would do; `styles` are `tensor_styles(hf)`."""
+    """Raise ModelError naming the sizes that `ranks` does not divide and the numbers that would do; `styles`
+    are `tensor_styles(hf)`.
+    """
     config: PretrainedConfig = hf.config.get_text_config()
     sizes: dict[str, int] = {}
     for name, style in styles.items():
         module = hf.get_submodule(name)
         if style == "colwise" and hasattr(hf.get_submodule(name.rpartition(".")[0]), "layer_idx"):
             sizes["num_attention_heads"] = config.num_attention_heads
-            sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            sizes["num_key_value_heads"] = (
+                getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            )
         elif isinstance(module, nn.Linear):
             size = module.out_features if style.startswith("colwise") else module.in_features
             known = size == getattr(config, "intermediate_size", None)
-            sizes["intermediate_size" if known else f"{_generic(name)} {'outputs' if style.startswith('colwise') else 'inputs'}"] = size
+            sizes[
+                "intermediate_size"
+                if known
+                else f"{_generic(name)} {'outputs' if style.startswith('colwise') else 'inputs'}"
+            ] = size
     wrong = {name: size for name, size in sizes.items() if size % ranks}
     if wrong:
         largest = math.gcd(*sizes.values())
         fitting = [str(number) for number in range(1, min(largest, 2 * ranks) + 1) if largest % number == 0]
         raise ModelError(
-            f"{key}={ranks} does not divide {', '.join(f'{name}={size}' for name, size in wrong.items())} of this "
+            f"{key}={ranks} does not divide {', '.join(f'{name}={size}' for name, size in wrong.items())} "
+            "of this "
             f"{config.model_type!r} model; set it to {' or '.join(fitting)}"
         )
 
 
 def _published_plan(backbone: PreTrainedModel) -> dict[str, str]:
-    """What transformers says of the modules and parameters inside blocks: names with `*` for the block's number."""
-    published = getattr(backbone.config.get_text_config(), "base_model_tp_plan", None) or getattr(backbone, "_tp_plan", None) or {}
+    """What transformers says of the modules and parameters inside blocks: names with `*` for the block's
+    number.
+    """
+    published = (
+        getattr(backbone.config.get_text_config(), "base_model_tp_plan", None)
+        or getattr(backbone, "_tp_plan", None)
+        or {}
+    )
     plan = {name: style for name, style in published.items() if "*" in name}
     if not plan:
         raise _cannot(backbone, "transformers publishes no plan for it")
@@ -129,7 +173,8 @@ def _generic(name: str) -> str:
 
 def _cannot(backbone: PreTrainedModel, why: str) -> ModelError:
     return ModelError(
-        f"{type(backbone).__name__} (model_type {backbone.config.model_type!r}) cannot be cut by tensor parallelism: {why}. "
+        f"{type(backbone).__name__} (model_type {backbone.config.model_type!r}) cannot be cut by tensor "
+        f"parallelism: {why}. "
         f"Set {KEY}=1; ulysses_sequence_parallel_size cuts sequences of any model"
     )
 
@@ -144,15 +189,24 @@ def _check_covered(backbone: PreTrainedModel, styles: dict[str, Style]) -> None:
 
 def _colwise_parents(styles: dict[str, Style]) -> list[str]:
     """Attentions and MLPs, whose forward feeds one input to layers that are cut."""
-    return list(dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"))
+    return list(
+        dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise")
+    )
 
 
-def _shared_input(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Hand all layers of `module` one DTensor, so that the gradients they send back are added up before they cross ranks, not after."""
+def _shared_input(
+    mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Hand all layers of `module` one DTensor, so that the gradients they send back are added up before they
+    cross ranks, not after.
+    """
     if args and isinstance(args[0], Tensor):
         return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
     if isinstance(states := kwargs.get("hidden_states"), Tensor):
-        return args, {**kwargs, "hidden_states": DTensor.from_local(states, mesh, [Replicate()], run_check=False)}
+        return args, {
+            **kwargs,
+            "hidden_states": DTensor.from_local(states, mesh, [Replicate()], run_check=False),
+        }
     return args, kwargs
 
 
@@ -165,16 +219,21 @@ def _parallel_style(style: Style) -> ParallelStyle:
 
 
 class _PartialNorm(ParallelStyle):
-    """A norm over each of a rank's own heads: the weights are the same on all ranks, and their gradients are summed."""
+    """A norm over each of a rank's own heads: the weights are the same on all ranks, and their gradients are
+    summed.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group, forward = device_mesh.get_group(), module.forward
 
         @functools.wraps(forward)
         def with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
-            # looked up at each call, as sharding puts gathered parameters in their place for the time of a pass
+            # looked up at each call, as sharding puts gathered parameters in their place for the time of a
+            # pass
             parameters: dict[str, Any] = dict(module._parameters)
-            module._parameters.update({name: p if p is None else _SumGradient.apply(p, group) for name, p in parameters.items()})  # type: ignore[no-untyped-call]
+            module._parameters.update(
+                {name: p if p is None else _SumGradient.apply(p, group) for name, p in parameters.items()}
+            )  # type: ignore[no-untyped-call]
             try:
                 return forward(*args, **kwargs)
             finally:

@@ -1,4 +1,5 @@
-"""A tokenizer of about 120 tokens for tiny models: one token a digit, an operator, a letter; ChatML; nothing downloaded.
+"""A tokenizer of about 120 tokens for tiny models: one token a digit, an operator, a letter; ChatML; nothing
+downloaded.
 
 Arithmetic is short: `3 + 4 = 7 . ` is the six tokens `3`, ` + `, `4`, ` = `, `7`, ` . `: operators take the spaces around them,
 so that a digit is the same token wherever it stands. All printable ASCII is encoded a character at a time, and decoding gives
@@ -16,7 +17,15 @@ from transformers import PreTrainedTokenizerFast
 
 UNKNOWN, PAD, START, END = "<unk>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 WORDS = ("system", "user", "assistant", "#### ", "####", *(f" {sign} " for sign in "+-*/=."))
-CHARACTERS = (*string.digits, *string.ascii_lowercase, *string.ascii_uppercase, *string.punctuation, " ", "\n", "\t")
+CHARACTERS = (
+    *string.digits,
+    *string.ascii_lowercase,
+    *string.ascii_uppercase,
+    *string.punctuation,
+    " ",
+    "\n",
+    "\t",
+)
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -36,7 +45,9 @@ def create_tiny_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer; the same ids on every call. A character outside printable ASCII becomes `<unk>`."""
     vocabulary = {token: index for index, token in enumerate((UNKNOWN, PAD, START, END, *WORDS, *CHARACTERS))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = Split(Regex(r"system|user|assistant|#### ?| [-+*/=.] |[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = Split(
+        Regex(r"system|user|assistant|#### ?| [-+*/=.] |[\s\S]"), behavior="isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

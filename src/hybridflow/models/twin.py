@@ -1,6 +1,8 @@
-"""A second module of the same class and configuration as a policy, whose parameters have no memory until it is given to them.
+"""A second module of the same class and configuration as a policy, whose parameters have no memory until it
+is given to them.
 
-Generation drives it where the policy's own module cannot generate: its parameters are shards and its blocks gather them at each call.
+Generation drives it where the policy's own module cannot generate: its parameters are shards and its blocks
+gather them at each call.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from hybridflow.models.sliced import check_sliceable, slice_layers
 class Twin:
     """The module, and the dim along which each sliced parameter is cut.
 
-    `policy` gives the architecture and the buffers, which are never sharded; `dtypes` are those of the twin's parameters, by name. With
-    `replica` of several ranks it has this rank's slices. Raises ModelError for a model that cannot be cut among them.
+    `policy` gives the architecture and the buffers, which are never sharded; `dtypes` are those of the twin's
+    parameters, by name. With `replica` of several ranks it has this rank's slices. Raises ModelError for a
+    model that cannot be cut among them.
     """
 
     def __init__(
@@ -40,7 +43,9 @@ class Twin:
         self.device, self.replica = device, replica or Replica()
         kind: Any = next(each for each in type(policy.hf).__mro__ if not issubclass(each, FSDPModule))
         with torch.device("meta"):
-            own = kind._from_config(deepcopy(policy.config), dtype=next(iter(dtypes.values())), attn_implementation="eager")
+            own = kind._from_config(
+                deepcopy(policy.config), dtype=next(iter(dtypes.values())), attn_implementation="eager"
+            )
             self.policy = PolicyModel(own)
         self.policy.hf.generation_config = policy.hf.generation_config
         if has_liger(policy):
@@ -75,8 +80,13 @@ class Twin:
 def _forget_parameters(policy: PolicyModel, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
     """Parameters of the meta device become empty ones of `device`; tied ones stay tied."""
     named = dict(policy.named_parameters())
-    assert named.keys() == dtypes.keys(), f"the twin has other parameters than the policy: {sorted(named.keys() ^ dtypes.keys())[:3]}"
-    made = {id(p): nn.Parameter(torch.empty(0, dtype=dtypes[name], device=device), requires_grad=False) for name, p in named.items()}
+    assert named.keys() == dtypes.keys(), (
+        f"the twin has other parameters than the policy: {sorted(named.keys() ^ dtypes.keys())[:3]}"
+    )
+    made = {
+        id(p): nn.Parameter(torch.empty(0, dtype=dtypes[name], device=device), requires_grad=False)
+        for name, p in named.items()
+    }
     for module in policy.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -84,14 +94,21 @@ def _forget_parameters(policy: PolicyModel, dtypes: Mapping[str, torch.dtype], d
 
 
 def _take_buffers(twin: PolicyModel, policy: PolicyModel, device: torch.device) -> None:
-    """Copies of the policy's buffers; ModelError for a tensor that a module keeps neither as parameter nor as buffer."""
+    """Copies of the policy's buffers; ModelError for a tensor that a module keeps neither as parameter nor as
+    buffer.
+    """
     theirs = dict(policy.named_buffers(remove_duplicate=False))
     for path, module in twin.named_modules():
         for name in list(module._buffers):
             module._buffers[name] = theirs[f"{path}.{name}" if path else name].detach().clone().to(device)
-        odd = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.device.type == "meta"]
+        odd = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor) and value.device.type == "meta"
+        ]
         if odd:
             raise ModelError(
-                f"{type(twin.hf).__name__}: {path} keeps the tensor {odd[0]!r} neither as parameter nor as buffer, so a second module "
+                f"{type(twin.hf).__name__}: {path} keeps the tensor {odd[0]!r} neither as parameter nor as "
+                "buffer, so a second module "
                 "cannot be made of it for generation: train on one rank"
             )

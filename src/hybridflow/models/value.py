@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """V(state before token t), read at the position that predicts token t. The head starts at zero, so the first values are 0."""
+    """V(state before token t), read at the position that predicts token t. The head starts at zero, so the
+    first values are 0.
+    """
 
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same values."""
@@ -32,7 +34,8 @@ class ValueModel(nn.Module):
             compute_in_float64(hf)
         kind = torch.promote_types(self.dtype, torch.float32)
         size = hf.config.get_text_config().hidden_size
-        self.head = nn.utils.skip_init(nn.Linear, size, 1, dtype=kind, device=self.device)  # its own draw would move the global stream
+        # its own draw would move the global stream
+        self.head = nn.utils.skip_init(nn.Linear, size, 1, dtype=kind, device=self.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.train(hf.training)
@@ -66,5 +69,6 @@ class ValueModel(nn.Module):
         """Values [M] of the predicted tokens, in reward units, float32 or better."""
         cut = sequence_cut(packed, self.sequence_group, self.config)
         states = packed_hidden(self.backbone, packed, self.device, cut)
-        values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0].clone()  # FSDP warns of modules that return views
+        # FSDP warns of modules that return views
+        values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0].clone()
         return values if cut is None else cut.gather([values])[0]

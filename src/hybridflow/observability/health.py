@@ -1,6 +1,7 @@
 """Signs that a run goes wrong, read off the metrics of one step.
 
-{name: float} ──health_warnings──► {rule: one line with the number and what to try}; HealthWatch says each line rarely
+{name: float} ──health_warnings──► {rule: one line with the number and what to try}; HealthWatch says each
+line rarely
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ MAX_LOG_PROB_DIFF = 1e-2
 
 
 def health_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Rule name to its warning for every rule that the metrics of this step break; rules whose metrics are absent stay silent."""
+    """Rule name to its warning for every rule that the metrics of this step break; rules whose metrics are
+    absent stay silent.
+    """
     found: dict[str, str] = {}
     entropy = metrics.get("actor/entropy")
     if entropy is not None and entropy < MIN_ENTROPY:
@@ -31,16 +34,26 @@ def health_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
         )
     truncated = metrics.get("response_length/clip_ratio", 0.0)
     if truncated > MAX_TRUNCATED:
-        found["truncated"] = f"{truncated:.0%} of the responses were cut at the length limit: raise data.max_response_length"
+        found["truncated"] = (
+            f"{truncated:.0%} of the responses were cut at the length limit: raise data.max_response_length"
+        )
     difference = metrics.get("training/rollout_log_probs_diff_max", 0.0)
     if difference > MAX_LOG_PROB_DIFF:
-        found["log_probs"] = f"log-probs of generation and training differ by up to {difference:.2g} nats: use the same dtype for both"
+        found["log_probs"] = (
+            f"log-probs of generation and training differ by up to {difference:.2g} nats: use the same "
+            "dtype for both"
+        )
     for name, value in metrics.items():
         if name.endswith("/num_skipped_steps") and value > 0:
-            found[name] = f"{value:g} optimizer step(s) of {name.split('/')[0]} were skipped because the loss or gradient was not finite"
+            found[name] = (
+                f"{value:g} optimizer step(s) of {name.split('/')[0]} were skipped because the loss or "
+                "gradient was not finite"
+            )
     broken = [name for name, value in metrics.items() if not math.isfinite(value)]
     if broken:
-        found["not_finite"] = f"metrics that are not finite: {', '.join(broken[:5])}{' …' if len(broken) > 5 else ''}"
+        found["not_finite"] = (
+            f"metrics that are not finite: {', '.join(broken[:5])}{' …' if len(broken) > 5 else ''}"
+        )
     return found
 
 

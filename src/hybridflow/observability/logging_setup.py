@@ -1,6 +1,8 @@
-"""Where log lines go: one handler on the root logger, our own at the chosen level, third parties from warnings on.
+"""Where log lines go: one handler on the root logger, our own at the chosen level, third parties from
+warnings on.
 
-logging.getLogger(anything) ──► rich handler (terminal, does not break a live progress bar) or plain lines on stderr (pipes, CI)
+logging.getLogger(anything) ──► rich handler (terminal, does not break a live progress bar) or plain lines on
+stderr (pipes, CI)
 """
 
 from __future__ import annotations
@@ -15,19 +17,32 @@ from rich.logging import RichHandler
 from hybridflow.errors import ConfigError
 
 _HANDLER_NAME = "hybridflow"
-_NOISY = ("transformers", "huggingface_hub", "httpx", "urllib3", "filelock", "fsspec", "datasets", "torch.distributed", "matplotlib")
+_NOISY = (
+    "transformers",
+    "huggingface_hub",
+    "httpx",
+    "urllib3",
+    "filelock",
+    "fsspec",
+    "datasets",
+    "torch.distributed",
+    "matplotlib",
+)
 
 FILE_WIDTH = 120
 """Columns where nobody's terminal sets them; at rich's own 80 the names of metrics break in the middle."""
 
 console = Console()
-"""The terminal of a run: log lines, step lines and the progress bar share it, so that they do not overwrite each other."""
+"""The terminal of a run: log lines, step lines and the progress bar share it, so that they do not overwrite
+each other.
+"""
 if not console.is_terminal:
     console.width = max(console.width, FILE_WIDTH)
 
 
 def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
-    """Send log lines to the terminal; `rich=None` decides by whether stdout is one. Calling it again replaces the first set-up.
+    """Send log lines to the terminal; `rich=None` decides by whether stdout is one. Calling it again replaces
+    the first set-up.
 
     Raises ConfigError for a level that `logging` does not know.
     """
@@ -47,22 +62,30 @@ def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
 
 
 def quieten_third_parties() -> None:
-    """Let libraries that chat on import or on loading a model speak only of errors; their own environment variables win where set."""
-    # transformers gives its own logger a handler and a level when it is first imported, so the variables must stand before that
+    """Let libraries that chat on import or on loading a model speak only of errors; their own environment
+    variables win where set.
+    """
+    # transformers gives its own logger a handler and a level when it is first imported, so the variables must
+    # stand before that
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not console.is_terminal:  # in a log file a bar is a thousand lines; on a terminal a long download must show that it moves
+    # in a log file a bar is a thousand lines; on a terminal a long download must show that it moves
+    if not console.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _rich_handler() -> logging.Handler:
-    return RichHandler(console=console, show_path=False, rich_tracebacks=False, markup=False, log_time_format="%H:%M:%S")
+    return RichHandler(
+        console=console, show_path=False, rich_tracebacks=False, markup=False, log_time_format="%H:%M:%S"
+    )
 
 
 def _plain_handler() -> logging.Handler:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    )
     return handler

@@ -2,7 +2,8 @@
 
     micro-batches, mini-batches, ranks ──add_*/update──► Metrics ──to_floats──► {name: float} for the trackers
 
-Tensors stay tensors (float64, detached, 0-d) until `to_floats`, which reads each device once: adding a metric never makes the host wait.
+Tensors stay tensors (float64, detached, 0-d) until `to_floats`, which reads each device once: adding a metric
+never makes the host wait.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Metric:
 
 
 class Metrics:
-    """Metrics by name; each keeps its own reduction, so merging parts gives what one pass over everything would have given.
+    """Metrics by name; each keeps its own reduction, so merging parts gives what one pass over everything
+    would have given.
 
     Example: two micro-batches with 3 of 10 and 1 of 30 tokens clipped::
 
@@ -89,15 +91,23 @@ class Metrics:
         return merged
 
     def average_sums(self, names: Iterable[str]) -> None:
-        """Close a mini-batch: each of the named sums (shares of its micro-batches) becomes one observation of a mean over mini-batches."""
+        """Close a mini-batch: each of the named sums (shares of its micro-batches) becomes one observation of
+        a mean over mini-batches.
+        """
         for name in names:
             if name in self._metrics:
-                assert self._metrics[name].kind == "sum", f"metric {name!r} is a {self._metrics[name].kind}, not a sum"
+                assert self._metrics[name].kind == "sum", (
+                    f"metric {name!r} is a {self._metrics[name].kind}, not a sum"
+                )
                 self._metrics[name] = Metric("mean", self._metrics[name].value, 1.0)
 
     def to_floats(self) -> dict[str, float]:
-        """Reduced values in the order in which they were first added; a mean over nothing (0 of 0) is left out, a NaN stays."""
-        values = _read([part for metric in self._metrics.values() for part in (metric.value, metric.denominator)])
+        """Reduced values in the order in which they were first added; a mean over nothing (0 of 0) is left
+        out, a NaN stays.
+        """
+        values = _read(
+            [part for metric in self._metrics.values() for part in (metric.value, metric.denominator)]
+        )
         reduced: dict[str, float] = {}
         for (name, metric), value, denominator in zip(self._metrics.items(), values[0::2], values[1::2]):
             if metric.kind != "mean":
@@ -111,7 +121,9 @@ class Metrics:
     def _add(self, name: str, metric: Metric) -> None:
         held = self._metrics.get(name)
         if held is not None:
-            assert held.kind == metric.kind, f"metric {name!r} was a {held.kind} and is now added as a {metric.kind}"
+            assert held.kind == metric.kind, (
+                f"metric {name!r} was a {held.kind} and is now added as a {metric.kind}"
+            )
         self._metrics[name] = metric if held is None else held.join(metric)
 
     def __ior__(self, other: Metrics | Mapping[str, Scalar]) -> Metrics:
@@ -133,12 +145,16 @@ def _is_tensor(value: Scalar) -> bool:
 
 
 def _scalar(value: Scalar) -> Scalar:
-    """A float, or a detached 0-d float64 tensor (a copy: later in-place changes of the caller's tensor must not reach us)."""
+    """A float, or a detached 0-d float64 tensor (a copy: later in-place changes of the caller's tensor must
+    not reach us).
+    """
     if not _is_tensor(value):
         return float(value)
     import torch
 
-    assert value.numel() == 1, f"a metric is one number, got a tensor of shape {tuple(value.shape)}: reduce it first"  # type: ignore[union-attr]
+    assert value.numel() == 1, (
+        f"a metric is one number, got a tensor of shape {tuple(value.shape)}: reduce it first"
+    )  # type: ignore[union-attr]
     return value.detach().reshape(()).to(torch.float64, copy=True)  # type: ignore[union-attr]
 
 
@@ -148,7 +164,9 @@ def _extreme(kind: Kind, first: Scalar, second: Scalar) -> Scalar:
 
         device = first.device if _is_tensor(first) else second.device  # type: ignore[union-attr]
         pick = torch.maximum if kind == "max" else torch.minimum  # both let a NaN through
-        return pick(*(torch.as_tensor(value, dtype=torch.float64, device=device) for value in (first, second)))
+        return pick(
+            *(torch.as_tensor(value, dtype=torch.float64, device=device) for value in (first, second))
+        )
     if math.isnan(first) or math.isnan(second):
         return math.nan
     return max(first, second) if kind == "max" else min(first, second)

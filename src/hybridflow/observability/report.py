@@ -1,9 +1,10 @@
 """One HTML file that shows a run: curves and samples, with no server and no network.
 
-    {run}/metrics.jsonl, samples/*.jsonl, validation/*.jsonl, summary.json, config.yaml ──write_report──► report.html
+    {run}/metrics.jsonl, samples/*.jsonl, validation/*.jsonl, summary.json, config.yaml ──write_report──►
+    report.html
 
-Whatever is missing is left out, with a note on the page. The page's own source stands beside this file: report.html, report.css and three
-scripts; the data is embedded as JSON.
+Whatever is missing is left out, with a note on the page. The page's own source stands beside this file:
+report.html, report.css and three scripts; the data is embedded as JSON.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ _PARTS = {
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run folder to `out` (default: `report.html` in the run folder) and return its path.
+    """Write the report of a run folder to `out` (default: `report.html` in the run folder) and return its
+    path.
 
-    Raises DataError where the folder does not exist or holds nothing of a run, ConfigError where `out` cannot be written.
+    Raises DataError where the folder does not exist or holds nothing of a run, ConfigError where `out` cannot
+    be written.
     """
     run = Path(run_dir)
     if not run.is_dir():
         raise DataError(f"{run} is no folder: give the run folder (trainer.default_local_dir) of a run")
     data = collect(run)
     if not data["steps"] and not any(data["samples"].values()) and data["summary"] is None:
-        raise DataError(f"{run} holds no metrics.jsonl, samples/, validation/ or summary.json: is it the folder of a run?")
+        raise DataError(
+            f"{run} holds no metrics.jsonl, samples/, validation/ or summary.json: is it the folder of a run?"
+        )
     target = Path(out) if out is not None else run / "report.html"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +70,9 @@ def collect(run: Path) -> dict[str, Any]:
     trainer = config.get("trainer") if isinstance(config.get("trainer"), Mapping) else {}
     samples = {kind: _samples(run / kind, kind, notes) for kind in ("samples", "validation")}
     return {
-        "title": " / ".join(str(trainer[key]) for key in ("project_name", "experiment_name") if trainer and trainer.get(key))
+        "title": " / ".join(
+            str(trainer[key]) for key in ("project_name", "experiment_name") if trainer and trainer.get(key)
+        )
         or run.resolve().name,
         "summary": _summary(run / "summary.json", notes),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
@@ -79,7 +86,10 @@ def collect(run: Path) -> dict[str, Any]:
 def render(data: Mapping[str, Any]) -> str:
     """The page: template, style, scripts and data in one string."""
     files = resources.files("hybridflow.observability")
-    parts = {key: "\n".join(files.joinpath(name).read_text(encoding="utf-8") for name in names) for key, names in _PARTS.items()}
+    parts = {
+        key: "\n".join(files.joinpath(name).read_text(encoding="utf-8") for name in names)
+        for key, names in _PARTS.items()
+    }
     parts["DATA"] = embed_json(data)
     template = files.joinpath("report.html").read_text(encoding="utf-8")
     # one pass over the template, so that a placeholder's name inside the data stays data
@@ -87,7 +97,9 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def embed_json(data: Any) -> str:
-    """JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or open a comment."""
+    """JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or open a
+    comment.
+    """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -106,7 +118,10 @@ def _thinned(metrics: Mapping[int, Mapping[str, float]], notes: list[str]) -> li
         for index, step in enumerate(steps)
         if index % stride == 0 or step == steps[-1] or any(n.startswith("val") for n in metrics[step])
     ]
-    notes.append(f"The curves show {len(kept)} of {len(steps)} steps: one in {stride}, those with a validation, and the last.")
+    notes.append(
+        f"The curves show {len(kept)} of {len(steps)} steps: one in {stride}, those with a validation, and "
+        "the last."
+    )
     return kept
 
 
@@ -144,16 +159,23 @@ def _config(path: Path, notes: list[str]) -> dict[str, Any]:
 
 def _samples(folder: Path, kind: str, notes: list[str]) -> list[dict[str, Any]]:
     """[{step, total, rows}] of the evenly chosen steps, in order of step."""
-    files = sorted((int(file.stem), file) for file in folder.glob("*.jsonl") if file.stem.isdigit()) if folder.is_dir() else []
+    files = (
+        sorted((int(file.stem), file) for file in folder.glob("*.jsonl") if file.stem.isdigit())
+        if folder.is_dir()
+        else []
+    )
     if not files:
         notes.append(
-            f"No {kind}/*.jsonl in the run folder, so there are no {'rollout' if kind == 'samples' else 'validation'} samples to read."
+            f"No {kind}/*.jsonl in the run folder, so there are no "
+            f"{'rollout' if kind == 'samples' else 'validation'} samples to read."
         )
         return []
     chosen = evenly(files, MAX_SAMPLE_STEPS)
     shown, num_bad = [], 0
     for step, file in chosen:
-        lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+        lines = [
+            line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()
+        ]
         rows = []
         for line in lines[:MAX_ROWS]:
             try:
@@ -164,7 +186,9 @@ def _samples(folder: Path, kind: str, notes: list[str]) -> list[dict[str, Any]]:
     if len(chosen) < len(files):
         notes.append(f"{kind}: {len(chosen)} of {len(files)} steps are embedded, evenly chosen.")
     if any(item["total"] > MAX_ROWS for item in shown):
-        notes.append(f"{kind}: the first {MAX_ROWS} rows of a step are embedded; the rest stands in the JSONL files.")
+        notes.append(
+            f"{kind}: the first {MAX_ROWS} rows of a step are embedded; the rest stands in the JSONL files."
+        )
     if num_bad:
         notes.append(f"{kind}: {num_bad} lines could not be read.")
     return shown
@@ -182,8 +206,12 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in row.items():
         if name == "tokens" and isinstance(value, Mapping):
-            kept["tokens"] = {field: [_finite(item) for item in values[:MAX_TOKENS]] for field, values in value.items()}
-            kept["tokens_cut"] = max(0, max((len(values) for values in value.values()), default=0) - MAX_TOKENS)
+            kept["tokens"] = {
+                field: [_finite(item) for item in values[:MAX_TOKENS]] for field, values in value.items()
+            }
+            kept["tokens_cut"] = max(
+                0, max((len(values) for values in value.values()), default=0) - MAX_TOKENS
+            )
         elif isinstance(value, str) and len(value) > MAX_TEXT:
             kept[name] = value[:MAX_TEXT] + f"… (cut; {len(value)} characters in all)"
         else:

@@ -2,9 +2,10 @@
 
     scored batch ──sample_rows──► one dict a response ──SampleWriter──► {folder}/{step}.jsonl
 
-A row holds step, uid, row_id, prompt, response, score, finish_reason, data_source, ground_truth and the per-key scores. With
-`token_level` it also holds `tokens`, a dict of equally long lists over the response's tokens: text, rollout_log_probs, old_log_probs,
-advantages, response_mask, loss_mask (those that the batch has).
+A row holds step, uid, row_id, prompt, response, score, finish_reason, data_source, ground_truth and the
+per-key scores. With `token_level` it also holds `tokens`, a dict of equally long lists over the response's
+tokens: text, rollout_log_probs, old_log_probs, advantages, response_mask, loss_mask (those that the batch
+has).
 """
 
 from __future__ import annotations
@@ -25,14 +26,33 @@ if TYPE_CHECKING:
 
 SampleRow = Mapping[str, Any]
 Decode = Callable[[Sequence[int]], str]
-TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages", "values", "response_mask", "loss_mask")
-_NO_SCORES = {"uid", "finish_reason", "data_source", "reward_model", "extra_info", "index", "raw_prompt", "ability"}
+TOKEN_FIELDS = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_prob",
+    "advantages",
+    "values",
+    "response_mask",
+    "loss_mask",
+)
+_NO_SCORES = {
+    "uid",
+    "finish_reason",
+    "data_source",
+    "reward_model",
+    "extra_info",
+    "index",
+    "raw_prompt",
+    "ability",
+}
 
 
 class SampleWriter:
-    """Writes the samples of each step into `folder`, one file a step; a step written again (after a resume) replaces its file.
+    """Writes the samples of each step into `folder`, one file a step; a step written again (after a resume)
+    replaces its file.
 
-    With `keep_to`, files of later steps are removed first: they are of a run that this one takes the place of.
+    With `keep_to`, files of later steps are removed first: they are of a run that this one takes the place
+    of.
     """
 
     def __init__(self, folder: str | Path, *, keep_to: int | None = None) -> None:
@@ -43,13 +63,16 @@ class SampleWriter:
                 if keep_to is not None and file.stem.isdigit() and int(file.stem) > keep_to:
                     file.unlink()
         except OSError as error:
-            raise ConfigError(f"cannot write the sample folder {self.folder}: {error}: set another folder") from error
+            raise ConfigError(
+                f"cannot write the sample folder {self.folder}: {error}: set another folder"
+            ) from error
 
     def write(self, rows: Sequence[SampleRow], step: int) -> Path:
         """Write the rows of a step, whole or not at all, and return the file."""
         target = self.folder / f"{step}.jsonl"
         partial = target.with_suffix(".jsonl.partial")
-        # half of a surrogate pair, which no UTF-8 file can hold, becomes its backslash escape: valid JSON that reads back the same
+        # half of a surrogate pair, which no UTF-8 file can hold, becomes its backslash escape: valid JSON
+        # that reads back the same
         with partial.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             for row in rows:
                 file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
@@ -66,8 +89,8 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """The rows of a scored batch as plain dicts, the first `max_rows` of them.
 
-    `decode` turns token ids into text with special tokens (a tokenizer's `decode`). The score is the sum of token_level_scores [B, R] over
-    the response.
+    `decode` turns token ids into text with special tokens (a tokenizer's `decode`). The score is the sum of
+    token_level_scores [B, R] over the response.
     """
     count = len(batch) if max_rows is None else min(len(batch), max_rows)
     columns: dict[str, Tensor] = {str(name): batch.batch[name][:count].cpu() for name in batch.batch.keys()}  # noqa: SIM118
@@ -91,13 +114,21 @@ def sample_rows(
 
 
 def _non_tensors(batch: DataProto, index: int) -> dict[str, Any]:
-    """uid, finish_reason, source, ground truth, and every further column that holds a number: the per-key scores."""
+    """uid, finish_reason, source, ground truth, and every further column that holds a number: the per-key
+    scores.
+    """
     columns = batch.non_tensor_batch
-    row: dict[str, Any] = {name: columns[name][index] for name in ("uid", "finish_reason", "data_source") if name in columns}
+    row: dict[str, Any] = {
+        name: columns[name][index] for name in ("uid", "finish_reason", "data_source") if name in columns
+    }
     if "reward_model" in columns and isinstance(columns["reward_model"][index], Mapping):
         row["ground_truth"] = columns["reward_model"][index].get("ground_truth")
     scores = {name: column[index] for name, column in columns.items() if name not in _NO_SCORES}
-    return row | {name: _plain(value) for name, value in scores.items() if isinstance(value, numbers.Real) or hasattr(value, "item")}
+    return row | {
+        name: _plain(value)
+        for name, value in scores.items()
+        if isinstance(value, numbers.Real) or hasattr(value, "item")
+    }
 
 
 def _token_columns(
@@ -116,10 +147,18 @@ def _token_columns(
         if name in columns:
             values = columns[name][index][here].tolist()
             # six digits are enough to look at and halve the file
-            tokens[name] = [int(value) if isinstance(value, bool) else float(f"{value:.6g}") for value in values]
+            tokens[name] = [
+                int(value) if isinstance(value, bool) else float(f"{value:.6g}") for value in values
+            ]
     return tokens
 
 
 def _plain(value: Any) -> Any:
     """What JSON can hold: arrays and tensors as lists, their scalars as numbers, anything else as its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value) if not isinstance(value, numbers.Real) else value
+    return (
+        value.tolist()
+        if hasattr(value, "tolist")
+        else str(value)
+        if not isinstance(value, numbers.Real)
+        else value
+    )

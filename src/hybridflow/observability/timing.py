@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 
 class Timer:
-    """Wall-clock seconds by section; sections nest, repeat (times add up) and keep their time when an exception leaves them."""
+    """Wall-clock seconds by section; sections nest, repeat (times add up) and keep their time when an
+    exception leaves them.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
 """Dealing rows by their token counts: lengths in, lists of row indices out.
 
-`deal_rows` deals rows to ranks by what they cost; `split_micro_batches` cuts what one rank holds into forward passes under hard caps.
-Both are deterministic: equal lengths are taken in row order.
+`deal_rows` deals rows to ranks by what they cost; `split_micro_batches` cuts what one rank holds into forward
+passes under hard caps. Both are deterministic: equal lengths are taken in row order.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from typing import Any, TypeAlias
 from hybridflow.errors import ConfigError
 
 LARGEST_DIFFERENCING = 1 << 16
-"""Units × parts up to which `deal_rows` takes `karmarkar_karp`, whose time and memory grow with that product: some 0.1 s."""
+"""Units × parts up to which `deal_rows` takes `karmarkar_karp`, whose time and memory grow with that product:
+some 0.1 s.
+"""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a row of L tokens costs: linear · L + quadratic · L², in any unit (`models.flops.workload_of` has FLOPs)."""
+    """What a row of L tokens costs: linear · L + quadratic · L², in any unit (`models.flops.workload_of` has
+    FLOPs).
+    """
 
     linear: float = 1.0
     """Matrix products with parameters."""
@@ -31,13 +35,16 @@ class Workload:
         return self.linear * length + self.quadratic * length * length
 
 
-def deal_rows(lengths: Sequence[float], parts: int, workload: Workload, groups: Sequence[int] | None = None) -> list[list[int]]:
+def deal_rows(
+    lengths: Sequence[float], parts: int, workload: Workload, groups: Sequence[int] | None = None
+) -> list[list[int]]:
     """Deal rows to `parts` ranks so that the heaviest has little more than the mean.
 
-    With `groups`, one number for each row, rows of equal number stay together. Karmarkar and Karp's differencing where units × parts is
-    at most LARGEST_DIFFERENCING (4,096 rows over 16 ranks); beyond, the longest unit first to the lightest rank: as good to a part in a
-    thousand where a rank gets tens of rows, and under a second for 65,536 rows over 1,024 ranks.
-    Returns the rows of each part, ascending; a part may be empty.
+    With `groups`, one number for each row, rows of equal number stay together. Karmarkar and Karp's
+    differencing where units × parts is at most LARGEST_DIFFERENCING (4,096 rows over 16 ranks); beyond, the
+    longest unit first to the lightest rank: as good to a part in a thousand where a rank gets tens of rows,
+    and under a second for 65,536 rows over 1,024 ranks. Returns the rows of each part, ascending; a part may
+    be empty.
     """
     units = _units(len(lengths), groups)
     costs = [sum(workload.cost(lengths[row]) for row in unit) for unit in units]
@@ -46,12 +53,16 @@ def deal_rows(lengths: Sequence[float], parts: int, workload: Workload, groups: 
 
 
 def even_in_groups(num_groups: int, parts: int) -> bool:
-    """Whether ranks that get whole groups, of about equal size, have about as much to do: for who may also deal row by row."""
+    """Whether ranks that get whole groups, of about equal size, have about as much to do: for who may also
+    deal row by row.
+    """
     return num_groups % parts == 0 or num_groups >= 4 * parts
 
 
 def deal_in_order(num_rows: int, parts: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """Deal rows as they stand, in chunks whose sizes differ by at most one, longer ones first; with `groups` in whole groups."""
+    """Deal rows as they stand, in chunks whose sizes differ by at most one, longer ones first; with `groups`
+    in whole groups.
+    """
     if parts < 1:
         raise ConfigError(f"cannot split rows into {parts} parts: at least 1 is needed")
     units = _units(num_rows, groups)
@@ -60,7 +71,8 @@ def deal_in_order(num_rows: int, parts: int, groups: Sequence[int] | None = None
     dealt: list[list[int]] = [[] for _ in range(parts)]
     part = placed = 0
     for unit in units:
-        while part < parts - 1 and 2 * placed + len(unit) > 2 * ends[part]:  # a group goes where its middle falls
+        # a group goes where its middle falls
+        while part < parts - 1 and 2 * placed + len(unit) > 2 * ends[part]:
             part += 1
         dealt[part].extend(unit)
         placed += len(unit)
@@ -68,17 +80,23 @@ def deal_in_order(num_rows: int, parts: int, groups: Sequence[int] | None = None
 
 
 def split_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, max_rows: int | None = None, groups: Sequence[int] | None = None
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    max_rows: int | None = None,
+    groups: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Pack rows into few bins, none above `max_tokens` tokens or `max_rows` rows.
 
-    The number of bins is that of first-fit decreasing; where it is possible, the rows are then spread evenly over that many bins.
-    With `groups`, one number for each row, rows of equal number stay together, wherever they stand.
-    Returns row indices, ascending inside each bin; bins are ordered by their first row. Raises ConfigError for a row, or a group,
-    that is above the limits alone.
+    The number of bins is that of first-fit decreasing; where it is possible, the rows are then spread evenly
+    over that many bins. With `groups`, one number for each row, rows of equal number stay together, wherever
+    they stand. Returns row indices, ascending inside each bin; bins are ordered by their first row. Raises
+    ConfigError for a row, or a group, that is above the limits alone.
     """
     if max_tokens < 1 or (max_rows is not None and max_rows < 1):
-        raise ConfigError(f"micro-batch limits must be at least 1: got {max_tokens} tokens and {max_rows} rows")
+        raise ConfigError(
+            f"micro-batch limits must be at least 1: got {max_tokens} tokens and {max_rows} rows"
+        )
     units = _units(len(lengths), groups)
     sizes = [sum(int(lengths[row]) for row in unit) for unit in units]
     counts = [len(unit) for unit in units]
@@ -105,17 +123,29 @@ def _units(num_rows: int, groups: Sequence[int] | None) -> list[list[int]]:
 
 def _too_large(unit: Sequence[int], size: int, max_tokens: int, max_rows: int) -> str:
     if len(unit) == 1:
-        return f"row {unit[0]} has {size} tokens but a micro-batch may hold {max_tokens}: set *_max_token_len_per_gpu to at least {size}"
-    group = f"the {len(unit)} responses of the prompt in row {unit[0]} are compared with each other, so they go into one micro-batch"
+        return (
+            f"row {unit[0]} has {size} tokens but a micro-batch may hold {max_tokens}: set "
+            f"*_max_token_len_per_gpu to at least {size}"
+        )
+    group = (
+        f"the {len(unit)} responses of the prompt in row {unit[0]} are compared with each other, so "
+        "they go into one micro-batch"
+    )
     if len(unit) > max_rows:
-        return f"{group}, which may hold {max_rows} rows: set *_micro_batch_size_per_gpu to at least {len(unit)}, or leave it out"
+        return (
+            f"{group}, which may hold {max_rows} rows: set *_micro_batch_size_per_gpu to at least "
+            f"{len(unit)}, or leave it out"
+        )
     return (
-        f"{group}; they have {size} tokens and it may hold {max_tokens}: set *_max_token_len_per_gpu to at least {size} "
+        f"{group}; they have {size} tokens and it may hold {max_tokens}: set *_max_token_len_per_gpu to at "
+        f"least {size} "
         "(for any responses: n × the longest prompt and response), or rollout.n lower"
     )
 
 
-def _first_fit(order: Sequence[int], sizes: Sequence[int], counts: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
+def _first_fit(
+    order: Sequence[int], sizes: Sequence[int], counts: Sequence[int], max_tokens: int, max_rows: int
+) -> list[list[int]]:
     bins: list[list[int]] = []
     totals: list[int] = []
     rows: list[int] = []
@@ -156,19 +186,24 @@ def _spread(
 
 
 def karmarkar_karp(weights: Sequence[float], k: int) -> list[list[int]]:
-    """Split indices into k parts of nearly equal weight by the largest differencing method (Karmarkar and Karp, 1982).
+    """Split indices into k parts of nearly equal weight by the largest differencing method (Karmarkar and
+    Karp, 1982).
 
-    Returns k ascending lists (some are empty where there are fewer weights than parts). Raises ConfigError for k < 1.
+    Returns k ascending lists (some are empty where there are fewer weights than parts). Raises ConfigError
+    for k < 1.
     """
     if k < 1:
         raise ConfigError(f"cannot split rows into {k} parts: at least 1 is needed")
     if not weights or k == 1:
         return [list(range(len(weights))) for _ in range(k)]
-    # A heap of partial solutions (-spread, order, parts heaviest first). A part is (-weight, its smallest index, members); members are
-    # nested pairs, so that joining copies nothing. The two solutions that differ most inside are joined, the heavy parts of the one
-    # with the light parts of the other.
+    # A heap of partial solutions (-spread, order, parts heaviest first). A part is (-weight, its smallest
+    # index, members); members are nested pairs, so that joining copies nothing. The two solutions that differ
+    # most inside are joined, the heavy parts of the one with the light parts of the other.
     empty: _Part = (0.0, len(weights), None)
-    heap = [(-float(weight), index, [(-float(weight), index, index), *[empty] * (k - 1)]) for index, weight in enumerate(weights)]
+    heap = [
+        (-float(weight), index, [(-float(weight), index, index), *[empty] * (k - 1)])
+        for index, weight in enumerate(weights)
+    ]
     heapq.heapify(heap)
     for count in range(len(weights), 2 * len(weights) - 1):
         left, right = heapq.heappop(heap)[2], heap[0][2]

@@ -1,4 +1,6 @@
-"""What one column can do: turn into an array of objects, be compared, indexed and joined. DataProto is built on these."""
+"""What one column can do: turn into an array of objects, be compared, indexed and joined. DataProto is built
+on these.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def object_array(values: Any, name: str) -> ObjectArray:
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
-        raise BatchError(f"column {name!r} must be a sequence with one value a row, got {type(values).__name__}")
+        raise BatchError(
+            f"column {name!r} must be a sequence with one value a row, got {type(values).__name__}"
+        )
     rows = list(values)
     column = np.empty(len(rows), dtype=object)
     for index, row in enumerate(rows):  # `column[:] = rows` would take rows that are lists apart
@@ -34,7 +38,9 @@ def object_array(values: Any, name: str) -> ObjectArray:
 def same(left: Any, right: Any) -> bool:
     """Deep equality in which NaN equals NaN and an array equals only an array of the same shape."""
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and first_difference(left, right) is None
+        return (
+            isinstance(left, Tensor) and isinstance(right, Tensor) and first_difference(left, right) is None
+        )
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         if not (isinstance(left, np.ndarray) and isinstance(right, np.ndarray)) or left.shape != right.shape:
             return False
@@ -43,13 +49,20 @@ def same(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, float | np.floating) and isinstance(right, float | np.floating) and left != left and right != right:
+    if (
+        isinstance(left, float | np.floating)
+        and isinstance(right, float | np.floating)
+        and left != left
+        and right != right
+    ):
         return True
     return bool(left == right)
 
 
 def first_difference(left: Tensor | ObjectArray, right: Tensor | ObjectArray) -> int | None:
-    """The first row in which two columns differ (NaN equals NaN), None where they agree, 0 where shapes or types differ."""
+    """The first row in which two columns differ (NaN equals NaN), None where they agree, 0 where shapes or
+    types differ.
+    """
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape or left.dtype != right.dtype:
             return 0
@@ -61,11 +74,15 @@ def first_difference(left: Tensor | ObjectArray, right: Tensor | ObjectArray) ->
         return int(rows.nonzero()[0, 0]) if bool(rows.any()) else None
     if isinstance(left, Tensor) or isinstance(right, Tensor) or len(left) != len(right):
         return 0
-    return next((row for row, (a, b) in enumerate(zip(left, right, strict=True)) if a is not b and not same(a, b)), None)
+    return next(
+        (row for row, (a, b) in enumerate(zip(left, right, strict=True)) if a is not b and not same(a, b)),
+        None,
+    )
 
 
 def row_indices(idxs: Any, num_rows: int) -> Tensor:
-    """Integer rows [K] int64 from integers or from a boolean mask over all rows; negative ones count from the end.
+    """Integer rows [K] int64 from integers or from a boolean mask over all rows; negative ones count from the
+    end.
 
     Raises BatchError for a mask of another length and for a row that does not exist.
     """
@@ -73,7 +90,10 @@ def row_indices(idxs: Any, num_rows: int) -> Tensor:
     if index.numel() == 0 and index.dtype != torch.bool:
         return torch.zeros(0, dtype=torch.int64)
     if index.dim() != 1 or index.dtype.is_floating_point:
-        raise BatchError(f"rows must be a flat list of integers or a boolean mask, got shape {tuple(index.shape)} of {index.dtype}")
+        raise BatchError(
+            f"rows must be a flat list of integers or a boolean mask, got shape {tuple(index.shape)} of "
+            f"{index.dtype}"
+        )
     if index.dtype == torch.bool:
         if len(index) != num_rows:
             raise BatchError(f"a boolean mask needs one value a row: got {len(index)} for {num_rows} rows")

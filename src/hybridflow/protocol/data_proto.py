@@ -1,11 +1,13 @@
 """DataProto: the rows that flow between the controller and the workers.
 
-In: tensors and Python values from the loader, the rollout and the workers, all with one entry a row. Out: the same rows, cut,
-joined, reordered. Rows carry `uid` (their group) and `row_id` (themselves) through all of it. Field names, shapes and units are in
-`protocol/fields.py`; padded tensors become packed tokens in `protocol/packing.py`.
+In: tensors and Python values from the loader, the rollout and the workers, all with one entry a row. Out: the
+same rows, cut, joined, reordered. Rows carry `uid` (their group) and `row_id` (themselves) through all of it.
+Field names, shapes and units are in `protocol/fields.py`; padded tensors become packed tokens in
+`protocol/packing.py`.
 
-Methods that change the object they are called on, as users of verl expect: `union` and `|=`, `pop`, `rename`, `reorder`,
-`narrow_loss_mask`, `fresh_row_ids`. All others leave it alone and return a new one; `meta_info` is copied, never shared.
+Methods that change the object they are called on, as users of verl expect: `union` and `|=`, `pop`, `rename`,
+`reorder`, `narrow_loss_mask`, `fresh_row_ids`. All others leave it alone and return a new one; `meta_info` is
+copied, never shared.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hybridflow.protocol import storage
-from hybridflow.protocol.columns import BatchError, ObjectArray, first_difference, join, object_array, row_indices, same
+from hybridflow.protocol.columns import (
+    BatchError,
+    ObjectArray,
+    first_difference,
+    join,
+    object_array,
+    row_indices,
+    same,
+)
 from hybridflow.protocol.randomness import generator
 
 
@@ -49,7 +59,8 @@ class DataProtoItem:
 class DataProto:
     """Rows with tensor fields, other fields and facts about the batch as a whole.
 
-    Example: `DataProto.from_dict({"values": torch.zeros(2, 3)}, {"uid": ["a", "b"]})` has 2 rows; `data.batch["values"]` is [2, 3].
+    Example: `DataProto.from_dict({"values": torch.zeros(2, 3)}, {"uid": ["a", "b"]})` has 2 rows;
+    `data.batch["values"]` is [2, 3].
     """
 
     batch: TensorDict
@@ -65,7 +76,9 @@ class DataProto:
         non_tensor_batch: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
-        self.non_tensor_batch = {name: object_array(column, name) for name, column in (non_tensor_batch or {}).items()}
+        self.non_tensor_batch = {
+            name: object_array(column, name) for name, column in (non_tensor_batch or {}).items()
+        }
         self.meta_info = deepcopy(dict(meta_info or {}))
         if batch is None:
             num_rows = len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
@@ -82,7 +95,8 @@ class DataProto:
     def _tensors(self) -> dict[str, Tensor]:
         return cast("dict[str, Tensor]", dict(self.batch.items()))
 
-    # ---- making -------------------------------------------------------------------------------------------------
+    # ---- making
+    # -------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_dict(
@@ -91,23 +105,34 @@ class DataProto:
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """Rows from named tensors [B, ...] and named sequences of B values. Raises BatchError where row counts differ."""
+        """Rows from named tensors [B, ...] and named sequences of B values. Raises BatchError where row
+        counts differ.
+        """
         columns = {name: object_array(column, name) for name, column in (non_tensors or {}).items()}
         num_rows: int | None = None
         for name, value in (tensors or {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0:
-                raise BatchError(f"field {name!r} must be a tensor with one entry a row, got {type(value).__name__}")
-        for name, rows in [*((n, len(t)) for n, t in (tensors or {}).items()), *((n, len(c)) for n, c in columns.items())]:
+                raise BatchError(
+                    f"field {name!r} must be a tensor with one entry a row, got {type(value).__name__}"
+                )
+        for name, rows in [
+            *((n, len(t)) for n, t in (tensors or {}).items()),
+            *((n, len(c)) for n, c in columns.items()),
+        ]:
             if num_rows is not None and rows != num_rows:
                 raise BatchError(f"field {name!r} has {rows} rows but the fields before it have {num_rows}")
             num_rows = rows
         return cls(TensorDict(dict(tensors or {}), batch_size=[num_rows or 0]), columns, meta_info)
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
         """Rows from one dictionary: tensors become tensor fields, all else becomes columns of objects."""
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
-        return cls.from_dict(tensors, {name: value for name, value in data.items() if name not in tensors}, meta_info)
+        return cls.from_dict(
+            tensors, {name: value for name, value in data.items() if name not in tensors}, meta_info
+        )
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
@@ -127,11 +152,15 @@ class DataProto:
                 raise BatchError(f"cannot concatenate: parts 0 and {index} do not both have {sorted(odd)}")
         return cls.from_dict(
             {name: join(name, [part.batch[name] for part in filled]) for name in filled[0]._tensors()},
-            {name: np.concatenate([part.non_tensor_batch[name] for part in filled]) for name in filled[0].non_tensor_batch},
+            {
+                name: np.concatenate([part.non_tensor_batch[name] for part in filled])
+                for name in filled[0].non_tensor_batch
+            },
             meta_info,
         )
 
-    # ---- looking ------------------------------------------------------------------------------------------------
+    # ---- looking
+    # ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return int(self.batch.batch_size[0])
@@ -140,15 +169,24 @@ class DataProto:
         return key in self.batch.keys() or key in self.non_tensor_batch  # noqa: SIM118
 
     def __repr__(self) -> str:
-        fields = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self.batch.items()]
-        return f"DataProto({len(self)} rows; {', '.join([*fields, *self.non_tensor_batch])}; meta_info {list(self.meta_info)})"
+        fields = [
+            f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self.batch.items()
+        ]
+        return (
+            f"DataProto({len(self)} rows; {', '.join([*fields, *self.non_tensor_batch])}; meta_info "
+            f"{list(self.meta_info)})"
+        )
 
     @overload
     def __getitem__(self, item: int) -> DataProtoItem: ...
     @overload
-    def __getitem__(self, item: slice | Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | Tensor) -> DataProto: ...
+    def __getitem__(
+        self, item: slice | Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | Tensor
+    ) -> DataProto: ...
     def __getitem__(self, item: Any) -> DataProto | DataProtoItem:
-        """A row for an integer; rows for a slice, a list, an array or a tensor of integers, or a boolean mask."""
+        """A row for an integer; rows for a slice, a list, an array or a tensor of integers, or a boolean
+        mask.
+        """
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if not isinstance(item, int | np.integer):
@@ -160,7 +198,8 @@ class DataProto:
             deepcopy(self.meta_info),
         )
 
-    # ---- choosing rows ------------------------------------------------------------------------------------------
+    # ---- choosing rows
+    # ------------------------------------------------------------------------------------------
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | Tensor) -> DataProto:
         """The rows at `idxs`, in that order; a boolean mask keeps the rows where it is true."""
@@ -176,10 +215,14 @@ class DataProto:
         where = slice(start, end, step)
         tensors = {name: tensor[where] for name, tensor in self._tensors().items()}
         columns = {name: column[where] for name, column in self.non_tensor_batch.items()}
-        return DataProto(TensorDict(tensors, batch_size=[len(range(len(self))[where])]), columns, self.meta_info)
+        return DataProto(
+            TensorDict(tensors, batch_size=[len(range(len(self))[where])]), columns, self.meta_info
+        )
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Exactly `chunks` pieces whose sizes differ by at most one, longer ones first; with few rows the last ones are empty."""
+        """Exactly `chunks` pieces whose sizes differ by at most one, longer ones first; with few rows the
+        last ones are empty.
+        """
         if chunks < 1:
             raise BatchError(f"cannot cut {len(self)} rows into {chunks} pieces: at least 1 is needed")
         each, longer = divmod(len(self), chunks)
@@ -189,26 +232,37 @@ class DataProto:
     def split(self, split_size: int) -> list[DataProto]:
         """Pieces of `split_size` rows, the last one with what is left."""
         if split_size < 1:
-            raise BatchError(f"cannot split {len(self)} rows into pieces of {split_size}: at least 1 row is needed")
+            raise BatchError(
+                f"cannot split {len(self)} rows into pieces of {split_size}: at least 1 row is needed"
+            )
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Each row `repeat_times` times: `a a b b` interleaved, else `a b a b`. Row ids repeat too (see `fresh_row_ids`)."""
+        """Each row `repeat_times` times: `a a b b` interleaved, else `a b a b`. Row ids repeat too (see
+        `fresh_row_ids`).
+        """
         if repeat_times < 0:
             raise BatchError(f"cannot repeat rows {repeat_times} times")
         rows = torch.arange(len(self))
-        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        return self.select_idxs(
+            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        )
 
     def reorder(self, indices: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> DataProto:
         """Put this object's rows in the order `indices`, a permutation of all rows; returns it."""
         index = row_indices(indices, len(self))
         if sorted(index.tolist()) != list(range(len(self))):
-            raise BatchError(f"reorder needs each of the {len(self)} rows once, got {len(index)} indices; use select_idxs to pick rows")
+            raise BatchError(
+                f"reorder needs each of the {len(self)} rows once, got {len(index)} indices; use "
+                "select_idxs to pick rows"
+            )
         moved = self.select_idxs(index)
         self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
         return self
 
-    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
+    ) -> Iterator[DataProto]:
         """Mini-batches of `mini_batch_size` rows (the last of an epoch may be smaller), `epochs` times over.
 
         With a seed each epoch has its own order, keyed by (seed, epoch); without, rows come in order.
@@ -222,7 +276,8 @@ class DataProto:
             for start in range(0, len(self), mini_batch_size):
                 yield self.select_idxs(order[start : start + mini_batch_size])
 
-    # ---- choosing fields ----------------------------------------------------------------------------------------
+    # ---- choosing fields
+    # ----------------------------------------------------------------------------------------
 
     def select(
         self,
@@ -261,14 +316,20 @@ class DataProto:
         if len(old) != len(new) or len(set(new)) != len(new) or missing or taken:
             raise BatchError(f"cannot rename {old} to {new}: missing {missing}, already there {taken}")
         names = dict(zip(old, new, strict=True))
-        self.batch = TensorDict({names.get(name, name): tensor for name, tensor in self._tensors().items()}, batch_size=[len(self)])
-        self.non_tensor_batch = {names.get(name, name): column for name, column in self.non_tensor_batch.items()}
+        self.batch = TensorDict(
+            {names.get(name, name): tensor for name, tensor in self._tensors().items()},
+            batch_size=[len(self)],
+        )
+        self.non_tensor_batch = {
+            names.get(name, name): column for name, column in self.non_tensor_batch.items()
+        }
         return self
 
     def union(self, other: DataProto) -> DataProto:
         """Add the fields and facts of `other` to this object; returns it.
 
-        A name that both have must hold the same values (NaN equals NaN): BatchError names the field and the first row that differs.
+        A name that both have must hold the same values (NaN equals NaN): BatchError names the field and the
+        first row that differs.
         """
         if not _fields(self):
             self.batch = TensorDict({}, batch_size=[len(other)])
@@ -278,10 +339,15 @@ class DataProto:
         for name in mine.keys() & theirs.keys():
             row = first_difference(mine[name], theirs[name])
             if row is not None:
-                raise BatchError(f"field {name!r} is on both sides and differs, first in row {row}: `|=` only adds fields")
+                raise BatchError(
+                    f"field {name!r} is on both sides and differs, first in row {row}: `|=` only adds fields"
+                )
         for name in self.meta_info.keys() & other.meta_info.keys():
             if not same(self.meta_info[name], other.meta_info[name]):
-                raise BatchError(f"meta_info[{name!r}] is on both sides and differs: {self.meta_info[name]!r}, {other.meta_info[name]!r}")
+                raise BatchError(
+                    f"meta_info[{name!r}] is on both sides and differs: {self.meta_info[name]!r}, "
+                    f"{other.meta_info[name]!r}"
+                )
         for name, value in theirs.items():
             if name in mine:
                 continue
@@ -303,10 +369,13 @@ class DataProto:
         tensors = {name: tensor.to(device) for name, tensor in self._tensors().items()}
         return DataProto(TensorDict(tensors, batch_size=[len(self)]), self.non_tensor_batch, self.meta_info)
 
-    # ---- what rows carry ----------------------------------------------------------------------------------------
+    # ---- what rows carry
+    # ----------------------------------------------------------------------------------------
 
     def fresh_row_ids(self) -> DataProto:
-        """Give every row whose `row_id` an earlier row has a new one above the largest; number from 0 where there are none."""
+        """Give every row whose `row_id` an earlier row has a new one above the largest; number from 0 where
+        there are none.
+        """
         ids = self.batch["row_id"].tolist() if "row_id" in self else list(range(len(self)))
         free = max(ids, default=-1) + 1
         seen: set[int] = set()
@@ -318,23 +387,30 @@ class DataProto:
         return self
 
     def narrow_loss_mask(self, keep: Tensor) -> DataProto:
-        """Learn only where `keep` [B, R] bool is true as well; the one way to change `loss_mask`, which starts as `response_mask`."""
+        """Learn only where `keep` [B, R] bool is true as well; the one way to change `loss_mask`, which
+        starts as `response_mask`.
+        """
         mask = self.batch["loss_mask" if "loss_mask" in self else "response_mask"].bool()
         if keep.shape != mask.shape or keep.dtype != torch.bool:
             raise BatchError(f"keep must be bool {tuple(mask.shape)}, got {keep.dtype} {tuple(keep.shape)}")
         self.batch["loss_mask"] = mask & keep.to(mask.device)
         return self
 
-    # ---- disk ---------------------------------------------------------------------------------------------------
+    # ---- disk
+    # ---------------------------------------------------------------------------------------------------
 
     def save_to_disk(self, folder: str | Path) -> None:
-        """Write `tensors.safetensors` and `meta.json` into `folder`. Raises BatchError naming a field that JSON cannot hold."""
+        """Write `tensors.safetensors` and `meta.json` into `folder`. Raises BatchError naming a field that
+        JSON cannot hold.
+        """
         columns = {name: column.tolist() for name, column in self.non_tensor_batch.items()}
         storage.write(Path(folder), self._tensors(), columns, self.meta_info, len(self))
 
     @classmethod
     def load_from_disk(cls, folder: str | Path) -> DataProto:
-        """Read what `save_to_disk` wrote. Raises DataError for a folder that is missing, incomplete or damaged."""
+        """Read what `save_to_disk` wrote. Raises DataError for a folder that is missing, incomplete or
+        damaged.
+        """
         tensors, columns, meta_info, num_rows = storage.read(Path(folder))
         return cls(TensorDict(tensors, batch_size=[num_rows]), columns, meta_info)
 
@@ -357,7 +433,10 @@ def _join_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if name == "metrics":
                 joined.setdefault(name, []).extend(value if isinstance(value, list) else [value])
             elif name in joined and not same(joined[name], value):
-                raise BatchError(f"cannot concatenate: meta_info[{name!r}] is {joined[name]!r} before and {value!r} in part {index}")
+                raise BatchError(
+                    f"cannot concatenate: meta_info[{name!r}] is {joined[name]!r} before and {value!r} in "
+                    f"part {index}"
+                )
             else:
                 joined[name] = value
     return joined

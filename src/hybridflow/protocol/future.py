@@ -19,7 +19,11 @@ class PendingRows(Protocol):
 class DataProtoFuture:
     """The rows that `futures` will give, joined by `collect` once somebody asks; the result is kept."""
 
-    def __init__(self, futures: Sequence[PendingRows], collect: Callable[[Sequence[DataProto]], DataProto] = DataProto.concat) -> None:
+    def __init__(
+        self,
+        futures: Sequence[PendingRows],
+        collect: Callable[[Sequence[DataProto]], DataProto] = DataProto.concat,
+    ) -> None:
         self._futures = list(futures)
         self._collect = collect
         self._result: DataProto | None = None

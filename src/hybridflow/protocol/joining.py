@@ -1,6 +1,7 @@
 """Batches of different widths and columns, one under the other.
 
-    [B1, P1 + R1], [B2, P2 + R2] ──join_rows──► [B1 + B2, P + R], P and R those of the longest prompt and response that are there
+    [B1, P1 + R1], [B2, P2 + R2] ──join_rows──► [B1 + B2, P + R], P and R those of the longest prompt and
+    response that are there
 
 Which side of a field has the padding follows from its axes in the field table.
 """
@@ -21,10 +22,11 @@ _FILL = {"policy_version": -1}
 
 
 def join_rows(parts: Sequence[DataProto], pad_id: int) -> DataProto:
-    """The rows of all parts in order, as wide as the longest prompt and the longest response among them; parts without rows add none.
+    """The rows of all parts in order, as wide as the longest prompt and the longest response among them;
+    parts without rows add none.
 
-    A column of values that only some parts have is missing in the others: NaN where all its values are floats, else None.
-    Raises BatchError where tensors of one part are missing in another.
+    A column of values that only some parts have is missing in the others: NaN where all its values are
+    floats, else None. Raises BatchError where tensors of one part are missing in another.
     """
     filled = with_all_columns([part for part in parts if len(part)] or list(parts[:1]))
     widths = [_longest(part) for part in filled]
@@ -38,8 +40,15 @@ def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
     for part in parts:
         for name, column in part.non_tensor_batch.items():
             found.setdefault(name, []).extend(column)
-    missing = {name: float("nan") if all(isinstance(value, float) for value in values) else None for name, values in found.items()}
-    return [part | DataProto.from_dict({}, {name: [missing[name]] * len(part) for name in found if name not in part}) for part in parts]
+    missing = {
+        name: float("nan") if all(isinstance(value, float) for value in values) else None
+        for name, values in found.items()
+    }
+    return [
+        part
+        | DataProto.from_dict({}, {name: [missing[name]] * len(part) for name in found if name not in part})
+        for part in parts
+    ]
 
 
 def _longest(part: DataProto) -> tuple[int, int]:
@@ -53,7 +62,9 @@ def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
     tensors: dict[str, Tensor] = {}
     for name in map(str, part.batch.keys()):
         tensor: Tensor = part.batch[name]
-        assert tensor.dim() == 1 or name in FIELDS, f"the field table does not say which side of {name} is padded"
+        assert tensor.dim() == 1 or name in FIELDS, (
+            f"the field table does not say which side of {name} is padded"
+        )
         axes = FIELDS[name].axes if name in FIELDS else "B"
         fill = pad_id if name in _TOKEN_IDS else _FILL.get(name, 0)
         if axes == "B,P":
@@ -61,7 +72,9 @@ def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
         elif axes == "B,R":
             tensor = _right(tensor, response, fill)
         elif axes == "B,T":
-            tensor = torch.cat([_left(tensor[:, :old], prompt, fill), _right(tensor[:, old:], response, fill)], dim=1)
+            tensor = torch.cat(
+                [_left(tensor[:, :old], prompt, fill), _right(tensor[:, old:], response, fill)], dim=1
+            )
         tensors[name] = tensor
     return DataProto.from_dict(tensors, part.non_tensor_batch, part.meta_info)
 
@@ -69,10 +82,18 @@ def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
 def _left(tensor: Tensor, width: int, fill: int) -> Tensor:
     """Padding on the left added or taken away."""
     more = width - tensor.shape[1]
-    return torch.cat([tensor.new_full((len(tensor), more), fill), tensor], dim=1) if more >= 0 else tensor[:, -more:]
+    return (
+        torch.cat([tensor.new_full((len(tensor), more), fill), tensor], dim=1)
+        if more >= 0
+        else tensor[:, -more:]
+    )
 
 
 def _right(tensor: Tensor, width: int, fill: int) -> Tensor:
     """Padding on the right added or taken away."""
     more = width - tensor.shape[1]
-    return torch.cat([tensor, tensor.new_full((len(tensor), more), fill)], dim=1) if more >= 0 else tensor[:, :width]
+    return (
+        torch.cat([tensor, tensor.new_full((len(tensor), more), fill)], dim=1)
+        if more >= 0
+        else tensor[:, :width]
+    )

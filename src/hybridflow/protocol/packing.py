@@ -1,8 +1,8 @@
 """Between padded rows and packed tokens.
 
-`make_rows` turns token lists into the padded columns that the driver holds (prompts left-padded, responses right-padded).
-`pack` turns those columns into the tokens of a forward pass, with no padding in them; `PackedBatch.unpack` brings what the
-model says of each response token back to [B, R].
+`make_rows` turns token lists into the padded columns that the driver holds (prompts left-padded, responses
+right-padded). `pack` turns those columns into the tokens of a forward pass, with no padding in them;
+`PackedBatch.unpack` brings what the model says of each response token back to [B, R].
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hybridflow.protocol.data_proto import DataProto
 class PackedBatch:
     """The rows of a micro-batch one after the other, without padding: N tokens in all, M of them predicted.
 
-    Example: rows `[1 2 | 3 4]` and `[5 | 6]` (prompt | response) give input_ids `1 2 3 4 5 6`, position_ids `0 1 2 3 0 1`,
-    lengths `(4, 2)`, num_predicted `(2, 1)`, targets `3 4 6` and predict_index `1 2 4`.
+    Example: rows `[1 2 | 3 4]` and `[5 | 6]` (prompt | response) give input_ids `1 2 3 4 5 6`, position_ids
+    `0 1 2 3 0 1`, lengths `(4, 2)`, num_predicted `(2, 1)`, targets `3 4 6` and predict_index `1 2 4`.
     """
 
     input_ids: Tensor
@@ -44,7 +44,9 @@ class PackedBatch:
     shape: tuple[int, int]
     """(B, R)."""
     places: Tensor | None = None
-    """[sum of lengths] int64, always on the CPU: which of the N tokens each token of each row is, where rows share their prompt's."""
+    """[sum of lengths] int64, always on the CPU: which of the N tokens each token of each row is, where rows
+    share their prompt's.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +55,9 @@ class PackedBatch:
 
     @property
     def shared_predict_index(self) -> Tensor:
-        """`predict_index` of rows that share prompts, read off `places`: on the CPU, so that nothing waits for a device."""
+        """`predict_index` of rows that share prompts, read off `places`: on the CPU, so that nothing waits
+        for a device.
+        """
         assert self.places is not None, "these rows share nothing"
         rows = zip(self.places.split(self.lengths), self.lengths, self.num_predicted, strict=True)
         return torch.cat([places[length - 1 - predicted : length - 1] for places, length, predicted in rows])
@@ -74,10 +78,11 @@ class PackedBatch:
 
 
 def pack(batch: DataProto) -> PackedBatch:
-    """Drop the padding of `input_ids` [B, T] by `attention_mask` [B, T]; the last R columns are `responses` [B, R].
+    """Drop the padding of `input_ids` [B, T] by `attention_mask` [B, T]; the last R columns are `responses`
+    [B, R].
 
-    Raises BatchError for a row without tokens, a response without a prompt token before it (nothing predicts its first token),
-    and for `responses` that are not the tail of `input_ids`.
+    Raises BatchError for a row without tokens, a response without a prompt token before it (nothing predicts
+    its first token), and for `responses` that are not the tail of `input_ids`.
     """
     input_ids, responses = batch.batch["input_ids"], batch.batch["responses"]
     attended = batch.batch["attention_mask"].bool()
@@ -85,7 +90,8 @@ def pack(batch: DataProto) -> PackedBatch:
     start = input_ids.shape[1] - width
     if start < 0 or attended.shape != input_ids.shape or len(input_ids) != num_rows:
         raise BatchError(
-            f"cannot pack: input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attended.shape)}, responses {tuple(responses.shape)}; "
+            f"cannot pack: input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attended.shape)}, "
+            f"responses {tuple(responses.shape)}; "
             "wanted [B, P+R], [B, P+R] and [B, R]"
         )
     lengths = tuple(attended.sum(dim=1).tolist())
@@ -96,10 +102,15 @@ def pack(batch: DataProto) -> PackedBatch:
     rows, columns = attended[:, start:].nonzero(as_tuple=True)
     targets = responses[rows, columns]
     if not torch.equal(targets, input_ids[rows, start + columns]):
-        raise BatchError("cannot pack: `responses` differs from the last columns of `input_ids`; change both together")
+        raise BatchError(
+            "cannot pack: `responses` differs from the last columns of `input_ids`; change both together"
+        )
     orphans = in_row[rows, start + columns] == 0
     if bool(orphans.any()):
-        raise BatchError(f"cannot pack: row {int(rows[orphans][0])} has no prompt token, so nothing predicts its first response token")
+        raise BatchError(
+            f"cannot pack: row {int(rows[orphans][0])} has no prompt token, so nothing predicts its first "
+            "response token"
+        )
     return PackedBatch(
         input_ids=input_ids[attended],
         position_ids=in_row[attended],
@@ -114,7 +125,8 @@ def pack(batch: DataProto) -> PackedBatch:
 
 
 def share_prompts(packed: PackedBatch) -> PackedBatch:
-    """The same rows with every prompt once, however many rows begin with it; `packed` itself where no two rows do.
+    """The same rows with every prompt once, however many rows begin with it; `packed` itself where no two
+    rows do.
 
     What is predicted and where it belongs stays as it was. Packed on the CPU, before `to`.
     """
@@ -137,13 +149,22 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
         return packed
     keep = torch.cat(kept)
     input_ids, position_ids = packed.input_ids[keep], packed.position_ids[keep]
-    return replace(packed, input_ids=input_ids, position_ids=position_ids, predict_index=places[packed.predict_index], places=places)
+    return replace(
+        packed,
+        input_ids=input_ids,
+        position_ids=position_ids,
+        predict_index=places[packed.predict_index],
+        places=places,
+    )
 
 
 def prompt_groups(batch: DataProto) -> list[int]:
     """A number for each row, the same for rows that begin with the same prompt, in order of appearance."""
     width = batch.batch["responses"].shape[1]
-    prompts, attended = (batch.batch[name][:, : batch.batch["input_ids"].shape[1] - width] for name in ("input_ids", "attention_mask"))
+    prompts, attended = (
+        batch.batch[name][:, : batch.batch["input_ids"].shape[1] - width]
+        for name in ("input_ids", "attention_mask")
+    )
     numbers: dict[tuple[bytes, bytes], int] = {}
     rows = zip(prompts.cpu().numpy(), attended.cpu().bool().numpy(), strict=True)
     return [numbers.setdefault((ids.tobytes(), mask.tobytes()), len(numbers)) for ids, mask in rows]
@@ -158,15 +179,20 @@ def make_rows(
     response_width: int | None = None,
     response_masks: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Tensor]:
-    """Padded columns from token lists: prompts to the right edge of [B, P], responses to the left edge of [B, R].
+    """Padded columns from token lists: prompts to the right edge of [B, P], responses to the left edge of [B,
+    R].
 
-    Returns `prompts` [B, P], `responses` [B, R], `input_ids` [B, P+R] int64, `attention_mask` [B, P+R], `response_mask` [B, R] bool.
-    Widths default to the longest row. `response_masks` marks the tokens the policy sampled (default: all).
-    Raises BatchError where the lists do not match or a row is longer than the width asked for.
+    Returns `prompts` [B, P], `responses` [B, R], `input_ids` [B, P+R] int64, `attention_mask` [B, P+R],
+    `response_mask` [B, R] bool. Widths default to the longest row. `response_masks` marks the tokens the
+    policy sampled (default: all). Raises BatchError where the lists do not match or a row is longer than the
+    width asked for.
     """
     masks = response_masks if response_masks is not None else [[1] * len(row) for row in responses]
     if not len(prompts) == len(responses) == len(masks):
-        raise BatchError(f"rows do not match: {len(prompts)} prompts, {len(responses)} responses, {len(masks)} response masks")
+        raise BatchError(
+            f"rows do not match: {len(prompts)} prompts, {len(responses)} responses, {len(masks)} response "
+            "masks"
+        )
     for row, (tokens, mask) in enumerate(zip(responses, masks, strict=True)):
         if len(tokens) != len(mask):
             raise BatchError(f"row {row}: {len(tokens)} response tokens but {len(mask)} mask values")
@@ -182,7 +208,9 @@ def make_rows(
     }
 
 
-def _pad(rows: Sequence[Sequence[int]], pad_id: int, width: int | None, what: str, *, left: bool) -> tuple[Tensor, Tensor]:
+def _pad(
+    rows: Sequence[Sequence[int]], pad_id: int, width: int | None, what: str, *, left: bool
+) -> tuple[Tensor, Tensor]:
     longest = max((len(row) for row in rows), default=0)
     width = longest if width is None else width
     if longest > width:

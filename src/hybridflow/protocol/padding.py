@@ -1,4 +1,6 @@
-"""Extra rows so that a count divides, and their removal. Extra rows carry an empty `loss_mask`, so they teach nothing."""
+"""Extra rows so that a count divides, and their removal. Extra rows carry an empty `loss_mask`, so they teach
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ from hybridflow.protocol.data_proto import DataProto
 
 
 def pad_to_divisor(data: DataProto, n: int) -> tuple[DataProto, int]:
-    """Repeat the first rows at the end until the number of rows divides by n; returns the batch and how many were added.
+    """Repeat the first rows at the end until the number of rows divides by n; returns the batch and how many
+    were added.
 
-    Where there is a `loss_mask` or `response_mask`, the added rows have a `loss_mask` of zeros. An empty batch stays empty.
+    Where there is a `loss_mask` or `response_mask`, the added rows have a `loss_mask` of zeros. An empty
+    batch stays empty.
     """
     if n < 1:
         raise BatchError(f"cannot pad {len(data)} rows to a multiple of {n}")
@@ -21,7 +25,9 @@ def pad_to_divisor(data: DataProto, n: int) -> tuple[DataProto, int]:
     rows = torch.arange(len(data) + pad_size) % len(data)
     padded = data.select_idxs(rows)
     if "loss_mask" in data or "response_mask" in data:
-        keep = torch.ones_like(padded.batch["loss_mask" if "loss_mask" in data else "response_mask"], dtype=torch.bool)
+        keep = torch.ones_like(
+            padded.batch["loss_mask" if "loss_mask" in data else "response_mask"], dtype=torch.bool
+        )
         keep[len(data) :] = False
         padded.narrow_loss_mask(keep)
     return padded, pad_size

@@ -1,7 +1,7 @@
 """Keys for every random draw: (seed, purpose, indices) in, one seed or generator out.
 
-There is no global random stream. A draw is keyed by what it is for, so it does not depend on the order of calls,
-on the number of ranks or on a resume.
+There is no global random stream. A draw is keyed by what it is for, so it does not depend on the order of
+calls, on the number of ranks or on a resume.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 
 
 def derive_seed(seed: int, purpose: str, *indices: int) -> int:
-    """A 63-bit seed for `purpose` at `indices` (step, row, ...), the same on every machine and in every process.
+    """A 63-bit seed for `purpose` at `indices` (step, row, ...), the same on every machine and in every
+    process.
 
     Example: `derive_seed(config.seed, "rollout", step, row_id)`.
     """

@@ -1,4 +1,6 @@
-"""A batch as a folder: tensors in `tensors.safetensors`, all else in `meta.json`. Nothing read here can run code."""
+"""A batch as a folder: tensors in `tensors.safetensors`, all else in `meta.json`. Nothing read here can run
+code.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,16 @@ from hybridflow.protocol.columns import BatchError
 _TENSORS, _META, _FORMAT = "tensors.safetensors", "meta.json", 1
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], columns: Mapping[str, list[Any]], meta: Mapping[str, Any], num_rows: int) -> None:
-    """Write both files, making the folder. Tuples and arrays become lists; BatchError names a field JSON cannot hold."""
+def write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    columns: Mapping[str, list[Any]],
+    meta: Mapping[str, Any],
+    num_rows: int,
+) -> None:
+    """Write both files, making the folder. Tuples and arrays become lists; BatchError names a field JSON
+    cannot hold.
+    """
     text = json.dumps(
         {
             "format": _FORMAT,
@@ -31,7 +41,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], columns: Mapping[str, lis
     )
     folder.mkdir(parents=True, exist_ok=True)
     # a copy of its own for each tensor: safetensors refuses memory that two names share
-    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, folder / _TENSORS)
+    save_file(
+        {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()},
+        folder / _TENSORS,
+    )
     (folder / _META).write_text(text, encoding="utf-8")
 
 
@@ -60,6 +73,11 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise BatchError(f"cannot save {where}: JSON has no keys of type {type(key).__name__} ({key!r})")
+                raise BatchError(
+                    f"cannot save {where}: JSON has no keys of type {type(key).__name__} ({key!r})"
+                )
         return {key: _plain(item, where) for key, item in value.items()}
-    raise BatchError(f"cannot save {where}: JSON cannot hold a {type(value).__name__}; drop the field (pop) or turn it into plain values")
+    raise BatchError(
+        f"cannot save {where}: JSON cannot hold a {type(value).__name__}; drop the field (pop) or turn it "
+        "into plain values"
+    )

@@ -1,6 +1,7 @@
 """The rewards room: responses in, scores out; imports neither torch nor ray.
 
-    ScoreRequest ─► manager.py ─► pool.py ══pipes══► worker.py ─► call.py ─► the function (table.py, compose.py or the user's)
+    ScoreRequest ─► manager.py ─► pool.py ══pipes══► worker.py ─► call.py ─► the function (table.py,
+    compose.py or the user's)
                         │     └─► in_process.py ───────────────────┘
                         ▼
                   ScoredBatch: scores, extra columns, rows to drop, counters

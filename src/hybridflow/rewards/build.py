@@ -1,4 +1,6 @@
-"""`reward.*` in, a RewardManager out. The reward function is loaded here, so a wrong one shows before a model is allocated."""
+"""`reward.*` in, a RewardManager out. The reward function is loaded here, so a wrong one shows before a model
+is allocated.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from hybridflow.rewards.resolve import check_choice, describe, resolve
 def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
     """Load the reward function that the configuration chooses and start the processes that call it.
 
-    Raises ConfigError if it cannot be found, imported or called as reward functions are, RewardError if a built-in one needs an
-    extra that is not installed or a worker does not start.
+    Raises ConfigError if it cannot be found, imported or called as reward functions are, RewardError if a
+    built-in one needs an extra that is not installed or a worker does not start.
     """
     check_choice(config)
     scorer: Scorer

@@ -48,11 +48,17 @@ async def call_async(function: RewardFunction, request: ScoreRequest, timeout: f
 
 def timed_out(timeout: float, seconds: float) -> Outcome:
     """The outcome of a sample that ran past its deadline."""
-    return Outcome(error="timeout", detail=f"the reward function ran past reward.timeout={timeout:g} seconds", seconds=seconds)
+    return Outcome(
+        error="timeout",
+        detail=f"the reward function ran past reward.timeout={timeout:g} seconds",
+        seconds=seconds,
+    )
 
 
 def failure(error: BaseException, seconds: float) -> Outcome:
-    """The outcome of a sample whose function raised: our own messages as they are, others with their traceback."""
+    """The outcome of a sample whose function raised: our own messages as they are, others with their
+    traceback.
+    """
     if isinstance(error, HybridFlowError):
         detail = str(error)
     else:

@@ -1,9 +1,10 @@
 """Terms in, one reward function out: score = Σ_i weight_i · term_i, each term's own value kept as a column.
 
-    reward.terms: [{name: gsm8k, weight: 1}, {name: length, weight: -0.1, max_chars: 400}, {name: my.py:politeness}]
+    reward.terms: [{name: gsm8k, weight: 1}, {name: length, weight: -0.1, max_chars: 400}, {name:
+    my.py:politeness}]
 
-A term's column has the function's name, or the term's `key`. Other columns a term returns (acc, ...) are kept; where two terms
-return the same one, the earlier term's stands.
+A term's column has the function's name, or the term's `key`. Other columns a term returns (acc, ...) are
+kept; where two terms return the same one, the earlier term's stands.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Term:
 
 
 def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
-    """The terms of `reward.terms`, loaded. Raises ConfigError for a term that is not a mapping with a name, or a bad weight."""
+    """The terms of `reward.terms`, loaded. Raises ConfigError for a term that is not a mapping with a name,
+    or a bad weight.
+    """
     loaded: list[Term] = []
     for position, term in enumerate(terms):
         key = f"reward.terms[{position}]"
@@ -44,13 +47,19 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
         if name == "auto" or name in REWARD_FUNCTIONS:
             function, column = load_builtin(name, options, seed, key=key), name
         elif ":" in name or name.endswith(".py"):
-            function, column = load_user_function(name, DEFAULT_NAMES[0], options, key=key), _function_name(name)
+            function, column = (
+                load_user_function(name, DEFAULT_NAMES[0], options, key=key),
+                _function_name(name),
+            )
         else:
-            function, column = load_builtin(name, options, seed, key=key), name  # refuses the name, listing the known ones
+            # refuses the name, listing the known ones
+            function, column = load_builtin(name, options, seed, key=key), name
         loaded.append(Term(str(term.get("key", column)), float(weight), function))
     columns = [term.column for term in loaded]
     if twice := {column for column in columns if columns.count(column) > 1}:
-        raise ConfigError(f"reward.terms: two terms make the column {', '.join(sorted(twice))}; give each its own `key`")
+        raise ConfigError(
+            f"reward.terms: two terms make the column {', '.join(sorted(twice))}; give each its own `key`"
+        )
     return loaded
 
 

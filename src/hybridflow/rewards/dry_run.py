@@ -1,4 +1,6 @@
-"""A reward tried on a few rows before a run (`hybridflow reward-test`): rows and a stand-in response in, a table out."""
+"""A reward tried on a few rows before a run (`hybridflow reward-test`): rows and a stand-in response in, a
+table out.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ def dry_run(
     num_rows: int = 10,
     reward_fn_key: str = "data_source",
 ) -> list[dict[str, Any]]:
-    """Score the first `num_rows` rows and return, for each, row, data_source, response, ground_truth, score, extras, seconds, error.
+    """Score the first `num_rows` rows and return, for each, row, data_source, response, ground_truth, score,
+    extras, seconds, error.
 
-    `response` says what stands in for a response: "ground_truth" (the answer itself, written as the row's built-in function
-    wants it, `#### 72` for gsm8k; expect full scores), "empty" (expect none) or the name of a column. `reward.on_error` is not
-    applied: a failing row has score None and its error. Raises DataError for a row without the columns that scoring needs.
+    `response` says what stands in for a response: "ground_truth" (the answer itself, written as the row's
+    built-in function wants it, `#### 72` for gsm8k; expect full scores), "empty" (expect none) or the name of
+    a column. `reward.on_error` is not applied: a failing row has score None and its error. Raises DataError
+    for a row without the columns that scoring needs.
     """
     chosen = rows[:num_rows]
-    requests = [_request(position, row, config, response, reward_fn_key) for position, row in enumerate(chosen)]
+    requests = [
+        _request(position, row, config, response, reward_fn_key) for position, row in enumerate(chosen)
+    ]
     return [
         {
             "row": position,
@@ -47,11 +53,18 @@ def dry_run(
     ]
 
 
-def _request(position: int, row: Mapping[str, Any], config: RewardConfig, response: str, reward_fn_key: str) -> ScoreRequest:
+def _request(
+    position: int, row: Mapping[str, Any], config: RewardConfig, response: str, reward_fn_key: str
+) -> ScoreRequest:
     reward_model = row.get("reward_model")
-    if reward_fn_key not in row or not isinstance(reward_model, Mapping) or "ground_truth" not in reward_model:
+    if (
+        reward_fn_key not in row
+        or not isinstance(reward_model, Mapping)
+        or "ground_truth" not in reward_model
+    ):
         raise DataError(
-            f"row {position}: wanted the columns {reward_fn_key} and reward_model with a ground_truth, got {sorted(map(str, row))}; "
+            f"row {position}: wanted the columns {reward_fn_key} and reward_model with a ground_truth, got "
+            f"{sorted(map(str, row))}; "
             "see data.reward_fn_key for the first"
         )
     source, truth = str(row[reward_fn_key]), reward_model["ground_truth"]
@@ -62,7 +75,10 @@ def _request(position: int, row: Mapping[str, Any], config: RewardConfig, respon
     elif response in row:
         text = str(row[response])
     else:
-        raise DataError(f"row {position} has no column {response!r} to take as the response; it has {sorted(map(str, row))}")
+        raise DataError(
+            f"row {position} has no column {response!r} to take as the response; it has "
+            f"{sorted(map(str, row))}"
+        )
     extra_info = row.get("extra_info")
     return ScoreRequest(source, text, truth, dict(extra_info) if isinstance(extra_info, Mapping) else {})
 

@@ -1,7 +1,7 @@
 """Scoring in this process (`reward.num_workers=0`): for debugging, and for rewards that cost next to nothing.
 
-A sync function has no deadline here: one that hangs hangs the run, one that ends its process ends the run. `breakpoint()` works.
-An async function keeps its deadline as long as it awaits.
+A sync function has no deadline here: one that hangs hangs the run, one that ends its process ends the run.
+`breakpoint()` works. An async function keeps its deadline as long as it awaits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class InProcessScorer:
     def __init__(self, function: RewardFunction, timeout: float) -> None:
         self._function = function
         self._timeout = timeout
-        logger.info("reward.num_workers=0: scoring in this process, where reward.timeout does not bound a function")
+        logger.info(
+            "reward.num_workers=0: scoring in this process, where reward.timeout does not bound a function"
+        )
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """The outcomes, in the order of the requests."""

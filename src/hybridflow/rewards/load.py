@@ -36,7 +36,8 @@ def load_builtin(name: str, options: dict[str, Any], seed: int, *, key: str) -> 
 def load_user_function(path: str, name: str, options: dict[str, Any], *, key: str) -> RewardFunction:
     """A user's function, sync or async, with its options bound; `path` may carry the name ("file.py:name").
 
-    Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is imported.
+    Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is
+    imported.
     """
     location, colon, last = path.rpartition(":")
     if colon and location and "/" not in last and "\\" not in last:
@@ -65,7 +66,8 @@ def _check_signature(function: RewardFunction, path: str, options: dict[str, Any
     except TypeError as error:
         given = ", ".join(f"{name}=" for name in (*CALLED_WITH, *options))
         raise ConfigError(
-            f"{key}: {path} is defined as {getattr(function, '__name__', 'function')}{signature}, but is called with {given} "
+            f"{key}: {path} is defined as {getattr(function, '__name__', 'function')}{signature}, but is "
+            f"called with {given} "
             f"({error}); add the missing parameters or **kwargs"
         ) from error
     if clash := [name for name in options if name in CALLED_WITH]:
@@ -73,7 +75,9 @@ def _check_signature(function: RewardFunction, path: str, options: dict[str, Any
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether calling the function gives a coroutine (an async def, a partial of one, or an object whose __call__ is one)."""
+    """Whether calling the function gives a coroutine (an async def, a partial of one, or an object whose
+    __call__ is one).
+    """
     inner = function
     while isinstance(inner, partial):
         inner = inner.func

@@ -24,13 +24,14 @@ OnError = Literal["raise", "zero", "drop"]
 class ScoredBatch:
     """The scores of B rows, in their order.
 
-    `extras` has one list of B values for each further key that the function returned: floats where all values are numbers
-    (NaN for rows without one), else the values as they are (None for rows without one).
+    `extras` has one list of B values for each further key that the function returned: floats where all values
+    are numbers (NaN for rows without one), else the values as they are (None for rows without one).
     """
 
     scores: list[float]
     extras: dict[str, list[Any]]
-    dropped: list[bool]  # true: the reward failed and reward.on_error=drop leaves the row out of the loss; its score is 0
+    # true: the reward failed and reward.on_error=drop leaves the row out of the loss; its score is 0
+    dropped: list[bool]
     num_errors: int  # rows whose reward failed, timeouts among them
     num_timeouts: int
     first_traceback: str | None
@@ -43,7 +44,9 @@ class RewardManager:
     `function` describes the reward function in messages.
     """
 
-    def __init__(self, scorer: Scorer, *, on_error: OnError = "raise", function: str = "the reward function") -> None:
+    def __init__(
+        self, scorer: Scorer, *, on_error: OnError = "raise", function: str = "the reward function"
+    ) -> None:
         self._scorer = scorer
         self._on_error = on_error
         self._function = function
@@ -91,12 +94,16 @@ class RewardManager:
     def _report(self, position: int, row: ScoreRequest, outcome: Outcome) -> str:
         index = row.extra_info.get("index") if isinstance(row.extra_info, dict) else None
         which = f"row {position} of the batch" + (f", index {index}" if index is not None else "")
-        return f"{self._function} failed on {which}, data_source {row.data_source!r} ({outcome.error}):\n{outcome.detail}"
+        return (
+            f"{self._function} failed on {which}, data_source {row.data_source!r} "
+            f"({outcome.error}):\n{outcome.detail}"
+        )
 
     def _refusal(self, report: str, outcome: Outcome) -> str:
         longer = "raise reward.timeout; " if outcome.error == "timeout" else ""
         return (
-            f"{report}\nMend the function ({longer}`hybridflow reward-test` tries it on a few rows), or let the run go on: "
+            f"{report}\nMend the function ({longer}`hybridflow reward-test` tries it on a few rows), or let "
+            "the run go on: "
             "reward.on_error=zero scores such rows 0, reward.on_error=drop leaves them out of the loss"
         )
 
@@ -106,7 +113,14 @@ class RewardManager:
             logger.warning("the reward failed on %d of %d rows (%s)", num_failed, num_rows, so)
             return
         self._shown = True
-        logger.warning("the reward failed on %d of %d rows (%s; reward.on_error=%s). %s", num_failed, num_rows, so, self._on_error, report)
+        logger.warning(
+            "the reward failed on %d of %d rows (%s; reward.on_error=%s). %s",
+            num_failed,
+            num_rows,
+            so,
+            self._on_error,
+            report,
+        )
 
 
 def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[Any]]:
@@ -115,9 +129,15 @@ def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[A
     for name in names:
         values = [outcome.extras.get(name) for outcome in outcomes]
         if name == "acc" and zero_failed:  # a reward that counts as 0 counts as a wrong answer, too
-            values = [0.0 if outcome.error else value for outcome, value in zip(outcomes, values, strict=True)]
-        numeric = all(value is None or isinstance(value, (bool, int, float)) for value in values) and any(v is not None for v in values)
-        columns[name] = [float("nan") if value is None else float(value) for value in values] if numeric else values
+            values = [
+                0.0 if outcome.error else value for outcome, value in zip(outcomes, values, strict=True)
+            ]
+        numeric = all(value is None or isinstance(value, (bool, int, float)) for value in values) and any(
+            v is not None for v in values
+        )
+        columns[name] = (
+            [float("nan") if value is None else float(value) for value in values] if numeric else values
+        )
     return columns
 
 

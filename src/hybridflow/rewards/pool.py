@@ -1,11 +1,14 @@
-"""Scoring in processes of our own, which may be killed: a deadline for each sample, whatever the function does.
+"""Scoring in processes of our own, which may be killed: a deadline for each sample, whatever the function
+does.
 
-    score(requests) ─► hand out ─► worker (pipe) ─► collect ─► past the deadline? kill, count, start anew ─► outcomes in order
+    score(requests) ─► hand out ─► worker (pipe) ─► collect ─► past the deadline? kill, count, start anew ─►
+    outcomes in order
 
-The workers are fresh interpreters that import only this room and the reward function: they neither fork the trainer (threads, CUDA)
-nor run its main module again. Each leads its own process group, so that killing it also ends what the function started.
-A sync function gets one sample at a time. An async function gets several; when such a worker dies or blocks, its samples are
-tried once more one by one, so that the right one is blamed.
+The workers are fresh interpreters that import only this room and the reward function: they neither fork the
+trainer (threads, CUDA) nor run its main module again. Each leads its own process group, so that killing it
+also ends what the function started. A sync function gets one sample at a time. An async function gets
+several; when such a worker dies or blocks, its samples are tried once more one by one, so that the right one
+is blamed.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ ASYNC_GRACE = 0.5  # seconds an async worker has beyond the deadline to cancel a
 MAX_IDLE_DEATHS = 10  # workers that end without having had a sample, in a row
 LONGEST_WAIT = 1.0  # seconds between two looks at processes that died without closing their pipe
 
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.worker import main; main(int(sys.argv[2]))"
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.worker import "
+    "main; main(int(sys.argv[2]))"
+)
 
 
 @dataclass
@@ -52,7 +58,8 @@ class _Worker:
     pipe: Connection
     start_deadline: float
     slots: int = 0  # samples it takes at once; 0: not ready yet
-    in_flight: dict[bytes, tuple[int, float]] = field(default_factory=dict)  # ticket -> position in the batch, time handed out
+    # ticket -> position in the batch, time handed out
+    in_flight: dict[bytes, tuple[int, float]] = field(default_factory=dict)
     alone: bool = False  # its one sample is a second try: give it no other
 
     def kill(self) -> None:
@@ -90,7 +97,8 @@ class RewardPool:
         self._next_ticket = 0
         self._idle_deaths = 0
         self._closed = False
-        self._has_started = False  # once it has, a worker that dies while it loads is a chance event, and replaced like others
+        # once it has, a worker that dies while it loads is a chance event, and replaced like others
+        self._has_started = False
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)  # also when the interpreter ends
         try:
             for _ in range(config.num_workers):
@@ -103,7 +111,8 @@ class RewardPool:
             raise
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """Score the requests; a function that fails, hangs or kills its worker gives an Outcome with an error.
+        """Score the requests; a function that fails, hangs or kills its worker gives an Outcome with an
+        error.
 
         Raises RewardError if workers can no longer be started.
         """
@@ -156,7 +165,8 @@ class RewardPool:
         given = True
         while given and (batch.waiting or batch.second_try):
             given = False
-            for worker in list(self._workers):  # one each in turn, so that async samples spread over the workers
+            # one each in turn, so that async samples spread over the workers
+            for worker in list(self._workers):
                 if not worker.in_flight and worker.slots and worker.process.poll() is not None:
                     self._died_idle(worker)
                 elif batch.second_try and worker.slots and not worker.in_flight:
@@ -232,7 +242,9 @@ class RewardPool:
 
     def _died(self, worker: _Worker, batch: _Batch) -> None:
         if not worker.slots and not self._has_started:
-            raise RewardError(f"a reward worker {_ending(worker.process)} while it loaded {describe(self._config)}")
+            raise RewardError(
+                f"a reward worker {_ending(worker.process)} while it loaded {describe(self._config)}"
+            )
         if not worker.in_flight:
             self._died_idle(worker)
             return
@@ -243,7 +255,8 @@ class RewardPool:
         self._idle_deaths += 1
         if self._idle_deaths > MAX_IDLE_DEATHS:
             raise RewardError(
-                f"{self._idle_deaths} reward workers in a row ended before they took a sample (the last one {_ending(worker.process)}): "
+                f"{self._idle_deaths} reward workers in a row ended before they took a sample (the last one "
+                f"{_ending(worker.process)}): "
                 f"look for code that ends the process in {describe(self._config)}"
             )
         self._replace(worker)
@@ -251,13 +264,16 @@ class RewardPool:
     def _expired(self, worker: _Worker, batch: _Batch) -> None:
         if not worker.slots:
             raise RewardError(
-                f"a reward worker did not finish loading {describe(self._config)} within {self._start_timeout:g} seconds: "
+                f"a reward worker did not finish loading {describe(self._config)} within "
+                f"{self._start_timeout:g} seconds: "
                 "keep the file's imports light, or load inside the function what it needs"
             )
         self._blame(worker, batch, lambda seconds: timed_out(self._config.timeout, seconds))
 
     def _blame(self, worker: _Worker, batch: _Batch, outcome_after: Any) -> None:
-        """End the worker and start another; its sample, if it had one alone, gets the outcome, several are tried one by one."""
+        """End the worker and start another; its sample, if it had one alone, gets the outcome, several are
+        tried one by one.
+        """
         self._replace(worker)
         flights = list(worker.in_flight.values())
         self._idle_deaths = 0

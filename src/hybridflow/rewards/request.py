@@ -1,4 +1,6 @@
-"""What is asked of a reward function and what came of it: plain data, so that it can cross a process boundary."""
+"""What is asked of a reward function and what came of it: plain data, so that it can cross a process
+boundary.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One response to score; `extra_info` is the row's, `ground_truth` whatever its `reward_model.ground_truth` held."""
+    """One response to score; `extra_info` is the row's, `ground_truth` whatever its
+    `reward_model.ground_truth` held.
+    """
 
     data_source: str
     solution_str: str

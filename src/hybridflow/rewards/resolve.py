@@ -1,4 +1,6 @@
-"""`reward.*` in, the one function that scores rows out: a composition, the user's function, or a built-in one."""
+"""`reward.*` in, the one function that scores rows out: a composition, the user's function, or a built-in
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ from hybridflow.rewards.table import RewardFunction
 
 
 def check_choice(config: RewardConfig) -> None:
-    """Raise ConfigError if the keys choose more than one reward function; a run from the command line was told so before it began."""
+    """Raise ConfigError if the keys choose more than one reward function; a run from the command line was
+    told so before it began.
+    """
     raise_all(list(reward_problems(config)))
 
 
 def resolve(config: RewardConfig, seed: int) -> RewardFunction:
     """Load the reward function that the configuration chooses.
 
-    Raises ConfigError for a choice that cannot be loaded, RewardError if a built-in one needs an extra that is not installed.
+    Raises ConfigError for a choice that cannot be loaded, RewardError if a built-in one needs an extra that
+    is not installed.
     """
     check_choice(config)
     custom = config.custom_reward_function
@@ -27,7 +32,9 @@ def resolve(config: RewardConfig, seed: int) -> RewardFunction:
     if custom.path:
         return load_user_function(custom.path, custom.name, dict(custom.reward_kwargs), key=CUSTOM)
     if ":" in config.function:
-        return load_user_function(config.function, DEFAULT_NAMES[0], dict(custom.reward_kwargs), key="reward.function")
+        return load_user_function(
+            config.function, DEFAULT_NAMES[0], dict(custom.reward_kwargs), key="reward.function"
+        )
     return load_builtin(config.function, dict(custom.reward_kwargs), seed, key="reward.function")
 
 

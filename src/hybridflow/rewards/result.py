@@ -16,12 +16,15 @@ WANTED = 'wanted a finite number, or a dict with "score": a finite number'
 def normalize_result(result: Any) -> tuple[float, dict[str, Any]]:
     """The score and the extra columns of a function's result.
 
-    Raises RewardError if the result is neither a finite number (int, float, bool, numpy scalar, tensor of one element)
-    nor a dict whose "score" is one.
+    Raises RewardError if the result is neither a finite number (int, float, bool, numpy scalar, tensor of one
+    element) nor a dict whose "score" is one.
     """
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise RewardError(f'the reward function returned a dict without "score" (keys: {sorted(map(str, result))}); {WANTED}')
+            raise RewardError(
+                f'the reward function returned a dict without "score" (keys: {sorted(map(str, result))}); '
+                f"{WANTED}"
+            )
         extras = {str(name): _plain(value) for name, value in result.items() if name != "score"}
         return _number(result["score"], 'as "score" '), extras
     return _number(result, ""), {}
@@ -46,7 +49,8 @@ def _plain(value: Any) -> Any:
     """The value as something JSON knows; what JSON does not know becomes its text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, tensors: known by their method, so that a worker need not import numpy
+    # numpy scalars and arrays, tensors: known by their method, so that a worker need not import numpy
+    if hasattr(value, "tolist"):
         return _plain(value.tolist())
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

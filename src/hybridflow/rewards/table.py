@@ -8,7 +8,16 @@ from types import ModuleType
 from typing import Any
 
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.functions import arithmetic_chain, exact_match, format, gsm8k, length, math, random, reasoning_gym
+from hybridflow.rewards.functions import (
+    arithmetic_chain,
+    exact_match,
+    format,
+    gsm8k,
+    length,
+    math,
+    random,
+    reasoning_gym,
+)
 
 RewardFunction = Callable[..., Any]
 
@@ -23,7 +32,9 @@ _MODULES: dict[str, ModuleType] = {
     "random": random,
 }
 
-REWARD_FUNCTIONS: dict[str, RewardFunction] = {name: module.compute_score for name, module in _MODULES.items()}
+REWARD_FUNCTIONS: dict[str, RewardFunction] = {
+    name: module.compute_score for name, module in _MODULES.items()
+}
 
 DATA_SOURCES: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
@@ -43,23 +54,33 @@ _STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def name_for_source(data_source: str) -> str:
-    """The built-in function that `auto` takes for a data source (`reasoning_gym:NAME` goes by its part before the colon).
+    """The built-in function that `auto` takes for a data source (`reasoning_gym:NAME` goes by its part before
+    the colon).
 
     Raises RewardError for a source that no built-in function knows.
     """
     name = DATA_SOURCES.get(data_source) or DATA_SOURCES.get(data_source.partition(":")[0])
     if name is None:
         raise RewardError(
-            f"reward.function=auto knows no reward for data_source {data_source!r} (it knows: {', '.join(DATA_SOURCES)}); "
+            f"reward.function=auto knows no reward for data_source {data_source!r} (it knows: "
+            f"{', '.join(DATA_SOURCES)}); "
             f"set reward.function to one of {', '.join(REWARD_FUNCTIONS)}, give your own by "
             "reward.custom_reward_function.path=FILE.py:NAME, or choose another column by data.reward_fn_key"
         )
     return name
 
 
-def auto(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def auto(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
     """The built-in function that fits the row's data source."""
-    return REWARD_FUNCTIONS[name_for_source(data_source)](data_source, solution_str, ground_truth, extra_info, **kwargs)
+    return REWARD_FUNCTIONS[name_for_source(data_source)](
+        data_source, solution_str, ground_truth, extra_info, **kwargs
+    )
 
 
 def find(name: str, *, key: str) -> RewardFunction:
@@ -67,7 +88,9 @@ def find(name: str, *, key: str) -> RewardFunction:
     if name == "auto":
         return auto
     if name not in REWARD_FUNCTIONS:
-        raise ConfigError(f"{key}: got {name!r}, wanted auto, {', '.join(REWARD_FUNCTIONS)} or path/to/file.py:name")
+        raise ConfigError(
+            f"{key}: got {name!r}, wanted auto, {', '.join(REWARD_FUNCTIONS)} or path/to/file.py:name"
+        )
     return REWARD_FUNCTIONS[name]
 
 
@@ -79,12 +102,25 @@ def prepare(name: str) -> None:
 
 
 def check_options(name: str, options: dict[str, Any], *, key: str) -> None:
-    """Raise ConfigError if a built-in function does not have one of the `options`, or needs one that is missing."""
+    """Raise ConfigError if a built-in function does not have one of the `options`, or needs one that is
+    missing.
+    """
     functions = list(REWARD_FUNCTIONS.values()) if name == "auto" else [REWARD_FUNCTIONS[name]]
-    parameters = {p.name: p for function in functions for p in inspect.signature(function).parameters.values()}
+    parameters = {
+        p.name: p for function in functions for p in inspect.signature(function).parameters.values()
+    }
     known = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD and p.name not in _STANDARD]
     if unknown := [option for option in options if option not in known]:
-        raise ConfigError(f"{key}: {name} has no option {', '.join(unknown)}; it has: {', '.join(known) or 'none'}")
-    missing = [option for option in known if parameters[option].default is inspect.Parameter.empty and option not in options]
+        raise ConfigError(
+            f"{key}: {name} has no option {', '.join(unknown)}; it has: {', '.join(known) or 'none'}"
+        )
+    missing = [
+        option
+        for option in known
+        if parameters[option].default is inspect.Parameter.empty and option not in options
+    ]
     if missing and name != "auto":
-        raise ConfigError(f"{key}: {name} needs {', '.join(missing)}; for example {{name: {name}, weight: 1, {missing[0]}: ...}}")
+        raise ConfigError(
+            f"{key}: {name} needs {', '.join(missing)}; for example {{name: {name}, weight: 1, "
+            f"{missing[0]}: ...}}"
+        )

@@ -3,8 +3,9 @@
     parent ──setup: (RewardConfig, seed)──► worker ──("ready", is_async) or ("failed", error type, text)──►
     parent ──(ticket, request)────────────► worker ──(ticket, Outcome)────────────────────────────────────►
 
-Messages are pickles between two processes of one run. A thread reads the pipe at all times, so a parent never blocks on a busy
-worker, and a worker whose parent is gone ends at once, with every process that the reward function started.
+Messages are pickles between two processes of one run. A thread reads the pipe at all times, so a parent never
+blocks on a busy worker, and a worker whose parent is gone ends at once, with every process that the reward
+function started.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ORPHAN_GRACE = 10.0  # seconds past the deadline after which a worker that nobod
 
 def main(file_descriptor: int) -> None:
     """Serve on the inherited socket `file_descriptor`; returns only if the reward function cannot be loaded."""
-    os.set_inheritable(file_descriptor, False)  # else a process that the reward function starts would hold the pipe open
+    # else a process that the reward function starts would hold the pipe open
+    os.set_inheritable(file_descriptor, False)
     pipe = Connection(file_descriptor)
     config, seed = pickle.loads(pipe.recv_bytes())
     inbox: SimpleQueue[bytes] = SimpleQueue()
@@ -65,7 +67,8 @@ def _end_group() -> None:
 def _serve(pipe: Connection, inbox: SimpleQueue[bytes], function: RewardFunction, timeout: float) -> None:
     while True:
         message = inbox.get()
-        # Should the parent die while a function hangs inside C code, the reader thread never runs: this timer needs no interpreter.
+        # Should the parent die while a function hangs inside C code, the reader thread never runs: this timer
+        # needs no interpreter.
         faulthandler.dump_traceback_later(min(timeout, 1e6) + ORPHAN_GRACE, exit=True, file=2)
         request = _decode(message)
         outcome = call(function, request) if isinstance(request, ScoreRequest) else request
@@ -73,10 +76,14 @@ def _serve(pipe: Connection, inbox: SimpleQueue[bytes], function: RewardFunction
         _send(pipe, (message[:TICKET_BYTES], outcome))
 
 
-async def _serve_async(pipe: Connection, inbox: SimpleQueue[bytes], function: RewardFunction, timeout: float) -> None:
+async def _serve_async(
+    pipe: Connection, inbox: SimpleQueue[bytes], function: RewardFunction, timeout: float
+) -> None:
     async def answer(message: bytes) -> None:
         request = _decode(message)
-        outcome = await call_async(function, request, timeout) if isinstance(request, ScoreRequest) else request
+        outcome = (
+            await call_async(function, request, timeout) if isinstance(request, ScoreRequest) else request
+        )
         _send(pipe, (message[:TICKET_BYTES], outcome))
 
     loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 """What every generation engine takes, gives back and can do.
 
-    GenerationRequest (prompt ids, sampling, seed) ──RolloutEngine.generate──► GenerationOutput (ids, log-probs, versions)
+    GenerationRequest (prompt ids, sampling, seed) ──RolloutEngine.generate──► GenerationOutput (ids,
+    log-probs, versions)
 
 Tokens in, tokens out: text is for templates and rewards, and a sampled token is never tokenised again.
 """
@@ -39,7 +40,9 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one."""
     repetition_penalty: float = 1.0
-    """Divide the positive and multiply the negative logits of tokens that the prompt or the response has (Keskar et al. 2019, CTRL)."""
+    """Divide the positive and multiply the negative logits of tokens that the prompt or the response has
+    (Keskar et al. 2019, CTRL).
+    """
     min_tokens: int = 0
     """No token that would end the response is chosen before it has this many."""
     stop: tuple[str, ...] = ()
@@ -51,7 +54,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise RolloutError(f"max_tokens={self.max_tokens}: a response needs room for at least 1 token (data.max_response_length)")
+            raise RolloutError(
+                f"max_tokens={self.max_tokens}: a response needs room for at least 1 token "
+                "(data.max_response_length)"
+            )
         if not 0 <= self.temperature < float("inf"):
             raise RolloutError(f"temperature={self.temperature}: use a number above 0, or greedy")
         if self.top_k < -1:
@@ -61,9 +67,13 @@ class SamplingParams:
         if not 0 <= self.min_p <= 1:
             raise RolloutError(f"min_p={self.min_p}: use a number from 0 (keeps all tokens) to 1")
         if not 0 < self.repetition_penalty < float("inf"):
-            raise RolloutError(f"repetition_penalty={self.repetition_penalty}: use a number above 0 (1 changes nothing)")
+            raise RolloutError(
+                f"repetition_penalty={self.repetition_penalty}: use a number above 0 (1 changes nothing)"
+            )
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise RolloutError(f"min_tokens={self.min_tokens}: use a number from 0 to max_tokens={self.max_tokens}")
+            raise RolloutError(
+                f"min_tokens={self.min_tokens}: use a number from 0 to max_tokens={self.max_tokens}"
+            )
         if self.top_log_probs < 0:
             raise RolloutError(f"top_log_probs={self.top_log_probs}: use 0 for none, or how many")
         if "" in self.stop:
@@ -89,7 +99,9 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    """Key of this request's draws, for example `derive_seed(seed, "rollout", step, row)`; nothing else enters its random numbers."""
+    """Key of this request's draws, for example `derive_seed(seed, "rollout", step, row)`; nothing else enters
+    its random numbers.
+    """
 
     @property
     def deal_key(self) -> tuple[int, ...]:
@@ -110,8 +122,9 @@ class GenerationOutput:
     token_ids: list[int]
     """Response tokens, the stop token included."""
     log_probs: list[float]
-    """Nats, of the temperature-scaled full distribution of the raw logits, as in training: top_k, top_p, min_p, repetition_penalty,
-    logit_bias and min_tokens change which token is chosen and not its log-prob."""
+    """Nats, of the temperature-scaled full distribution of the raw logits, as in training: top_k, top_p,
+    min_p, repetition_penalty, logit_bias and min_tokens change which token is chosen and not its log-prob.
+    """
     finish_reason: FinishReason
     policy_versions: list[int]
     """Version of the weights that sampled each token."""
@@ -120,7 +133,9 @@ class GenerationOutput:
     stop_reason: int | str | None = None
     """Which token or text ended it, when `finish_reason` is "stop"."""
     top_log_probs: list[list[tuple[int, float]]] | None = None
-    """For each token, (id, log-prob) of the most probable ones at its place, the most probable first; None where not asked for."""
+    """For each token, (id, log-prob) of the most probable ones at its place, the most probable first; None
+    where not asked for.
+    """
 
 
 @dataclass
@@ -138,7 +153,9 @@ class RolloutStats:
 
     @classmethod
     def join(cls, parts: Sequence[RolloutStats], *, together: bool) -> RolloutStats:
-        """What several calls did: replicas that worked `together` took the time of the slowest, calls in a row the sum of theirs."""
+        """What several calls did: replicas that worked `together` took the time of the slowest, calls in a
+        row the sum of theirs.
+        """
         seconds = [part.seconds for part in parts]
         return cls(
             generated_tokens=sum(part.generated_tokens for part in parts),
@@ -164,11 +181,15 @@ class WeightSource(Protocol):
     """Where an engine's weights are while it sleeps: elsewhere, and fetched when it wakes up."""
 
     def acquire(self, version: int) -> None:
-        """Fill the engine's module with the weights of this version; RolloutError where what arrives is not what was sent."""
+        """Fill the engine's module with the weights of this version; RolloutError where what arrives is not
+        what was sent.
+        """
         ...
 
     def release(self) -> None:
-        """Free the memory of the weights; a repeated call does nothing, nor does one before the first `acquire`."""
+        """Free the memory of the weights; a repeated call does nothing, nor does one before the first
+        `acquire`.
+        """
         ...
 
 
@@ -176,11 +197,15 @@ class RolloutEngine(Protocol):
     """Generates; holds no opinion on prompts, rewards or batches."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One output for each request, as they finish; a request that cannot be served gives an output with its error."""
+        """One output for each request, as they finish; a request that cannot be served gives an output with
+        its error.
+        """
         ...
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End these requests of the running `generate` now; what they have so far comes back here, with reason "abort"."""
+        """End these requests of the running `generate` now; what they have so far comes back here, with
+        reason "abort".
+        """
         ...
 
     def sleep(self, level: int = 1) -> None:

@@ -22,8 +22,8 @@ def build_rollout_engine(
 ) -> RolloutEngine:
     """The engine named by `rollout.name`, generating with `policy`; ConfigError for a name that is none.
 
-    `source` fills the policy's weights while the engine is awake; left out: they are always there. `replica`: the ranks it generates with.
-    `decode`: token ids to text, needed where `rollout.stop` is set.
+    `source` fills the policy's weights while the engine is awake; left out: they are always there. `replica`:
+    the ranks it generates with. `decode`: token ids to text, needed where `rollout.stop` is set.
     """
     if config.name == "native":
         from hybridflow.rollout.native.engine import NativeEngine
@@ -44,8 +44,20 @@ def build_rollout_engine(
         )
     if config.name == "hf":
         if replica is not None and replica.size > 1:
-            raise ConfigError("actor_rollout_ref.rollout.name=hf generates on one rank: set rollout.tensor_model_parallel_size=1")
+            raise ConfigError(
+                "actor_rollout_ref.rollout.name=hf generates on one rank: set "
+                "rollout.tensor_model_parallel_size=1"
+            )
         from hybridflow.rollout.hf.engine import HFEngine
 
-        return HFEngine(policy.hf, eos_token_ids=eos_token_ids, max_num_seqs=config.max_num_seqs, source=source, decode=decode)
-    raise ConfigError(f"actor_rollout_ref.rollout.name={config.name!r} does not generate with the module that trains: use native or hf")
+        return HFEngine(
+            policy.hf,
+            eos_token_ids=eos_token_ids,
+            max_num_seqs=config.max_num_seqs,
+            source=source,
+            decode=decode,
+        )
+    raise ConfigError(
+        f"actor_rollout_ref.rollout.name={config.name!r} does not generate with the module that trains: use "
+        "native or hf"
+    )

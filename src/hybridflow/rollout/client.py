@@ -1,6 +1,7 @@
 """The async face of one or many replicas: what agent loops and the HTTP server await.
 
-request ──choose (sticky key, else least loaded)──► replica.submit ──► output, or growing outputs and then the output
+request ──choose (sticky key, else least loaded)──► replica.submit ──► output, or growing outputs and then the
+output
     └── caller gives up, or the deadline passes ──► replica.abort
 """
 
@@ -22,7 +23,9 @@ __all__ = ["DeadlinePassed", "EngineReplica", "LLMClient", "PartialOutput", "Rep
 STICKY_KEYS = 65_536
 """So many keys are remembered; the one not used for longest goes first."""
 STICKY_LEAD = 32
-"""A sticky replica may have so many requests more than the least loaded one: what prefix reuse saves is less than a longer queue costs."""
+"""A sticky replica may have so many requests more than the least loaded one: what prefix reuse saves is less
+than a longer queue costs.
+"""
 
 
 class DeadlinePassed(RolloutError):
@@ -30,7 +33,9 @@ class DeadlinePassed(RolloutError):
 
 
 class Replica(Protocol):
-    """One engine that serves requests of many callers; its methods do not block, but for `pause`, and may be called from any thread."""
+    """One engine that serves requests of many callers; its methods do not block, but for `pause`, and may be
+    called from any thread.
+    """
 
     name: str
 
@@ -58,7 +63,9 @@ class Replica(Protocol):
 
 
 class LLMClient:
-    """Sends each request to a replica and awaits its output; for one event loop, request ids unique among those that run."""
+    """Sends each request to a replica and awaits its output; for one event loop, request ids unique among
+    those that run.
+    """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         if not replicas:
@@ -83,8 +90,8 @@ class LLMClient:
     ) -> GenerationOutput:
         """The whole output. Requests of one `sticky` key go to one replica, so that they share prefixes.
 
-        ReplicaLost names the engine that died under the request, DeadlinePassed the one that had no answer in time. Whoever stops
-        waiting (cancellation) aborts the request.
+        ReplicaLost names the engine that died under the request, DeadlinePassed the one that had no answer in
+        time. Whoever stops waiting (cancellation) aborts the request.
         """
         replica = self._choose(sticky)
         answer = asyncio.wrap_future(self._submit(replica, request, None))
@@ -99,7 +106,8 @@ class LLMClient:
     async def stream(
         self, request: GenerationRequest, *, sticky: Hashable | None = None, deadline_s: float | None = None
     ) -> AsyncGenerator[PartialOutput | GenerationOutput, None]:
-        """Growing outputs, the last one whole; a slow reader gets fewer and longer ones. Errors are those of `generate`.
+        """Growing outputs, the last one whole; a slow reader gets fewer and longer ones. Errors are those of
+        `generate`.
 
         Close the iterator (`aclosing`) where it is left early: that aborts the request.
         """
@@ -122,7 +130,9 @@ class LLMClient:
             self._leave(replica, request, answer)
 
     async def abort(self, request_ids: Iterable[int]) -> None:
-        """End these requests; those who await them get what there is, with reason "abort". Unknown ids are passed over."""
+        """End these requests; those who await them get what there is, with reason "abort". Unknown ids are
+        passed over.
+        """
         by_replica: dict[int, list[int]] = {}
         for request_id in request_ids:
             if request_id in self._where:
@@ -131,15 +141,23 @@ class LLMClient:
             self.replicas[index].abort(ids)
 
     async def pause(self) -> None:
-        """Return when every live replica stands between two steps; no request is lost. RolloutError where one does not get there."""
-        pausing = asyncio.gather(*(asyncio.to_thread(replica.pause) for replica in self._alive()), return_exceptions=True)
+        """Return when every live replica stands between two steps; no request is lost. RolloutError where one
+        does not get there.
+        """
+        pausing = asyncio.gather(
+            *(asyncio.to_thread(replica.pause) for replica in self._alive()), return_exceptions=True
+        )
         try:
             results = await asyncio.shield(pausing)
         except asyncio.CancelledError:  # nobody would resume what comes to stand now
             await pausing
             self.resume()
             raise
-        problems = [result for result in results if isinstance(result, BaseException) and not isinstance(result, ReplicaLost)]
+        problems = [
+            result
+            for result in results
+            if isinstance(result, BaseException) and not isinstance(result, ReplicaLost)
+        ]
         if problems:
             self.resume()
             raise problems[0]
@@ -168,14 +186,18 @@ class LLMClient:
             self._sticky.popitem(last=False)
         return known
 
-    def _submit(self, replica: Replica, request: GenerationRequest, tap: Tap | None) -> Future[GenerationOutput]:
+    def _submit(
+        self, replica: Replica, request: GenerationRequest, tap: Tap | None
+    ) -> Future[GenerationOutput]:
         if request.request_id in self._where:
             raise RolloutError(f"request {request.request_id} is running already: request ids must be unique")
         future = replica.submit(request, tap)
         self._where[request.request_id] = replica
         return future
 
-    def _leave(self, replica: Replica, request: GenerationRequest, answer: asyncio.Future[GenerationOutput]) -> None:
+    def _leave(
+        self, replica: Replica, request: GenerationRequest, answer: asyncio.Future[GenerationOutput]
+    ) -> None:
         del self._where[request.request_id]
         if answer.done():
             if not answer.cancelled():
@@ -214,6 +236,7 @@ class _LoopTap:
 
 def _too_late(request: GenerationRequest, replica: Replica, deadline_s: float | None) -> DeadlinePassed:
     return DeadlinePassed(
-        f"request {request.request_id} had no answer of replica {replica.name} within {deadline_s:g} s (deadline_s), with "
+        f"request {request.request_id} had no answer of replica {replica.name} within {deadline_s:g} s "
+        "(deadline_s), with "
         f"{replica.load} requests on that replica"
     )

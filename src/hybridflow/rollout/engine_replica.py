@@ -1,4 +1,5 @@
-"""A thread that drives the session of one engine, so that callers in other threads and event loops can share it.
+"""A thread that drives the session of one engine, so that callers in other threads and event loops can share
+it.
 
 submit ──inbox──► thread: add, abort, step ──► futures (finished), taps (growing)
 pause ──► the thread stands between two steps ──► weights are swapped ──► resume
@@ -81,8 +82,9 @@ class _Ticket:
 class EngineReplica:
     """One engine behind a thread; every method may be called from any thread.
 
-    `open_session` is called in the thread (`NativeEngine.open`). An error of the engine ends the replica: requests that finished before
-    keep their outputs, the others get ReplicaLost, and so do all that are submitted later.
+    `open_session` is called in the thread (`NativeEngine.open`). An error of the engine ends the replica:
+    requests that finished before keep their outputs, the others get ReplicaLost, and so do all that are
+    submitted later.
     """
 
     def __init__(self, open_session: Callable[[], EngineSession], *, name: str = "native-0") -> None:
@@ -115,14 +117,19 @@ class EngineReplica:
         return self._failure
 
     def submit(self, request: GenerationRequest, tap: Tap | None = None) -> Future[GenerationOutput]:
-        """The answer to come; growing outputs go to `tap`. RolloutError for an id that is running, ReplicaLost for a dead replica."""
+        """The answer to come; growing outputs go to `tap`. RolloutError for an id that is running,
+        ReplicaLost for a dead replica.
+        """
         ticket = _Ticket(request, tap)
-        ticket.answer.set_running_or_notify_cancel()  # a caller that gives up says abort(); the future itself cannot be cancelled
+        # a caller that gives up says abort(); the future itself cannot be cancelled
+        ticket.answer.set_running_or_notify_cancel()
         with self._changed:
             if self._failure is not None:
                 raise ReplicaLost(self._failure)
             if request.request_id in self._tickets:
-                raise RolloutError(f"request {request.request_id} is running already: request ids must be unique")
+                raise RolloutError(
+                    f"request {request.request_id} is running already: request ids must be unique"
+                )
             self._tickets[request.request_id] = ticket
             self._aborts.discard(request.request_id)  # it was meant for a request that ended by itself
             self._inbox.append(ticket)
@@ -130,30 +137,41 @@ class EngineReplica:
         return ticket.answer
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End these requests after the step that is running: they are answered with what they have; unknown ones are passed over."""
+        """End these requests after the step that is running: they are answered with what they have; unknown
+        ones are passed over.
+        """
         with self._changed:
             self._aborts.update(request_ids)
             self._changed.notify_all()
 
     def pause(self, timeout_s: float = 60.0) -> None:
-        """Return when the thread stands between two steps, where weights may be swapped; RolloutError where that takes too long."""
+        """Return when the thread stands between two steps, where weights may be swapped; RolloutError where
+        that takes too long.
+        """
         with self._changed:
             self._pausing = True
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._parked or self._failure is not None, timeout_s):
                 self._pausing = False
-                raise RolloutError(f"replica {self.name} did not come to the end of a step within {timeout_s:g} s (deadline of pause)")
+                raise RolloutError(
+                    f"replica {self.name} did not come to the end of a step within {timeout_s:g} s "
+                    "(deadline of pause)"
+                )
             if self._failure is not None:
                 raise ReplicaLost(self._failure)
 
     def resume(self) -> None:
-        """Go on with the requests as they are; their next tokens carry the version of the weights there are now."""
+        """Go on with the requests as they are; their next tokens carry the version of the weights there are
+        now.
+        """
         with self._changed:
             self._pausing = False
             self._changed.notify_all()
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """End the thread and its session; requests without an answer get ReplicaLost. A repeated call does nothing."""
+        """End the thread and its session; requests without an answer get ReplicaLost. A repeated call does
+        nothing.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -178,7 +196,9 @@ class EngineReplica:
     def _turn(self, session: EngineSession) -> bool:
         """One round of the session; False when the replica is to end."""
         with self._changed:
-            while not self._closing and (self._pausing or (not (self._inbox or self._aborts) and session.idle)):
+            while not self._closing and (
+                self._pausing or (not (self._inbox or self._aborts) and session.idle)
+            ):
                 self._parked = self._pausing
                 self._changed.notify_all()
                 self._changed.wait()
@@ -207,12 +227,18 @@ class EngineReplica:
             ticket.answer.set_result(output)
 
     def _grow(self, session: EngineSession) -> None:
-        asking = {number: one for number, one in list(self._tickets.items()) if one.tap is not None and one.tap.wants and one.added}
+        asking = {
+            number: one
+            for number, one in list(self._tickets.items())
+            if one.tap is not None and one.tap.wants and one.added
+        }
         for output in session.so_far(asking) if asking else ():
             ticket = asking[output.request_id]
             if ticket.tap is not None and len(output.token_ids) > ticket.seen:
                 ticket.seen = len(output.token_ids)
-                ticket.tap.put(PartialOutput(output.request_id, output.token_ids, output.log_probs, output.top_log_probs))
+                ticket.tap.put(
+                    PartialOutput(output.request_id, output.token_ids, output.log_probs, output.top_log_probs)
+                )
 
     def _end(self, failure: str) -> None:
         with self._changed:

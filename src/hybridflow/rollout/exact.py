@@ -1,9 +1,11 @@
 """Does exact mode hold for this model, on this machine, with these threads? Asked once before a run.
 
     a few requests ──generate, in three compositions──► tokens, log-probs ─┐
-    the same rows  ──training forward, in three compositions──► log-probs ─┴──► equal to the bit, or the first token that differs
+    the same rows  ──training forward, in three compositions──► log-probs ─┴──► equal to the bit, or the first
+    token that differs
 
-Everything goes through the engine and the module as a run uses them, so whatever they do to go faster is in the question.
+Everything goes through the engine and the module as a run uses them, so whatever they do to go faster is in
+the question.
 """
 
 from __future__ import annotations
@@ -34,13 +36,19 @@ class Mismatch:
     second: float
 
     def __str__(self) -> str:
-        return f"{self.what}: row {self.row}, token {self.token} has log-prob {self.first!r} and {self.second!r}"
+        return (
+            f"{self.what}: row {self.row}, token {self.token} has log-prob {self.first!r} and {self.second!r}"
+        )
 
 
-def choose_exact_mode(engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float) -> ExactMode | str:
-    """The cheapest mode in which this engine and this module agree to the bit, or why there is none; the engine is awake.
+def choose_exact_mode(
+    engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float
+) -> ExactMode | str:
+    """The cheapest mode in which this engine and this module agree to the bit, or why there is none; the
+    engine is awake.
 
-    `longest`: tokens of the longest row of the run. The policy is left as it was found: the caller switches it.
+    `longest`: tokens of the longest row of the run. The policy is left as it was found: the caller switches
+    it.
     """
     refusal = why_never_exact(policy)
     if refusal is not None:
@@ -54,24 +62,40 @@ def choose_exact_mode(engine: RolloutEngine, policy: PolicyModel, *, longest: in
                 return mode
     finally:
         policy.exact = before
-    return f"the self-check of {type(policy.hf).__name__} with {torch.get_num_threads()} thread(s) found a difference: {found}"
+    return (
+        f"the self-check of {type(policy.hf).__name__} with {torch.get_num_threads()} thread(s) found a "
+        f"difference: {found}"
+    )
 
 
 def why_never_exact(policy: PolicyModel) -> str | None:
     """What rules exact mode out before anything is computed."""
     kinds = {parameter.dtype for parameter in policy.parameters()}
     if policy.device.type != "cpu":
-        return f"the model is on {policy.device.type}, whose matrix products depend on the number of rows; exact mode is for the CPU"
+        return (
+            f"the model is on {policy.device.type}, whose matrix products depend on the number of rows; "
+            "exact mode is for the CPU"
+        )
     if kinds != {torch.float32}:
-        return f"the model computes in {', '.join(sorted(str(kind).removeprefix('torch.') for kind in kinds))}, and exact mode in float32"
+        return (
+            "the model computes in "
+            f"{', '.join(sorted(str(kind).removeprefix('torch.') for kind in kinds))}, and exact mode in "
+            "float32"
+        )
     return None
 
 
-def self_check(engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float) -> Mismatch | None:
-    """Compare generation in different batches, and generation with training in different micro-batches, under `policy.exact`."""
+def self_check(
+    engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float
+) -> Mismatch | None:
+    """Compare generation in different batches, and generation with training in different micro-batches, under
+    `policy.exact`.
+    """
     requests = _requests(policy, longest, temperature)
     together = _generate(engine, requests)
-    return _in_other_batches(engine, requests, together) or _in_training(policy, requests, together, temperature)
+    return _in_other_batches(engine, requests, together) or _in_training(
+        policy, requests, together, temperature
+    )
 
 
 def _in_other_batches(
@@ -83,26 +107,39 @@ def _in_other_batches(
             known, where = together[row], f"generated with {what} and with all"
             different = _first_difference(where, row, output.log_probs, known.log_probs)
             if different is None and output.token_ids != known.token_ids:
-                different = Mismatch(f"{where}, another token", row, 0, output.log_probs[0], known.log_probs[0])
+                different = Mismatch(
+                    f"{where}, another token", row, 0, output.log_probs[0], known.log_probs[0]
+                )
             if different is not None:
                 return different
     return None
 
 
 def _in_training(
-    policy: PolicyModel, requests: Sequence[GenerationRequest], together: dict[int, GenerationOutput], temperature: float
+    policy: PolicyModel,
+    requests: Sequence[GenerationRequest],
+    together: dict[int, GenerationOutput],
+    temperature: float,
 ) -> Mismatch | None:
     """The generated rows as an update computes them, in training mode, and as a pass without gradients does."""
     rows = list(together)
-    cuts = {"all in one micro-batch": [rows], "one row": [[row] for row in rows[:8]], "a few rows": [rows[1::3], rows[2::3]]}
+    cuts = {
+        "all in one micro-batch": [rows],
+        "one row": [[row] for row in rows[:8]],
+        "a few rows": [rows[1::3], rows[2::3]],
+    }
     training = [module for module in policy.modules() if module.training]
     try:
         for what, parts in cuts.items():
             policy.train(what != "one row")
             for part in parts:
-                scored = _score(policy, [requests[row] for row in part], [together[row] for row in part], temperature)
+                scored = _score(
+                    policy, [requests[row] for row in part], [together[row] for row in part], temperature
+                )
                 for row, values in zip(part, scored, strict=True):
-                    different = _first_difference(f"generated and trained, {what}", row, together[row].log_probs, values)
+                    different = _first_difference(
+                        f"generated and trained, {what}", row, together[row].log_probs, values
+                    )
                     if different is not None:
                         return different
     finally:
@@ -113,7 +150,9 @@ def _in_training(
 
 
 def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[GenerationRequest]:
-    """Prompts of many lengths, some twice; no random numbers. Rows leave at different times, so others move into their places."""
+    """Prompts of many lengths, some twice; no random numbers. Rows leave at different times, so others move
+    into their places.
+    """
     vocabulary = policy.head.weight.shape[0]
     positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or longest
     room = max(2, min(longest, positions))
@@ -136,17 +175,25 @@ def _generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> d
 
 
 def _score(
-    policy: PolicyModel, requests: Sequence[GenerationRequest], outputs: Sequence[GenerationOutput], temperature: float
+    policy: PolicyModel,
+    requests: Sequence[GenerationRequest],
+    outputs: Sequence[GenerationOutput],
+    temperature: float,
 ) -> list[list[float]]:
     """Log-probs of the responses as an update computes them, these rows in one micro-batch."""
-    prompts, responses = [request.prompt_token_ids for request in requests], [output.token_ids for output in outputs]
+    prompts, responses = (
+        [request.prompt_token_ids for request in requests],
+        [output.token_ids for output in outputs],
+    )
     packed = pack(DataProto.from_dict(make_rows(prompts, responses, pad_id=0)))
     with torch.set_grad_enabled(policy.training):
         log_probs = policy(packed, temperature=temperature).log_probs.detach()
     return [part.tolist() for part in log_probs.split([len(response) for response in responses])]
 
 
-def _first_difference(what: str, row: int, first: Sequence[float], second: Sequence[float]) -> Mismatch | None:
+def _first_difference(
+    what: str, row: int, first: Sequence[float], second: Sequence[float]
+) -> Mismatch | None:
     for token, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return Mismatch(what, row, token, one, other)

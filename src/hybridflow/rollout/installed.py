@@ -8,7 +8,8 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import ConfigError, install_extra
 
 VLLM_MISSING = (
-    f"{install_extra('vllm')} on CUDA, run scripts/setup_vllm.sh on a CPU, or set actor_rollout_ref.rollout.server.python or "
+    f"{install_extra('vllm')} on CUDA, run scripts/setup_vllm.sh on a CPU, or set "
+    "actor_rollout_ref.rollout.server.python or "
     "rollout.server.address"
 )
 """What to do where vllm cannot be imported."""
@@ -18,6 +19,13 @@ SGLANG_MISSING = VLLM_MISSING.replace("vllm", "sglang")
 def check_installed(config: RolloutConfig) -> None:
     """ConfigError where the engine of `rollout.name` would run in this environment and is not installed."""
     missing = {"vllm": VLLM_MISSING, "sglang": SGLANG_MISSING}.get(config.name)
-    if missing and config.server.python is None and config.server.address is None and find_spec(config.name) is None:
-        named = f"actor_rollout_ref.rollout.name={config.name} needs {config.name}, which is not installed here"
+    if (
+        missing
+        and config.server.python is None
+        and config.server.address is None
+        and find_spec(config.name) is None
+    ):
+        named = (
+            f"actor_rollout_ref.rollout.name={config.name} needs {config.name}, which is not installed here"
+        )
         raise ConfigError(f"{named}: {missing}; or use native")

@@ -9,27 +9,38 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 
 
 def request_problem(request: GenerationRequest, *, vocabulary: int, positions: int | None) -> str | None:
-    """Why a model with this vocabulary and so many positions (None: no limit) cannot serve the request; None where it can."""
+    """Why a model with this vocabulary and so many positions (None: no limit) cannot serve the request; None
+    where it can.
+    """
     prompt, sampling = request.prompt_token_ids, request.sampling
     if not prompt:
         return "the prompt is empty; at least one token is needed to predict the next"
     for name, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids)):
         if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
-            return f"{name} holds token id {min(ids) if min(ids) < 0 else max(ids)}, and the model's vocabulary is 0..{vocabulary - 1}"
+            return (
+                f"{name} holds token id {min(ids) if min(ids) < 0 else max(ids)}, and the model's "
+                f"vocabulary is 0..{vocabulary - 1}"
+            )
     if positions is not None and len(prompt) + sampling.max_tokens > positions:
         return (
-            f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {len(prompt) + sampling.max_tokens} is more than the "
-            f"model's max_position_embeddings {positions}: shorten data.max_prompt_length or data.max_response_length"
+            f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = "
+            f"{len(prompt) + sampling.max_tokens} is more than the "
+            f"model's max_position_embeddings {positions}: shorten data.max_prompt_length or "
+            "data.max_response_length"
         )
     return None
 
 
 def refused(request: GenerationRequest, problem: str) -> GenerationOutput:
     """The output of a request that is not served."""
-    return GenerationOutput(request.request_id, [], [], "error", [], f"request {request.request_id}: {problem}")
+    return GenerationOutput(
+        request.request_id, [], [], "error", [], f"request {request.request_id}: {problem}"
+    )
 
 
 def check_ids(requests: Sequence[GenerationRequest]) -> None:
     """RolloutError where two requests of one call have the same id."""
     if len({request.request_id for request in requests}) != len(requests):
-        raise RolloutError("two requests of one generate() call have the same request_id: they must be unique")
+        raise RolloutError(
+            "two requests of one generate() call have the same request_id: they must be unique"
+        )

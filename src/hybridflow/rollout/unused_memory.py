@@ -1,4 +1,6 @@
-"""Memory that is free in this process and still its own: allocators keep it for later, and other phases of a step want it."""
+"""Memory that is free in this process and still its own: allocators keep it for later, and other phases of a
+step want it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import torch
 def give_back(device: torch.device) -> None:
     """Return to the device, or to the system, what is free; a few milliseconds.
 
-    On Linux glibc keeps freed tensors of some megabytes: without this a process has the KV cache and the activations of training at once.
+    On Linux glibc keeps freed tensors of some megabytes: without this a process has the KV cache and the
+    activations of training at once.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

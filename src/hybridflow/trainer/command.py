@@ -17,7 +17,9 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
-    """The command with its errors as status: 1 after one message for what the user can mend, 130 when interrupted."""
+    """The command with its errors as status: 1 after one message for what the user can mend, 130 when
+    interrupted.
+    """
 
     @functools.wraps(main)
     def call(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -29,7 +31,10 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise
-            sys.stderr.write(f"the disk is full ({error}): make room; a run started again goes on from its newest checkpoint\n")
+            sys.stderr.write(
+                f"the disk is full ({error}): make room; a run started again goes on from its newest "
+                "checkpoint\n"
+            )
             return 1
         except KeyboardInterrupt:
             sys.stderr.write("interrupted\n")
@@ -39,7 +44,9 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def _told(error: HybridFlowError) -> Iterator[str]:
-    """The message, then where it was and what other ranks said, a line each; of a worker that failed, also its traceback and stacks."""
+    """The message, then where it was and what other ranks said, a line each; of a worker that failed, also
+    its traceback and stacks.
+    """
     whole = isinstance(error, WorkerError)
     if whole and not isinstance(error, WorkerLost) and isinstance(error.__cause__, WorkerTraceback):
         yield str(error.__cause__).strip()

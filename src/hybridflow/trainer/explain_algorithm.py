@@ -1,9 +1,12 @@
-"""What a run computes, in the order of its step: each formula in force, from its docstring, with the numbers of the configuration.
+"""What a run computes, in the order of its step: each formula in force, from its docstring, with the numbers
+of the configuration.
 
-    key=value … ──look──► PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of the step
+    key=value … ──look──► PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of
+    the step
 
-Neither a model nor data is needed. A formula has one home, the docstring of the function that computes it (`formula.py`); the table
-`PARAMETERS` says which key sets each argument of those functions, and how equations write it.
+Neither a model nor data is needed. A formula has one home, the docstring of the function that computes it
+(`formula.py`); the table `PARAMETERS` says which key sets each argument of those functions, and how equations
+write it.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ class Section:
 
 
 def look(overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[PPOConfig]:
-    """The configuration with derived values, checked in all but what a look does not need: models, data, folders.
+    """The configuration with derived values, checked in all but what a look does not need: models, data,
+    folders.
 
     Raises ConfigError as `prepare_config` does.
     """
@@ -122,7 +126,18 @@ def explain_algorithm(config: PPOConfig) -> list[Section]:
     Raises ConfigError where a user's own estimator or loss cannot be loaded.
     """
     run = Run(config)
-    parts = (_rewards, _groups, _correction, _advantage, _resampling, _policy, _aggregation, _further, _value, _steps)
+    parts = (
+        _rewards,
+        _groups,
+        _correction,
+        _advantage,
+        _resampling,
+        _policy,
+        _aggregation,
+        _further,
+        _value,
+        _steps,
+    )
     return [section for part in parts if (section := part(run)) is not None]
 
 
@@ -145,14 +160,24 @@ class Run:
         return f"{key}={shown(self[key])}: {self.keys[key].meaning}"
 
     def arguments(self, function: Callable[..., Any], options_key: str) -> list[Number]:
-        """Numbers that an estimator or a loss takes: by the table, defaults of its own, then the user's options."""
-        named, options, found = inspect.signature(inspect.unwrap(function)).parameters, self[options_key], list[Number]()
+        """Numbers that an estimator or a loss takes: by the table, defaults of its own, then the user's
+        options.
+        """
+        named, options, found = (
+            inspect.signature(inspect.unwrap(function)).parameters,
+            self[options_key],
+            list[Number](),
+        )
         for name, argument in named.items():
             if name in options:
                 continue
             if name in PARAMETERS:
                 symbols, keys = PARAMETERS[name]
-                by_length = name == "lam" and "lam_length_alpha" in named and self["algorithm.lam_length_alpha"] is not None
+                by_length = (
+                    name == "lam"
+                    and "lam_length_alpha" in named
+                    and self["algorithm.lam_length_alpha"] is not None
+                )
                 found.append(self.number((name,) if by_length else (*symbols, name), *keys))
             elif isinstance(argument.default, (bool, int, float)):
                 found.append(Number((name,), argument.default, "its own default"))
@@ -161,10 +186,23 @@ class Run:
             found.append(Number((*symbols, name), value, f"{options_key}.{name}"))
         return found
 
-    def formula(self, function: Callable[..., Any], options_key: str, *, more: tuple[Number, ...] = (), own: bool = False) -> Formula:
-        """The formula of an estimator or a loss; paragraphs on optional arguments that this run sets are its notes."""
+    def formula(
+        self,
+        function: Callable[..., Any],
+        options_key: str,
+        *,
+        more: tuple[Number, ...] = (),
+        own: bool = False,
+    ) -> Formula:
+        """The formula of an estimator or a loss; paragraphs on optional arguments that this run sets are its
+        notes.
+        """
         numbers = self.arguments(function, options_key)
-        set_here = [name for name, argument in inspect.signature(inspect.unwrap(function)).parameters.items() if argument.default is None]
+        set_here = [
+            name
+            for name, argument in inspect.signature(inspect.unwrap(function)).parameters.items()
+            if argument.default is None
+        ]
         set_here = [name for name in set_here if name in PARAMETERS and self[PARAMETERS[name].keys[0]]]
         texts = paragraphs(function)[1:]
         notes = tuple(text for text in texts if own or any(f"`{name}`" in text for name in set_here))
@@ -174,10 +212,15 @@ class Run:
 def _rewards(run: Run) -> Section:
     own, terms = run["reward.custom_reward_function.path"], run["reward.terms"]
     lines = [
-        f"scores s by {own}:{run['reward.custom_reward_function.name']}" if own else f"scores s by reward.function={run['reward.function']}"
+        f"scores s by {own}:{run['reward.custom_reward_function.name']}"
+        if own
+        else f"scores s by reward.function={run['reward.function']}"
     ]
     if terms and not own:
-        lines = ["scores s by reward.terms: " + " + ".join(f"{term.get('weight', 1)}·{term.get('name')}" for term in terms)]
+        lines = [
+            "scores s by reward.terms: "
+            + " + ".join(f"{term.get('weight', 1)}·{term.get('name')}" for term in terms)
+        ]
     lines.append("token rewards r_t: the score on the last sampled token, 0 before it")
     formulas, buffer = [], "reward.reward_kwargs.overlong_buffer_cfg"
     if run[f"{buffer}.enable"]:
@@ -186,13 +229,20 @@ def _rewards(run: Run) -> Section:
             run.number(("buffer_len",), f"{buffer}.len"),
             run.number(("factor",), f"{buffer}.penalty_factor"),
         )
-        formulas.append(formula_of(overlong_penalty, numbers, name="overlong shaping", equation=_equation(overlong_penalty, 1)))
+        formulas.append(
+            formula_of(
+                overlong_penalty, numbers, name="overlong shaping", equation=_equation(overlong_penalty, 1)
+            )
+        )
     if run["algorithm.use_kl_in_reward"]:
         formulas += _kl_in_reward(run)
     else:
         lines.append("no KL in the reward (algorithm.use_kl_in_reward=false)")
     if run[f"{PRM}.enable"]:
-        beta, granularity = run.number(("β", "beta"), f"{PRM}.beta"), run.number(("granularity",), f"{PRM}.granularity")
+        beta, granularity = (
+            run.number(("β", "beta"), f"{PRM}.beta"),
+            run.number(("granularity",), f"{PRM}.granularity"),
+        )
         formulas.append(formula_of(implicit_rewards, [beta, granularity], name="process rewards"))
         formulas.append(formula_of(process_reward_loss, [beta], name="loss of the process reward model"))
         lines.append(f"the process reward model: {run.says(f'{PRM}.update')}")
@@ -202,17 +252,33 @@ def _rewards(run: Run) -> Section:
 def _kl_in_reward(run: Run) -> list[Formula]:
     beta = run.number(("beta", "β"), "algorithm.kl_ctrl.kl_coef")
     formulas = [
-        formula_of(apply_kl_penalty, [beta], name="KL in the reward", equation=paragraphs(apply_kl_penalty)[0].partition(", ")[0]),
+        formula_of(
+            apply_kl_penalty,
+            [beta],
+            name="KL in the reward",
+            equation=paragraphs(apply_kl_penalty)[0].partition(", ")[0],
+        ),
         _kl_estimator(run, "algorithm.kl_penalty"),
     ]
     if run["algorithm.kl_ctrl.type"] == "adaptive":
-        rows = Number(("rows",), run["data.train_batch_size"] * run[f"{ROLLOUT}.n"], f"data.train_batch_size × {ROLLOUT}.n")
+        rows = Number(
+            ("rows",),
+            run["data.train_batch_size"] * run[f"{ROLLOUT}.n"],
+            f"data.train_batch_size × {ROLLOUT}.n",
+        )
         numbers = (
             run.number(("target",), "algorithm.kl_ctrl.target_kl"),
             run.number(("horizon",), "algorithm.kl_ctrl.horizon"),
             rows,
         )
-        formulas.append(formula_of(AdaptiveKLController, numbers, name="its coefficient", equation=_equation(AdaptiveKLController, 1)))
+        formulas.append(
+            formula_of(
+                AdaptiveKLController,
+                numbers,
+                name="its coefficient",
+                equation=_equation(AdaptiveKLController, 1),
+            )
+        )
     return formulas
 
 
@@ -220,7 +286,9 @@ def _kl_estimator(run: Run, key: str) -> Formula:
     kind = run[key]
     notes = ("its gradient is that of k2: ½(x − y)²",) if kind.endswith("+") else ()
     text = f"kl = {alternative(kl_estimate, kind.removesuffix('+'))}, x = logπ, y = logπ_ref"
-    return formula_of(kl_estimate, [run.number((), key)], name=f"KL estimator {kind}", equation=text, notes=notes)
+    return formula_of(
+        kl_estimate, [run.number((), key)], name=f"KL estimator {kind}", equation=text, notes=notes
+    )
 
 
 def _groups(run: Run) -> Section:
@@ -236,9 +304,16 @@ def _groups(run: Run) -> Section:
         )
         formulas.append(formula_of(groups_to_keep, numbers, name="dynamic sampling"))
     else:
-        lines.append(f"every group: {run['data.train_batch_size']} prompts × {run[f'{ROLLOUT}.n']} responses (no dynamic sampling)")
+        lines.append(
+            f"every group: {run['data.train_batch_size']} prompts × {run[f'{ROLLOUT}.n']} responses (no "
+            "dynamic sampling)"
+        )
     if run["algorithm.overlong_filtering"]:
-        formulas.append(formula_of(filter_overlong, [run.number((), "data.max_response_length")], name="overlong filtering"))
+        formulas.append(
+            formula_of(
+                filter_overlong, [run.number((), "data.max_response_length")], name="overlong filtering"
+            )
+        )
     return Section("which rows are learned from", tuple(lines), tuple(formulas))
 
 
@@ -254,26 +329,43 @@ def _correction(run: Run) -> Section:
             run.number(("batch_normalize",), f"{path}.rollout_is_batch_normalize"),
         )
         bounds = tuple(
-            text for text in paragraphs(rollout_weights)[1].split(". ") if "`lo_hi`" in text and isinstance(numbers[1].value, str)
+            text
+            for text in paragraphs(rollout_weights)[1].split(". ")
+            if "`lo_hi`" in text and isinstance(numbers[1].value, str)
         )
         formulas.append(formula_of(rollout_weights, numbers, name="importance weights", notes=bounds[:1]))
     if run[f"{path}.rollout_rs"]:
-        options, thresholds = run.number(("options",), f"{path}.rollout_rs"), run.number(("thresholds",), f"{path}.rollout_rs_threshold")
+        options, thresholds = (
+            run.number(("options",), f"{path}.rollout_rs"),
+            run.number(("thresholds",), f"{path}.rollout_rs_threshold"),
+        )
         rules = parse_rejection(options.value, thresholds.value)
-        kept = tuple(f"kept: {each.low:.4g} ≤ {each.over} {each.statistic} ≤ {each.high:.4g}".replace("-inf ≤ ", "") for each in rules)
+        kept = tuple(
+            f"kept: {each.low:.4g} ≤ {each.over} {each.statistic} ≤ {each.high:.4g}".replace("-inf ≤ ", "")
+            for each in rules
+        )
         formulas.append(formula_of(rejection, [options, thresholds], name="rejection", notes=kept))
     if not formulas:
-        lines.append("nothing is weighted or rejected; the difference of rollout and training is measured (rollout_corr/*)")
+        lines.append(
+            "nothing is weighted or rejected; the difference of rollout and training is measured "
+            "(rollout_corr/*)"
+        )
     return Section("rollout correction", tuple(lines), tuple(formulas))
 
 
 def _advantage(run: Run) -> Section:
     name = run["algorithm.adv_estimator"]
     function = find_estimator(run.config.algorithm).function
-    more = [run.number(("n",), f"{ROLLOUT}.n")] if "group_ids" in inspect.signature(inspect.unwrap(function)).parameters else []
+    more = (
+        [run.number(("n",), f"{ROLLOUT}.n")]
+        if "group_ids" in inspect.signature(inspect.unwrap(function)).parameters
+        else []
+    )
     if name == "gdpo":
         more.append(run.number((), "algorithm.gdpo_reward_keys"))
-    formula = run.formula(function, "algorithm.options", more=tuple(more), own=name not in ADVANTAGE_ESTIMATORS)
+    formula = run.formula(
+        function, "algorithm.options", more=tuple(more), own=name not in ADVANTAGE_ESTIMATORS
+    )
     teacher = run["distillation.teacher_model.path"] or "not set yet"
     lines = (f"the teacher: distillation.teacher_model.path={teacher}",) if needs_teacher(run.config) else ()
     return Section(f"the advantage: algorithm.adv_estimator={name}", lines, (formula,))
@@ -285,7 +377,9 @@ def _resampling(run: Run) -> Section | None:
     method = run.number(("method",), "algorithm.pf_ppo.reweight_method")
     numbers = (method, run.number(("p", "weight_pow"), "algorithm.pf_ppo.weight_pow"))
     equation = paragraphs(resample_rows)[0].partition("`")[0] + alternative(resample_rows, method.value)
-    return Section("resampling of rows", (), (formula_of(resample_rows, numbers, name="PF-PPO", equation=equation),))
+    return Section(
+        "resampling of rows", (), (formula_of(resample_rows, numbers, name="PF-PPO", equation=equation),)
+    )
 
 
 def _policy(run: Run) -> Section:
@@ -299,14 +393,20 @@ def _policy(run: Run) -> Section:
         smoothing = run.number(("ε", "label_smoothing"), f"{ACTOR}.policy_loss.dpo_label_smoothing")
         kind = run[f"{ACTOR}.policy_loss.dpo_loss"]
         numbers = [beta, smoothing] if kind == "sigmoid" else [beta]
-        formulas.append(formula_of(PAIR_LOSSES[kind], numbers, name=f"of a pair, in force by dpo_loss={kind}"))
+        formulas.append(
+            formula_of(PAIR_LOSSES[kind], numbers, name=f"of a pair, in force by dpo_loss={kind}")
+        )
     lines = ("the rows of a prompt stay together in a micro-batch",) if loss.keeps_groups else ()
     return Section(f"the policy loss: {ACTOR}.policy_loss.loss_mode={name}", lines, tuple(formulas))
 
 
 def _aggregation(run: Run) -> Section:
     mode = run[f"{ACTOR}.loss_agg_mode"] or find_policy_loss(run.config.actor_rollout_ref.actor).agg_mode
-    return Section(f"from token losses to one number: {mode}", (), (_aggregate(run, mode, f"{ACTOR}.ppo_mini_batch_size"),))
+    return Section(
+        f"from token losses to one number: {mode}",
+        (),
+        (_aggregate(run, mode, f"{ACTOR}.ppo_mini_batch_size"),),
+    )
 
 
 def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
@@ -315,10 +415,22 @@ def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
     equation, numbers = alternative(aggregate, mode), []
     if "num_tokens" in equation:
         most = f"at most {mini * n * longest:,} = {mini} prompts × {n} responses × {longest} tokens"
-        numbers.append(Number(("num_tokens",), most, mini_key, "tokens of loss_mask in the whole mini-batch, counted anew for each"))
+        numbers.append(
+            Number(
+                ("num_tokens",),
+                most,
+                mini_key,
+                "tokens of loss_mask in the whole mini-batch, counted anew for each",
+            )
+        )
     if "num_sequences" in equation:
         numbers.append(
-            Number(("num_sequences",), mini * n, mini_key, f"{mini} prompts × {n} responses; less rows with nothing to learn from")
+            Number(
+                ("num_sequences",),
+                mini * n,
+                mini_key,
+                f"{mini} prompts × {n} responses; less rows with nothing to learn from",
+            )
         )
     if "scale_factor" in equation:
         numbers.append(run.number(("scale_factor",), f"{ACTOR}.loss_scale_factor"))
@@ -328,12 +440,18 @@ def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
 def _further(run: Run) -> Section:
     lines, formulas = [], []
     if run[f"{ACTOR}.entropy_coeff"]:
-        lines.append(f"− {shown(run[f'{ACTOR}.entropy_coeff'])} · entropy of the policy, aggregated alike ({ACTOR}.entropy_coeff)")
+        lines.append(
+            f"− {shown(run[f'{ACTOR}.entropy_coeff'])} · entropy of the policy, aggregated alike "
+            f"({ACTOR}.entropy_coeff)"
+        )
     if run[f"{ACTOR}.use_kl_loss"]:
         lines.append(f"+ {shown(run[f'{ACTOR}.kl_loss_coef'])} · kl, aggregated alike ({ACTOR}.kl_loss_coef)")
         formulas.append(_kl_estimator(run, f"{ACTOR}.kl_loss_type"))
     if run[f"{ACTOR}.positive_lm_loss_coef"]:
-        lines.append(f"+ {shown(run[f'{ACTOR}.positive_lm_loss_coef'])} · loss of right responses ({ACTOR}.positive_lm_loss_coef)")
+        lines.append(
+            f"+ {shown(run[f'{ACTOR}.positive_lm_loss_coef'])} · loss of right responses "
+            f"({ACTOR}.positive_lm_loss_coef)"
+        )
         formulas.append(formula_of(positive_example_loss, name="likelihood of right responses"))
     if needs_reference(run.config):
         lines.append(run.says("algorithm.ref_update_freq"))
@@ -352,8 +470,12 @@ def _value(run: Run) -> Section | None:
 
 def _steps(run: Run) -> Section:
     wanted = ("sequences per step", "mini-batches per step", "optimizer steps per step")
-    lines = [f"{line.label}: {line.value} ({line.how})" for line in explain(run.config) if line.label in wanted]
-    return Section("steps of a batch", (*lines, run.says(f"{ACTOR}.grad_clip"), run.says(f"{ACTOR}.optim.lr")))
+    lines = [
+        f"{line.label}: {line.value} ({line.how})" for line in explain(run.config) if line.label in wanted
+    ]
+    return Section(
+        "steps of a batch", (*lines, run.says(f"{ACTOR}.grad_clip"), run.says(f"{ACTOR}.optim.lr"))
+    )
 
 
 def _equation(documented: object, paragraph: int) -> str:

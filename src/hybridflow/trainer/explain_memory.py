@@ -1,4 +1,5 @@
-"""How much memory a process needs for a model in training and for generation: what `hybridflow config --explain` adds up.
+"""How much memory a process needs for a model in training and for generation: what `hybridflow config
+--explain` adds up.
 
     Engine (how a role is spread), ModelSize ──engine_needs──► parts ──► between phases · during an update
     rollout keys, ModelSize ──generation_needs──► weights of its own, KV cache
@@ -77,7 +78,9 @@ class Needs(NamedTuple):
 
 
 def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
-    """Parameters, masters, gradients, moments, what is gathered, activations; offload moves nothing where the run computes on a CPU."""
+    """Parameters, masters, gradients, moments, what is gathered, activations; offload moves nothing where the
+    run computes on a CPU.
+    """
     fsdp, sizes, many = engine.fsdp, engine.sizes, engine.sizes.world_size > 1
     wide = max(4, size.itemsize)
     live = fsdp.offload_policy and not on_cpu  # on the CPU even while it works
@@ -86,7 +89,15 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
     own = size.whole.on_rank(sizes.tensor, sizes.shards)
     share = _share(sizes)
     weights = (own.all - own.trained) * size.itemsize + own.trained * (wide if many else size.itemsize)
-    parts = [Part("weights", weights, _weights_how(size, wide if many else size.itemsize, share), not weights_away, weights_away)]
+    parts = [
+        Part(
+            "weights",
+            weights,
+            _weights_how(size, wide if many else size.itemsize, share),
+            not weights_away,
+            weights_away,
+        )
+    ]
     gathered, at_once, how = _gathered(engine, size) if many else (0, 0, "")
     if gathered:
         parts.append(Part("weights gathered for a pass", gathered, how, False))
@@ -95,13 +106,33 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
         return Needs(parts, between, fetched=0 if live else weights - between)
     masters = 0 if many or size.itemsize >= 4 else 4 * own.trained
     if masters:
-        parts.append(Part("float32 masters", masters, f"{size.whole.trained:,} trained × 4 bytes", not state_away, state_away))
+        parts.append(
+            Part(
+                "float32 masters",
+                masters,
+                f"{size.whole.trained:,} trained × 4 bytes",
+                not state_away,
+                state_away,
+            )
+        )
     kept = many and not fsdp.reshard_after_forward
     grads = at_once if kept else own.trained * wide
-    grads_how = "whole on each process (reshard_after_forward=false)" if kept else f"{size.whole.trained:,} trained × {wide} bytes{share}"
+    grads_how = (
+        "whole on each process (reshard_after_forward=false)"
+        if kept
+        else f"{size.whole.trained:,} trained × {wide} bytes{share}"
+    )
     parts.append(Part("gradients", grads, grads_how, False, live))
     moments = 2 * own.trained * wide
-    parts.append(Part("Adam moments", moments, f"{size.whole.trained:,} trained × 2 × {wide} bytes{share}", not state_away, state_away))
+    parts.append(
+        Part(
+            "Adam moments",
+            moments,
+            f"{size.whole.trained:,} trained × 2 × {wide} bytes{share}",
+            not state_away,
+            state_away,
+        )
+    )
     passing, passing_parts = _pass(engine, size, on_cpu)
     parts += passing_parts
     between = (0 if weights_away else weights) + (0 if state_away else masters + moments)
@@ -129,11 +160,21 @@ def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
 
 def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
     """(bytes of what is gathered in a pass, bytes of its whole gradients, how) of a sharded model."""
-    tensor, reduce = engine.sizes.tensor, max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize)
+    tensor, reduce = (
+        engine.sizes.tensor,
+        max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize),
+    )
     whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))
     if engine.trained and not engine.fsdp.reshard_after_forward:
-        return whole.all * size.itemsize, whole.trained * reduce, "the whole model (reshard_after_forward=false)"
-    how = f"what is outside of blocks and two blocks, {root.all + 2 * block.all:,} parameters × {size.itemsize} bytes"
+        return (
+            whole.all * size.itemsize,
+            whole.trained * reduce,
+            "the whole model (reshard_after_forward=false)",
+        )
+    how = (
+        f"what is outside of blocks and two blocks, {root.all + 2 * block.all:,} parameters × "
+        f"{size.itemsize} bytes"
+    )
     return (root.all + 2 * block.all) * size.itemsize, (root.trained + block.trained) * reduce, how
 
 
@@ -152,25 +193,40 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
     parts = [Part("logits of a chunk", logits, f"two chunks of at most {CHUNK_BYTES // 2**20} MiB", False)]
     if model.enable_activation_offload and not on_cpu:
         moved = Part("activations of a micro-batch", kept, how, False, True)
-        here = Part("activations of the layer at work", layer, f"{shared} × (12 hidden + 4 intermediate)", False)
+        here = Part(
+            "activations of the layer at work", layer, f"{shared} × (12 hidden + 4 intermediate)", False
+        )
         return layer + logits, [moved, here, *parts]
     return kept + one + logits, [Part("activations of a micro-batch", kept + one, how, False), *parts]
 
 
-def generation_needs(size: ModelSize, *, tensor: int, rows: int, longest: int, own_weights: str, standing: bool) -> Needs:
+def generation_needs(
+    size: ModelSize, *, tensor: int, rows: int, longest: int, own_weights: str, standing: bool
+) -> Needs:
     """Of a process that generates `rows` rows of `longest` tokens at once, by the native engine.
 
-    `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they are there all the time.
+    `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they
+    are there all the time.
     """
     parts = []
     weights = size.whole.on_rank(tensor).all * size.itemsize if own_weights else 0
     cut = f", layers / {tensor}" if tensor > 1 else ""
     if weights:
-        parts.append(Part("weights", weights, f"{size.whole.all:,} parameters × {size.itemsize} bytes{cut}: {own_weights}", standing))
+        parts.append(
+            Part(
+                "weights",
+                weights,
+                f"{size.whole.all:,} parameters × {size.itemsize} bytes{cut}: {own_weights}",
+                standing,
+            )
+        )
     heads = max(1, size.num_kv_heads // tensor)
     slot = slot_capacity(longest)
     cache = rows * slot * (2 * size.num_layers + 1) * heads * size.head_dim * size.itemsize
-    how = f"{rows} rows × {slot:,} tokens × (2 × {size.num_layers} layers + 1 spare) × {heads} × {size.head_dim}"
+    how = (
+        f"{rows} rows × {slot:,} tokens × (2 × {size.num_layers} layers + 1 spare) × {heads} × "
+        f"{size.head_dim}"
+    )
     parts.append(Part("KV cache, at most", cache, how, False))
     between = weights if standing else 0
     return Needs(parts, between, weights - between + cache)

@@ -1,7 +1,7 @@
 """What follows from a configuration, before anything is built: `hybridflow config --explain`.
 
-keys ─► sizes of a step (config/explain.py)
-keys ─► roles, placement, how each is spread: by the functions that the run itself calls ─► processes, rows and memory of each
+keys ─► sizes of a step (config/explain.py) keys ─► roles, placement, how each is spread: by the functions
+that the run itself calls ─► processes, rows and memory of each
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import ModelSize, size_of
-from hybridflow.trainer.explain_memory import Engine, Needs, Part, compute_dtype, engine_needs, generation_needs
+from hybridflow.trainer.explain_memory import (
+    Engine,
+    Needs,
+    Part,
+    compute_dtype,
+    engine_needs,
+    generation_needs,
+)
 from hybridflow.trainer.ppo.roles import needed_roles
 from hybridflow.trainer.ppo.spread import engine_keys, is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.sft.build import ROLES as SFT_ROLES
@@ -30,9 +37,11 @@ TRAINED = ("actor", "critic", "process_reward", "sft")
 
 
 def explain_run(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
-    """Sizes of a step, processes and their rows, then the memory of a process where the models' folders are on this machine.
+    """Sizes of a step, processes and their rows, then the memory of a process where the models' folders are
+    on this machine.
 
-    Raises ConfigError and ModelError as the run would, for a placement or a way to spread a model that cannot be.
+    Raises ConfigError and ModelError as the run would, for a placement or a way to spread a model that cannot
+    be.
     """
     plan = Plan.of(config)
     return [*explain(config, num_train_rows), *_processes(plan), *_rows(plan), *_memory(plan)]
@@ -45,7 +54,8 @@ class Plan:
     config: PPOConfig | SFTConfig
     placement: Placement
     engines: Mapping[str, Engine]
-    """By role; the reference of a LoRA run that is the actor's module has none, and neither has the rollout."""
+    """By role; the reference of a LoRA run that is the actor's module has none, and neither has the rollout.
+    """
 
     @classmethod
     def of(cls, config: PPOConfig | SFTConfig) -> Plan:
@@ -54,10 +64,16 @@ class Plan:
         placement = Placement.from_config(config.trainer, names)
         engines = {}
         for role in names:
-            if role == "rollout" or (isinstance(config, PPOConfig) and role == "reference" and is_actors_module(config, placement)):
+            if role == "rollout" or (
+                isinstance(config, PPOConfig) and role == "reference" and is_actors_module(config, placement)
+            ):
                 continue
             world = sum(pool.world_size for pool in placement.pools_of(role))
-            engines[role] = _ppo_engine(config, role, world) if isinstance(config, PPOConfig) else _sft_engine(config, world)
+            engines[role] = (
+                _ppo_engine(config, role, world)
+                if isinstance(config, PPOConfig)
+                else _sft_engine(config, world)
+            )
         return cls(config, placement, engines)
 
     @property
@@ -78,7 +94,11 @@ def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:
     n, longest = rows_per_prompt(config), config.data.max_prompt_length + config.data.max_response_length
     spread = sizes(config, role, world)
     if role == "actor":
-        limits = (actor.ppo_mini_batch_size, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+        limits = (
+            actor.ppo_mini_batch_size,
+            actor.ppo_max_token_len_per_gpu,
+            actor.ppo_micro_batch_size_per_gpu,
+        )
     elif role == "critic":
         limits = (
             critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
@@ -91,7 +111,17 @@ def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:
     else:
         return Engine(role, spread, fsdp, model, trained=False)
     key = {"process_reward": "process_reward_model"}.get(role, role)
-    return Engine(role.replace("_reward", " reward model"), spread, fsdp, model, True, limits[0] * n, longest, *limits[1:], f"{key}.ppo_")
+    return Engine(
+        role.replace("_reward", " reward model"),
+        spread,
+        fsdp,
+        model,
+        True,
+        limits[0] * n,
+        longest,
+        *limits[1:],
+        f"{key}.ppo_",
+    )
 
 
 def _sft_engine(config: SFTConfig, world: int) -> Engine:
@@ -116,17 +146,34 @@ def _processes(plan: Plan) -> Iterator[Line]:
         yield Line("processes", "1", "trainer.controller=local: all roles in the process that you start")
         return
     pooled = bool(getattr(trainer, "resource_pools", {}))
-    how = "trainer.resource_pools" if pooled else f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-    yield Line("worker processes", f"{plan.num_processes:,}", f"{how}, started by Ray; the driver is one more")
+    how = (
+        "trainer.resource_pools"
+        if pooled
+        else f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+    )
+    yield Line(
+        "worker processes", f"{plan.num_processes:,}", f"{how}, started by Ray; the driver is one more"
+    )
     for pool in where.pools:
         nodes = ", ".join(map(str, pool.devices_per_node))
-        yield Line(f"pool {pool.name}", f"{pool.world_size:,} processes", f"{', '.join(where.roles(pool.name))}; on its nodes: {nodes}")
+        yield Line(
+            f"pool {pool.name}",
+            f"{pool.world_size:,} processes",
+            f"{', '.join(where.roles(pool.name))}; on its nodes: {nodes}",
+        )
     for engine in plan.engines.values():
         spread = engine.sizes
-        keys = f"fsdp_size={engine.fsdp.fsdp_size}, ulysses={spread.sequence}, tensor_parallel_size={spread.tensor}"
+        keys = (
+            f"fsdp_size={engine.fsdp.fsdp_size}, ulysses={spread.sequence}, "
+            f"tensor_parallel_size={spread.tensor}"
+        )
         yield Line(f"{engine.role} is spread over", str(spread), keys)
     if "reference" not in plan.engines and "reference" in where.pools_of_role:
-        yield Line("reference is", "the actor's module", "LoRA: the actor with its adapters off, in the same processes")
+        yield Line(
+            "reference is",
+            "the actor's module",
+            "LoRA: the actor with its adapters off, in the same processes",
+        )
     if isinstance(plan.config, PPOConfig):
         for pool in where.pools_of("rollout"):
             (_, apart), (_, tensor) = rollout_axes(plan.config, pool.world_size)
@@ -140,7 +187,9 @@ def _rows(plan: Plan) -> Iterator[Line]:
     if many and isinstance(plan.config, PPOConfig):
         rows, parts = _generated(plan.config), _generating(plan)
         yield Line(
-            "responses generated per process, about", f"{math.ceil(rows / parts):,}", f"{rows:,} at once / {parts} that generate apart"
+            "responses generated per process, about",
+            f"{math.ceil(rows / parts):,}",
+            f"{rows:,} at once / {parts} that generate apart",
         )
     for engine in plan.engines.values():
         if not engine.trained:
@@ -148,7 +197,10 @@ def _rows(plan: Plan) -> Iterator[Line]:
         shown = "SFT" if isinstance(plan.config, SFTConfig) else engine.role
         if many:
             by = "by their tokens" if plan.config.trainer.balance_batch else "by their number"
-            how = f"{engine.rows:,} rows of a mini-batch / {engine.sizes.data} parts, dealt {by} (trainer.balance_batch)"
+            how = (
+                f"{engine.rows:,} rows of a mini-batch / {engine.sizes.data} parts, dealt {by} "
+                "(trainer.balance_batch)"
+            )
             yield Line(f"{shown} rows per process and mini-batch, about", f"{engine.rows_here:,}", how)
         count = math.ceil(engine.rows_here / engine.rows_at_once)
         limit = f"{engine.keys}max_token_len_per_gpu={engine.max_tokens:,} // {engine.longest:,} tokens"
@@ -160,7 +212,9 @@ def _rows(plan: Plan) -> Iterator[Line]:
 
 def _generated(config: PPOConfig) -> int:
     """Responses that are generated at once."""
-    return generation_batch(config) * (config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "remax"))
+    return generation_batch(config) * (
+        config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "remax")
+    )
 
 
 def _generating(plan: Plan) -> int:
@@ -180,11 +234,20 @@ def _memory(plan: Plan) -> Iterator[Line]:
     for role, size in found.items():
         engine = plan.engines[role]
         if engine.trained and size.whole.trained < size.whole.all:
-            how = f"model.lora_rank={engine.model.lora_rank}" if engine.model.lora_rank else "model.lora_adapter_path"
-            yield Line(f"{engine.role} parameters in training", f"{size.whole.trained:,} of {size.whole.all:,}", how)
+            how = (
+                f"model.lora_rank={engine.model.lora_rank}"
+                if engine.model.lora_rank
+                else "model.lora_adapter_path"
+            )
+            yield Line(
+                f"{engine.role} parameters in training", f"{size.whole.trained:,} of {size.whole.all:,}", how
+            )
     totals = []
     for pool in plan.placement.pools:
-        needs = {engine.role: engine_needs(engine, found[role], on_cpu=_on_cpu(plan)) for role, engine in _living(plan, pool)}
+        needs = {
+            engine.role: engine_needs(engine, found[role], on_cpu=_on_cpu(plan))
+            for role, engine in _living(plan, pool)
+        }
         if isinstance(plan.config, PPOConfig) and "rollout" in plan.placement.roles(pool.name):
             needs["generation"] = _generation(plan, pool, found)
         lines, peak = _pool_lines(plan, pool, needs)
@@ -203,12 +266,18 @@ def _on_cpu(plan: Plan) -> bool:
 
 
 def _living(plan: Plan, pool: ResourcePool) -> Iterator[tuple[str, Engine]]:
-    return ((role, engine) for role, engine in plan.engines.items() if role in plan.placement.roles(pool.name))
+    return (
+        (role, engine) for role, engine in plan.engines.items() if role in plan.placement.roles(pool.name)
+    )
 
 
 def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:
     lora = LoraSettings.from_config(engine.model, seed=plan.config.trainer.seed) if engine.trained else None
-    rollout = plan.config.actor_rollout_ref.rollout.tensor_model_parallel_size if isinstance(plan.config, PPOConfig) else 1
+    rollout = (
+        plan.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        if isinstance(plan.config, PPOConfig)
+        else 1
+    )
     return size_of(
         "value" if role == "critic" else "policy",
         engine.model,
@@ -225,11 +294,19 @@ def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) 
     config, alone = plan.config, "actor" not in plan.placement.roles(pool.name)
     assert isinstance(config, PPOConfig)
     tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    why = "it is sent the actor's" if alone else "gathered from the shards while it generates" if pool.world_size > 1 else ""
+    why = (
+        "it is sent the actor's"
+        if alone
+        else "gathered from the shards while it generates"
+        if pool.world_size > 1
+        else ""
+    )
     return generation_needs(
         found["actor"],
         tensor=tensor,
-        rows=min(math.ceil(_generated(config) / _generating(plan)), config.actor_rollout_ref.rollout.max_num_seqs),
+        rows=min(
+            math.ceil(_generated(config) / _generating(plan)), config.actor_rollout_ref.rollout.max_num_seqs
+        ),
         longest=config.data.max_prompt_length + config.data.max_response_length,
         own_weights=why,
         standing=alone,
@@ -260,10 +337,14 @@ def _pool_lines(plan: Plan, pool: ResourcePool, needs: Mapping[str, Needs]) -> t
         how = f"estimate{heaviest if phase == 'updating' else ''}, without the libraries"
         lines.append(Line(f"memory{of} while {phase}", format_bytes(size), how))
     if host:
-        lines.append(Line(f"CPU memory{of}, offloaded", format_bytes(host), "estimate: what is offloaded of all roles"))
+        lines.append(
+            Line(f"CPU memory{of}, offloaded", format_bytes(host), "estimate: what is offloaded of all roles")
+        )
     return lines, max(phases.values())
 
 
 def _part_line(memory: str, role: str, part: Part) -> Line:
     shown = part.label if role == "generation" and part.label.startswith("KV") else f"{role}: {part.label}"
-    return Line(f"{memory}, {shown}", format_bytes(part.size), part.how + (" (in CPU memory)" if part.on_host else ""))
+    return Line(
+        f"{memory}, {shown}", format_bytes(part.size), part.how + (" (in CPU memory)" if part.on_host else "")
+    )

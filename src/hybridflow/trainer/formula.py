@@ -1,6 +1,8 @@
-"""A function of the maths as its docstring tells it: the equation, the same with a run's numbers, its source, and where it stands.
+"""A function of the maths as its docstring tells it: the equation, the same with a run's numbers, its source,
+and where it stands.
 
-function + numbers of the run ──formula_of──► Formula        a list of alternatives in a docstring ──alternative──► the one in force
+function + numbers of the run ──formula_of──► Formula        a list of alternatives in a docstring
+──alternative──► the one in force
 
 The equation has one home, the first paragraph of the docstring; nothing here repeats it.
 """
@@ -16,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 ARXIV = re.compile(r"(?<![\d.])\d{4}\.\d{5}(?!\d|\.\d)")
-SYMBOL = re.compile(r"`[^`]*`|[Α-Ωα-ωϵ](?:_[A-Za-z0-9Α-Ωα-ω]+)*[\u0300-\u036f]?|[A-Za-z](?:[A-Za-z0-9_\u0300-\u036f]|(?<=_)[Α-Ωα-ω])*")
+SYMBOL = re.compile(
+    r"`[^`]*`|[Α-Ωα-ωϵ](?:_[A-Za-z0-9Α-Ωα-ω]+)*[\u0300-\u036f]?|[A-Za-z](?:[A-Za-z0-9_\u0300-\u036f]|(?<=_)[Α-Ωα-ω])*"
+)
 """A name as equations have it: a Greek letter with its subscript, or a Latin word, which may end in `_β`.
 
 What stands in backticks is a name, not a value.
 """
-SWITCHED = re.compile(r"= (?P<on>[^=;]+?)(?P<where> on [^,;]*)?, or (?P<off>[^;]+?) without `(?P<switch>\w+)`")
+SWITCHED = re.compile(
+    r"= (?P<on>[^=;]+?)(?P<where> on [^,;]*)?, or (?P<off>[^;]+?) without `(?P<switch>\w+)`"
+)
 JOINS_BEFORE, JOINS_AFTER = re.compile(r"[\w½)\]]$"), re.compile(r"^[\w(\[]")
 
 
@@ -61,7 +67,9 @@ class Formula:
     """Of a user's own function, without types."""
 
     def label(self, number: Number) -> str:
-        """Its symbols that stand in the equation, then its name: `ε_low = clip_low`; the end of its key for one without."""
+        """Its symbols that stand in the equation, then its name: `ε_low = clip_low`; the end of its key for
+        one without.
+        """
         stands = {found[0] for found in SYMBOL.finditer(self.equation)}
         names = [symbol for symbol in number.symbols[:-1] if symbol in stands] + list(number.symbols[-1:])
         return " = ".join(names) or number.key.rpartition(".")[2]
@@ -76,7 +84,9 @@ def formula_of(
     notes: tuple[str, ...] = (),
     own: bool = False,
 ) -> Formula:
-    """The formula of a function; `equation` where another part of the docstring is in force, `own` for a user's function."""
+    """The formula of a function; `equation` where another part of the docstring is in force, `own` for a
+    user's function.
+    """
     function, numbers = inspect.unwrap(function), tuple(numbers)
     text = equation or (paragraphs(function) or ("(no docstring)",))[0]
     values = {symbol: number.value for number in numbers for symbol in number.symbols}
@@ -94,7 +104,10 @@ def formula_of(
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    named = [argument.replace(annotation=argument.empty) for argument in inspect.signature(function).parameters.values()]
+    named = [
+        argument.replace(annotation=argument.empty)
+        for argument in inspect.signature(function).parameters.values()
+    ]
     return f"{getattr(function, '__name__', '')}{inspect.Signature(named)}"
 
 
@@ -104,7 +117,9 @@ def paragraphs(documented: object) -> tuple[str, ...]:
 
 
 def alternative(documented: object, name: str) -> str:
-    """The entry of `name` in a docstring's list of alternatives, written as: `a`, `b`: this · `c`: that; '' where there is none."""
+    """The entry of `name` in a docstring's list of alternatives, written as: `a`, `b`: this · `c`: that; ''
+    where there is none.
+    """
     text = _one_line(inspect.getdoc(documented) or "")
     found = re.search(rf"`{re.escape(name)}`(?:, `[^`]+`)*:? (.*?)(?= · `|\.(?:\s|$))", text)
     return found[1] if found else ""
@@ -121,7 +136,10 @@ def place(function: Callable[..., Any]) -> str:
     """file:line where the function is defined, from the current folder where it lies below that."""
     function = inspect.unwrap(function)
     try:
-        file, line = Path(inspect.getsourcefile(function) or "?").resolve(), inspect.getsourcelines(function)[1]
+        file, line = (
+            Path(inspect.getsourcefile(function) or "?").resolve(),
+            inspect.getsourcelines(function)[1],
+        )
     except (OSError, TypeError):  # a callable object, or no source on this machine
         return "(no source)"
     here = Path.cwd()
@@ -129,7 +147,9 @@ def place(function: Callable[..., Any]) -> str:
 
 
 def in_force(equation: str, values: Mapping[str, Any]) -> str:
-    """The equation without what a switch leaves out: of `A = this on …, or that without `switch`` the part that holds."""
+    """The equation without what a switch leaves out: of `A = this on …, or that without `switch`` the part
+    that holds.
+    """
 
     def choose(found: re.Match[str]) -> str:
         switch = values.get(found["switch"])
@@ -143,12 +163,17 @@ def in_force(equation: str, values: Mapping[str, Any]) -> str:
 def put_in(equation: str, values: Mapping[str, Any]) -> str:
     """The equation with numbers for symbols: `γλ·L` with γ = 1.0 and λ = 0.95 becomes `1.0·0.95·L`.
 
-    A symbol that the text defines (`λ = …`), names in backticks, and values that are no numbers stay as they are.
+    A symbol that the text defines (`λ = …`), names in backticks, and values that are no numbers stay as they
+    are.
     """
     parts, done = list[str](), 0
     for found in SYMBOL.finditer(equation):
         value = values.get(found[0])
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or re.match(r"\s*=(?!=)", equation[found.end() :]):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or re.match(r"\s*=(?!=)", equation[found.end() :])
+        ):
             continue
         between, text = equation[done : found.start()], f"({shown(value)})" if value < 0 else shown(value)
         before, after = between or "".join(parts[-1:]), equation[found.end() :]

@@ -1,6 +1,7 @@
 """`python -m hybridflow.trainer.main_ppo key=value …`: a run of the PPO family from the command line.
 
-The parts of a run are imported by `run`, not here: what is wrong with the keys or the cluster is said before torch is loaded.
+The parts of a run are imported by `run`, not here: what is wrong with the keys or the cluster is said before
+torch is loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def run(config: PPOConfig) -> dict[str, float]:
         with attempt, build(attempt.config, patience=attempt.patience) as trainer:
             metrics = trainer.fit()
     folder = config.trainer.default_local_dir
-    logger.info("done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder)
+    logger.info(
+        "done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder
+    )
     return metrics
 
 

@@ -1,6 +1,7 @@
 """`python -m hybridflow.trainer.main_sft key=value …`: supervised fine-tuning from the command line.
 
-The parts of a run are imported by `run`, not here: what is wrong with the keys or the cluster is said before torch is loaded.
+The parts of a run are imported by `run`, not here: what is wrong with the keys or the cluster is said before
+torch is loaded.
 """
 
 from __future__ import annotations

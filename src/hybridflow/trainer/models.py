@@ -1,4 +1,6 @@
-"""What builders need to know of a model: its keys as arguments, which tokens end a response, what a row costs it."""
+"""What builders need to know of a model: its keys as arguments, which tokens end a response, what a row costs
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from hybridflow.protocol.balancing import Workload
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What `build_policy` and `build_value` take; `external_lib` is imported first, since it may register the architecture.
+    """What `build_policy` and `build_value` take; `external_lib` is imported first, since it may register the
+    architecture.
 
     ConfigError where the model asks for kernels that cannot run on `device`.
     """
@@ -35,7 +38,9 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
-    """Tokens that end a response: the tokenizer's and those of the model's generation config (chat models often have several)."""
+    """Tokens that end a response: the tokenizer's and those of the model's generation config (chat models
+    often have several).
+    """
     import_external(config)
     configured = generation_end_tokens(str(config.path), trust_remote_code=config.trust_remote_code)
     return sorted({int(token) for token in [tokenizer.eos_token_id, *configured] if token is not None})
@@ -47,5 +52,6 @@ def row_cost(model: ModelConfig) -> Workload:
     text = shape.get_text_config()
     parameters = count_parameters(shape, trust_remote_code=model.trust_remote_code)
     if not getattr(text, "tie_word_embeddings", False):
-        parameters -= text.vocab_size * text.hidden_size  # a token is looked up in the input embedding, not multiplied with it
+        # a token is looked up in the input embedding, not multiplied with it
+        parameters -= text.vocab_size * text.hidden_size
     return workload_of(shape, parameters)

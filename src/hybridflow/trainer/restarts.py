@@ -1,5 +1,5 @@
-"""A run that outlives its workers: when a process or a node is lost, all workers are built anew and the run goes on from its newest
-checkpoint, as often as `trainer.max_restarts` allows.
+"""A run that outlives its workers: when a process or a node is lost, all workers are built anew and the run
+goes on from its newest checkpoint, as often as `trainer.max_restarts` allows.
 
     for attempt in Attempts(config):
         with attempt, build(attempt.config, attempt.patience) as trainer:
@@ -26,7 +26,8 @@ C = TypeVar("C", PPOConfig, SFTConfig)
 
 
 class Attempts(Generic[C]):
-    """Iterate, and run inside the context of what comes: it ends after the first attempt that is not stopped by a WorkerLost.
+    """Iterate, and run inside the context of what comes: it ends after the first attempt that is not stopped
+    by a WorkerLost.
 
     The last allowed WorkerLost comes through, and every other error at once.
     """
@@ -35,9 +36,13 @@ class Attempts(Generic[C]):
         self.config: C = config
         """Of the coming attempt: after a loss it resumes from what the run has saved itself."""
         self.patience = 0.0
-        """Seconds that the coming attempt may wait for devices: none at first, since they should be there; a lost node may come back."""
+        """Seconds that the coming attempt may wait for devices: none at first, since they should be there; a
+        lost node may come back.
+        """
         self._allowed, self._lost, self._done = config.trainer.max_restarts, 0, False
-        self._before = CheckpointStore(config.trainer.default_local_dir).newest_sequence() if self._allowed else 0
+        self._before = (
+            CheckpointStore(config.trainer.default_local_dir).newest_sequence() if self._allowed else 0
+        )
 
     def __iter__(self) -> Iterator[Attempts[C]]:
         while not self._done:
@@ -46,7 +51,9 @@ class Attempts(Generic[C]):
     def __enter__(self) -> None:
         self._done = True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         if not isinstance(error, WorkerLost):
             return False
         if self._lost == self._allowed:
@@ -59,7 +66,12 @@ class Attempts(Generic[C]):
             self.config = _resuming(self.config, newest)
         logger.error("%s", error)
         where = "step 1" if self.config.trainer.resume_mode == "disable" else "its newest checkpoint"
-        logger.warning("restart %d of %d: the workers are built anew and the run goes on from %s", self._lost, self._allowed, where)
+        logger.warning(
+            "restart %d of %d: the workers are built anew and the run goes on from %s",
+            self._lost,
+            self._allowed,
+            where,
+        )
         return True
 
 

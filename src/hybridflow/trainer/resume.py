@@ -1,4 +1,6 @@
-"""What every kind of run asks of a checkpoint: which one to take, whether it belongs to this run, which parts of an engine it holds."""
+"""What every kind of run asks of a checkpoint: which one to take, whether it belongs to this run, which parts
+of an engine it holds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ logger = logging.getLogger(__name__)
 ENGINE_PARTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("scheduler",)}
 """What the words of `checkpoint.save_contents` mean in an engine's state."""
 
-SPREADS = {"fsdp_size", "tensor_parallel_size", "ulysses_sequence_parallel_size", "tensor_model_parallel_size"} | {
+SPREADS = {
+    "fsdp_size",
+    "tensor_parallel_size",
+    "ulysses_sequence_parallel_size",
+    "tensor_model_parallel_size",
+} | {
     "reshard_after_forward",
     "forward_prefetch",
     "param_offload",
@@ -35,33 +42,49 @@ def find(store: CheckpointStore, mode: str, path: str | None) -> Checkpoint | No
 
 
 def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
-    """Refuse, by a CheckpointError, the state of another kind of run (`ppo`, `sft`) or of a run with another seed."""
+    """Refuse, by a CheckpointError, the state of another kind of run (`ppo`, `sft`) or of a run with another
+    seed.
+    """
     saved = state.get(TRAINER, {})
     anew = "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
     if saved.get("kind") != kind:
         raise CheckpointError(
-            f"The checkpoint belongs to a run of kind {saved.get('kind')}, this one is of kind {kind}: {anew}. To start from its weights, "
+            f"The checkpoint belongs to a run of kind {saved.get('kind')}, this one is of kind {kind}: "
+            f"{anew}. To start from its weights, "
             "`hybridflow merge` it and set the model's path to the folder"
         )
     if int(saved["seed"]) != seed:
         raise CheckpointError(
-            f"The checkpoint belongs to a run with trainer.seed={saved['seed']}, this one has {seed}: set the same seed, or {anew}."
+            f"The checkpoint belongs to a run with trainer.seed={saved['seed']}, this one has {seed}: set "
+            f"the same seed, or {anew}."
         )
 
 
 def parts_to_save(contents: CheckpointContentsConfig) -> tuple[str, ...]:
     """The parts of an engine's state that `checkpoint.save_contents` names."""
-    return tuple(part for word, parts in ENGINE_PARTS.items() if word in contents.save_contents for part in parts)
+    return tuple(
+        part for word, parts in ENGINE_PARTS.items() if word in contents.save_contents for part in parts
+    )
 
 
 def parts_to_load(name: str, saved: Collection[str], contents: CheckpointContentsConfig) -> tuple[str, ...]:
-    """The parts that `checkpoint.load_contents` names; those that the checkpoint lacks are said, and a missing model is an error."""
-    wanted = [part for word, parts in ENGINE_PARTS.items() if word in contents.load_contents for part in parts]
+    """The parts that `checkpoint.load_contents` names; those that the checkpoint lacks are said, and a
+    missing model is an error.
+    """
+    wanted = [
+        part for word, parts in ENGINE_PARTS.items() if word in contents.load_contents for part in parts
+    ]
     missing = [part for part in wanted if part not in saved]
     if "model" in missing:
-        raise CheckpointError(f"The checkpoint has no model of the {name}: its run saved without (checkpoint.save_contents).")
+        raise CheckpointError(
+            f"The checkpoint has no model of the {name}: its run saved without (checkpoint.save_contents)."
+        )
     if missing:
-        logger.warning("the checkpoint has no %s of the %s (checkpoint.save_contents): it starts afresh", " and no ".join(missing), name)
+        logger.warning(
+            "the checkpoint has no %s of the %s (checkpoint.save_contents): it starts afresh",
+            " and no ".join(missing),
+            name,
+        )
     return tuple(part for part in wanted if part in saved)
 
 
@@ -70,18 +93,26 @@ def say_where(done: int, total: int, path: Path) -> None:
     logger.info("resumed after step %d from %s", done, path)
     if done >= total:
         logger.warning(
-            "the run is complete: %d of %d steps are done, none is left. To train on, raise trainer.total_epochs or "
-            "trainer.total_training_steps; to start anew, set trainer.resume_mode=disable or another trainer.experiment_name",
+            "the run is complete: %d of %d steps are done, none is left. To train on, raise "
+            "trainer.total_epochs or "
+            "trainer.total_training_steps; to start anew, set trainer.resume_mode=disable or another "
+            "trainer.experiment_name",
             done,
             total,
         )
 
 
 def say_changes(done: int, changed: Sequence[str]) -> None:
-    """Warn of a resumed run whose keys are not those that it began with; how long it runs, what it shows and where it runs may change."""
+    """Warn of a resumed run whose keys are not those that it began with; how long it runs, what it shows and
+    where it runs may change.
+    """
     telling = [
-        change for change in changed if not change.startswith("trainer.") and change.partition(":")[0].rpartition(".")[2] not in SPREADS
+        change
+        for change in changed
+        if not change.startswith("trainer.") and change.partition(":")[0].rpartition(".")[2] not in SPREADS
     ]
     if done and telling:
         more = f", and {len(telling) - 8} more" if len(telling) > 8 else ""
-        logger.warning("it goes on with other settings than it began with: %s%s", "; ".join(telling[:8]), more)
+        logger.warning(
+            "it goes on with other settings than it began with: %s%s", "; ".join(telling[:8]), more
+        )

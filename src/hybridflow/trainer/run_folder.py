@@ -18,16 +18,20 @@ LOCK = ".run_lock"
 
 
 class RunFolder:
-    """`config.yaml`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`, `summary.json`, `report.html`, `global_step_N/`."""
+    """`config.yaml`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`, `summary.json`, `report.html`,
+    `global_step_N/`.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make the folder and keep other runs out while this one writes here; ConfigError where that cannot be or one is at work.
+        """Make the folder and keep other runs out while this one writes here; ConfigError where that cannot
+        be or one is at work.
 
-        A run that was killed holds nothing, and one that is refused before it has written anything leaves no folder.
+        A run that was killed holds nothing, and one that is refused before it has written anything leaves no
+        folder.
         """
         made = self._make()
         with locked(self.path / LOCK) as free:
@@ -52,7 +56,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a writable place."
+                f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a "
+                "writable place."
             ) from error
         return missing
 
@@ -62,12 +67,18 @@ class RunFolder:
         return self.path / "nonfinite"
 
     def write_config(self, text: str) -> list[str]:
-        """Keep the resolved configuration; gives the keys that the one kept before had other values of, as `key: old → new`."""
+        """Keep the resolved configuration; gives the keys that the one kept before had other values of, as
+        `key: old → new`.
+        """
         path = self.path / "config.yaml"
         before = dict(flatten(yaml.safe_load(path.read_text()) or {})) if path.is_file() else {}
         path.write_text(text)
         now = dict(flatten(yaml.safe_load(text)))
-        return [f"{key}: {before[key]} → {value}" for key, value in now.items() if key in before and before[key] != value]
+        return [
+            f"{key}: {before[key]} → {value}"
+            for key, value in now.items()
+            if key in before and before[key] != value
+        ]
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Keep the run's closing numbers."""

@@ -1,7 +1,9 @@
-"""A run's checkpoints: what the driver holds, and each engine's state, written by its ranks at once or while the run goes on.
+"""A run's checkpoints: what the driver holds, and each engine's state, written by its ranks at once or while
+the run goes on.
 
 save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
-                                                 └──`async_save`──► before a later step: commit_done ─► store.commit
+                                                 └──`async_save`──► before a later step: commit_done ─►
+                                                 store.commit
 """
 
 from __future__ import annotations
@@ -46,23 +48,36 @@ class RunSaves:
     """By role: those whose ranks are writing in a thread."""
 
     def save(
-        self, store: CheckpointStore, step: int, state: Mapping[str, Any], engines: Mapping[str, SavedEngine], folders: Mapping[str, Fill]
+        self,
+        store: CheckpointStore,
+        step: int,
+        state: Mapping[str, Any],
+        engines: Mapping[str, SavedEngine],
+        folders: Mapping[str, Fill],
     ) -> Path:
-        """Save a step; gives where its checkpoint is, or will be when it is whole. Waits for a save that is still under way."""
+        """Save a step; gives where its checkpoint is, or will be when it is whole. Waits for a save that is
+        still under way.
+        """
         self.commit(store)
         fills = {name: self._fill(name, engine) for name, engine in engines.items()}
-        self._pending = store.begin(step, state, {name: self._or_drain(fill) for name, fill in {**fills, **folders}.items()})
+        self._pending = store.begin(
+            step, state, {name: self._or_drain(fill) for name, fill in {**fills, **folders}.items()}
+        )
         if not self._writing:
             return self.commit(store) or store.run_dir
         return store.run_dir / f"{STEP_PREFIX}{step}"
 
     def commit_done(self, store: CheckpointStore) -> None:
-        """Make a save that is under way count, if all ranks have written; called between steps, costs nothing without one."""
+        """Make a save that is under way count, if all ranks have written; called between steps, costs nothing
+        without one.
+        """
         if self._pending is not None and all(group.save_done() for group in self._writing.values()):
             self.commit(store)
 
     def commit(self, store: CheckpointStore) -> Path | None:
-        """Wait for the save that is under way, if any, and make it count; CheckpointError names the role, rank and cause of a failure."""
+        """Wait for the save that is under way, if any, and make it count; CheckpointError names the role,
+        rank and cause of a failure.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -83,14 +98,18 @@ class RunSaves:
 
     @contextmanager
     def given_up_at_the_end(self, store: CheckpointStore) -> Iterator[None]:
-        """A context of the run: a save that is still under way when it ends has lost its workers, or the run has failed: it is given up."""
+        """A context of the run: a save that is still under way when it ends has lost its workers, or the run
+        has failed: it is given up.
+        """
         try:
             yield
         finally:
             self.abandon(store)
 
     def abandon(self, store: CheckpointStore) -> None:
-        """Give up the save that is under way, if any: its folder is removed once nobody writes into it, or after `GIVE_UP_SECONDS`."""
+        """Give up the save that is under way, if any: its folder is removed once nobody writes into it, or
+        after `GIVE_UP_SECONDS`.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -98,11 +117,16 @@ class RunSaves:
         try:
             while self._writing:
                 name, group = self._writing.popitem()
-                with suppress(HybridFlowError):  # its processes are lost, or it could not write: then nobody does
+                # its processes are lost, or it could not write: then nobody does
+                with suppress(HybridFlowError):
                     if group.wait_saved(end - time.monotonic()):
                         group.finish_save()
                     else:
-                        logger.warning("%s is still writing the checkpoint of step %d, which is removed all the same", name, pending.step)
+                        logger.warning(
+                            "%s is still writing the checkpoint of step %d, which is removed all the same",
+                            name,
+                            pending.step,
+                        )
         finally:
             self._writing.clear()
             store.abandon(pending)
@@ -136,7 +160,8 @@ class RunSaves:
             return group.finish_save()
         except CheckpointError as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written beside the run: {name}, {error}. {ROOM}. It does not count; those "
+                f"the checkpoint of step {step} could not be written beside the run: {name}, {error}. "
+                f"{ROOM}. It does not count; those "
                 "before it are as they were"
             ) from error
 

@@ -1,1 +1,3 @@
-"""Weights from the ranks that train to the ranks that generate: what is missing travels, and what arrived is proven."""
+"""Weights from the ranks that train to the ranks that generate: what is missing travels, and what arrived is
+proven.
+"""

@@ -16,10 +16,11 @@ def anew(name: str, compute: Callable[[], Tensor]) -> Tensor:
 
 
 class Remembered:
-    """Numbers of tensors that nothing should write, such as the base under adapters: remembered, and yet held to.
+    """Numbers of tensors that nothing should write, such as the base under adapters: remembered, and yet held
+    to.
 
-    At each push one of `turns` parts of them is computed again, so a frozen tensor that was written all the same is found within as many
-    pushes. Tensors in `written` are computed each time.
+    At each push one of `turns` parts of them is computed again, so a frozen tensor that was written all the
+    same is found within as many pushes. Tensors in `written` are computed each time.
     """
 
     def __init__(self, *, turns: int = 16) -> None:
@@ -49,9 +50,12 @@ def first_difference(sent: Tensor, arrived: Tensor) -> int:
 
 
 def explain_difference(name: str, sent: Tensor, arrived: Tensor, *, version: int) -> str:
-    """What an error says of a weight whose number on this rank may be another than the trainer's (it is on some rank)."""
+    """What an error says of a weight whose number on this rank may be another than the trainer's (it is on
+    some rank).
+    """
     here = "differs on another rank" if int(sent) == int(arrived) else f"is {int(arrived) % 2**64:016x}"
     return (
-        f"weights of version {version} did not arrive as the trainer holds them: the first that differs is {name}, whose checksum there is "
+        f"weights of version {version} did not arrive as the trainer holds them: the first that differs is "
+        f"{name}, whose checksum there is "
         f"{int(sent) % 2**64:016x} and here {here}. Nothing was generated with them"
     )

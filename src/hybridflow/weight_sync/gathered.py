@@ -1,6 +1,7 @@
 """The weights of a policy that training spreads over ranks, gathered into a twin while it generates.
 
-shards of the trainer ──Reshard──► twin's parameters (all of them, or this rank's slices) ──checksums──► proven equal
+shards of the trainer ──Reshard──► twin's parameters (all of them, or this rank's slices) ──checksums──►
+proven equal
 """
 
 from __future__ import annotations
@@ -15,18 +16,26 @@ from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
 
 
 class GatheredWeights:
-    """Implements `WeightSource` for `twin`: all ranks of the process's world make it, acquire and release together."""
+    """Implements `WeightSource` for `twin`: all ranks of the process's world make it, acquire and release
+    together.
+    """
 
     def __init__(self, policy: PolicyModel, twin: Twin, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.twin = twin
         self.holding = Holding.of(twin, trainer_parameters(policy))
         dtypes = {name: parameter.dtype for name, parameter in twin.parameters.items()}
         self.reshard = Reshard(
-            lambda: trainer_parameters(policy), self.holding.boxes, dtypes, device=twin.device, bucket_bytes=bucket_bytes
+            lambda: trainer_parameters(policy),
+            self.holding.boxes,
+            dtypes,
+            device=twin.device,
+            bucket_bytes=bucket_bytes,
         )
 
     def acquire(self, version: int) -> None:
-        """Gather the weights as they are in training now, and prove it; RolloutError on all ranks, naming a weight that differs on one."""
+        """Gather the weights as they are in training now, and prove it; RolloutError on all ranks, naming a
+        weight that differs on one.
+        """
         self.reshard.run(self.twin.allocate())
         sent, arrived = self.reshard.checksums(), self.holding.checksums(self.twin.parameters)
         (first,) = min_over([first_difference(sent, arrived)], self.reshard.group)

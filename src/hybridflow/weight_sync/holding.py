@@ -20,7 +20,9 @@ from hybridflow.weight_sync.checksum import Take, anew
 
 @dataclass(frozen=True)
 class Holding:
-    """Boxes by name, in the order of the model; those in `cut` are slices, the ranks of `replica` have the others."""
+    """Boxes by name, in the order of the model; those in `cut` are slices, the ranks of `replica` have the
+    others.
+    """
 
     boxes: dict[str, Box]
     cut: frozenset[str]
@@ -29,7 +31,11 @@ class Holding:
     @classmethod
     def whole(cls, policy: PolicyModel) -> Holding:
         """All of an unsharded policy."""
-        return cls({name: Box.whole(parameter.shape) for name, parameter in policy.named_parameters()}, frozenset(), Replica())
+        return cls(
+            {name: Box.whole(parameter.shape) for name, parameter in policy.named_parameters()},
+            frozenset(),
+            Replica(),
+        )
 
     @classmethod
     def of(cls, twin: Twin, whole: Mapping[str, Tensor]) -> Holding:
@@ -47,17 +53,22 @@ class Holding:
 
     @torch.no_grad()
     def checksums(self, parameters: Mapping[str, Tensor], take: Take = anew) -> Tensor:
-        """[number of parameters] int64 on the CPU: of each whole parameter, as the ranks of the replica, which all ask, hold it.
+        """[number of parameters] int64 on the CPU: of each whole parameter, as the ranks of the replica,
+        which all ask, hold it.
 
         `take`: which of this rank's numbers are computed and which remembered.
         """
-        sums = torch.stack([take(name, partial(bit_sum, parameters[name].detach(), box)) for name, box in self.boxes.items()])
+        sums = torch.stack(
+            [take(name, partial(bit_sum, parameters[name].detach(), box)) for name, box in self.boxes.items()]
+        )
         sliced = torch.tensor([name in self.cut for name in self.boxes], device=sums.device)
         return torch.where(sliced, self.replica.sum_(sums * sliced), sums).cpu()
 
 
 def trainer_parameters(policy: PolicyModel) -> dict[str, Tensor]:
-    """A policy's parameters as this rank holds them in training: shards, also of blocks that kept what their last forward gathered."""
+    """A policy's parameters as this rank holds them in training: shards, also of blocks that kept what their
+    last forward gathered.
+    """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

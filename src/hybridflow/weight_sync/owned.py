@@ -1,4 +1,5 @@
-"""Weights of engines that have their own (vLLM, SGLang): whole tensors by the names of the model's files, out of a policy of this process.
+"""Weights of engines that have their own (vLLM, SGLang): whole tensors by the names of the model's files, out
+of a policy of this process.
 
 actor's module, sharded or not ──plain_weights──► engine.update_weights             the actor lives here
 WeightShares ──PushedWeights──► a policy on the CPU ──plain_weights──► the same     it lives elsewhere
@@ -39,16 +40,19 @@ class AdapterEngine(Protocol):
         """Take the base."""
         ...
 
-    def update_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]) -> None:
+    def update_adapters(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]
+    ) -> None:
         """Take adapters, by which the base becomes `version`."""
         ...
 
 
 class OwnedWeights:
-    """Of an engine beside the policy that trains; where that is sharded, all ranks have such an engine and update it together.
+    """Of an engine beside the policy that trains; where that is sharded, all ranks have such an engine and
+    update it together.
 
-    `trainer`: brings weights that rest in CPU memory to the device meanwhile. `narrow`: as `WeightExport`'s. `adapters`: the policy's
-    adapters are sent by themselves, over a base that is sent once.
+    `trainer`: brings weights that rest in CPU memory to the device meanwhile. `narrow`: as `WeightExport`'s.
+    `adapters`: the policy's adapters are sent by themselves, over a base that is sent once.
     """
 
     def __init__(
@@ -63,11 +67,14 @@ class OwnedWeights:
         self._dtypes = {base_name(name): dtype for name, dtype in narrow.items()}
 
     def update(self, engine: RolloutEngine, version: int) -> None:
-        """Make the engine's weights those of the policy, called `version`; RolloutError where they did not arrive as they are here."""
+        """Make the engine's weights those of the policy, called `version`; RolloutError where they did not
+        arrive as they are here.
+        """
         if self.trainer is not None:
             self.trainer.onload()
         try:
-            trainer_parameters(self.policy)  # for its effect: blocks that are still gathered are sharded again
+            # for its effect: blocks that are still gathered are sharded again
+            trainer_parameters(self.policy)
             if self.adapters:
                 assert isinstance(engine, AdapterEngine), "only vllm takes adapters"
                 self._update_adapters(engine, version)
@@ -87,7 +94,8 @@ class OwnedWeights:
 
 
 class StagedWeights:
-    """Takes shares of the actor's ranks into a policy on the CPU, proves them there, and from there updates the engine.
+    """Takes shares of the actor's ranks into a policy on the CPU, proves them there, and from there updates
+    the engine.
 
     `stage`: an engine over that policy, which keeps its version.
     """

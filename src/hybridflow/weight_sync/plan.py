@@ -1,9 +1,10 @@
 """Who sends which box of which parameter to whom: decided once, from shapes alone, alike on all ranks.
 
-    held boxes of all ranks ─┐
-    wanted boxes of all ranks ┴─► a piece of a parameter at a time: routes (source, target, box) ─► rounds of bounded bytes
+    held boxes of all ranks ─┐ wanted boxes of all ranks ┴─► a piece of a parameter at a time: routes (source,
+    target, box) ─► rounds of bounded bytes
 
-A target takes what it holds from itself; the rest comes from one of the ranks that hold it, and targets spread over copies.
+A target takes what it holds from itself; the rest comes from one of the ranks that hold it, and targets
+spread over copies.
 """
 
 from __future__ import annotations
@@ -55,27 +56,37 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds, and for each parameter the ranks that answer for its checksum: together they hold every element once."""
+    """All rounds, and for each parameter the ranks that answer for its checksum: together they hold every
+    element once.
+    """
 
     rounds: list[Round]
     owners: dict[str, tuple[int, ...]]
 
 
-def make_plan(held: Sequence[Boxes], wanted: Sequence[Boxes], parameters: Mapping[str, Parameter], bucket_bytes: int) -> Plan:
+def make_plan(
+    held: Sequence[Boxes], wanted: Sequence[Boxes], parameters: Mapping[str, Parameter], bucket_bytes: int
+) -> Plan:
     """The exchange that gives each rank its wanted boxes; one entry a rank in `held` and `wanted`.
 
-    In a round no rank sends, nor receives, more than `bucket_bytes`, except where a single row of a parameter is larger.
+    In a round no rank sends, nor receives, more than `bucket_bytes`, except where a single row of a parameter
+    is larger.
     """
     rounds: list[Round] = []
     owners = {}
-    for name, parameter in sorted(parameters.items(), key=lambda item: str(item[1].dtype)):  # stable: the model's order in each dtype
+    # stable: the model's order in each dtype
+    for name, parameter in sorted(parameters.items(), key=lambda item: str(item[1].dtype)):
         have = tuple(boxes.get(name) for boxes in held)
         want = tuple(boxes.get(name) for boxes in wanted)
         owners[name] = tuple(ranks[0] for ranks in holders(have).values())
         for routes in _pieces(have, want, parameter, bucket_bytes):
             load = _load(routes, len(held), parameter.dtype.itemsize)
             last = rounds[-1] if rounds else None
-            if last is None or last.dtype != parameter.dtype or max(map(sum, zip(last.load, load))) > bucket_bytes:
+            if (
+                last is None
+                or last.dtype != parameter.dtype
+                or max(map(sum, zip(last.load, load))) > bucket_bytes
+            ):
                 rounds.append(Round(parameter.dtype, load=[0] * len(held)))
             rounds[-1].pieces.append(Piece(name, routes))
             rounds[-1].load = [a + b for a, b in zip(rounds[-1].load, load)]
@@ -113,11 +124,14 @@ def _routes(have: Sequence[Box | None], want: Sequence[Box | None], slab: Box) -
         for part, ranks in parts.items():
             common = part & box
             if common is not None:
-                # copies lie evenly over the ranks, so this is the copy nearest to the target, and each serves as many
+                # copies lie evenly over the ranks, so this is the copy nearest to the target, and each serves
+                # as many
                 source = target if target in ranks else ranks[target * len(ranks) // len(have)]
                 routes.append(Route(source, target, common))
                 found += common.numel
-        assert found == box.numel, f"{box} is wanted on rank {target}, and the ranks hold {found} of its {box.numel} elements"
+        assert found == box.numel, (
+            f"{box} is wanted on rank {target}, and the ranks hold {found} of its {box.numel} elements"
+        )
     return tuple(routes)
 
 

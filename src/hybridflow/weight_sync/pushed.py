@@ -1,6 +1,8 @@
-"""Weights for replicas in processes of their own: whole tensors out of the ranks that train, into a replica's module.
+"""Weights for replicas in processes of their own: whole tensors out of the ranks that train, into a replica's
+module.
 
-ranks that train ──WeightExport──► a WeightShare of each: its part of the tensors, all checksums ──PushedWeights──► engines
+ranks that train ──WeightExport──► a WeightShare of each: its part of the tensors, all checksums
+──PushedWeights──► engines
 """
 
 from __future__ import annotations
@@ -27,32 +29,47 @@ class WeightShare:
 
     version: int
     tensors: dict[str, Tensor]
-    """Whole tensors on the CPU in the compute dtype, by name. The shares of all ranks together have every tensor that training changes."""
+    """Whole tensors on the CPU in the compute dtype, by name. The shares of all ranks together have every
+    tensor that training changes.
+    """
     checksums: dict[str, int]
     """Of every tensor of the model, whoever sends it, and of those that never change (`Remembered`)."""
 
 
 class WeightExport:
-    """Puts whole tensors together on the ranks that train, each as many bytes; all ranks make it and call `share` together.
+    """Puts whole tensors together on the ranks that train, each as many bytes; all ranks make it and call
+    `share` together.
 
     `narrow`: the dtypes in which the policy computes with parameters that are kept in a wider one, by name.
     """
 
     def __init__(
-        self, policy: PolicyModel, narrow: Mapping[str, torch.dtype], device: torch.device, *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        policy: PolicyModel,
+        narrow: Mapping[str, torch.dtype],
+        device: torch.device,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         held = trainer_parameters(policy)
         dtypes = {name: narrow.get(name, parameter.dtype) for name, parameter in held.items()}
         rank, world_size = rank_and_size()
-        self._trained = {name: parameter.numel() for name, parameter in held.items() if parameter.requires_grad}
+        self._trained = {
+            name: parameter.numel() for name, parameter in held.items() if parameter.requires_grad
+        }
         self._sums = Remembered()
         owners = deal_tensors(self._trained, world_size)
         wanted = {name: Box.whole(held[name].shape) for name, owner in owners.items() if owner == rank}
-        self.reshard = Reshard(lambda: trainer_parameters(policy), wanted, dtypes, device=device, bucket_bytes=bucket_bytes)
+        self.reshard = Reshard(
+            lambda: trainer_parameters(policy), wanted, dtypes, device=device, bucket_bytes=bucket_bytes
+        )
 
     def share(self, version: int) -> WeightShare:
         """This rank's part of the weights as they are now, called `version`."""
-        tensors = {name: torch.empty(box.shape, dtype=self.reshard.dtypes[name]) for name, box in self.reshard.wanted.items()}
+        tensors = {
+            name: torch.empty(box.shape, dtype=self.reshard.dtypes[name])
+            for name, box in self.reshard.wanted.items()
+        }
         self.reshard.run(tensors)
         sums = self.reshard.checksums(self._sums.at(version, self._trained))
         return WeightShare(version, tensors, dict(zip(self.reshard.boxes, sums.tolist(), strict=True)))
@@ -69,7 +86,9 @@ def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
 
 
 class PushedWeights:
-    """Takes shares into the module of an engine that has its own weights; the ranks of a replica do it together."""
+    """Takes shares into the module of an engine that has its own weights; the ranks of a replica do it
+    together.
+    """
 
     def __init__(self, policy: PolicyModel, holding: Holding) -> None:
         self.policy, self.holding = policy, holding
@@ -78,21 +97,29 @@ class PushedWeights:
     def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:
         """Make the engine's weights those of the trainer, which it then calls `version`.
 
-        Compared is what is here afterwards with what the trainer holds: a share that got lost is found, and an update that rightly
-        changed nothing passes. RolloutError names the first weight that differs, or what the shares lack. Weights that no share brings are
-        compared by remembered checksums, each computed again in its turn.
+        Compared is what is here afterwards with what the trainer holds: a share that got lost is found, and
+        an update that rightly changed nothing passes. RolloutError names the first weight that differs, or
+        what the shares lack. Weights that no share brings are compared by remembered checksums, each computed
+        again in its turn.
         """
         before = engine.policy_version
         odd = sorted({share.version for share in shares} - {version})
         if odd or not shares:
-            raise RolloutError(f"update to version {version} got {f'weights of version {odd[0]}' if odd else 'no weights'}")
+            raise RolloutError(
+                f"update to version {version} got {f'weights of version {odd[0]}' if odd else 'no weights'}"
+            )
         sent = shares[0].checksums
         if set(sent) != set(self.holding.boxes):
             lacking = sorted(set(sent) ^ set(self.holding.boxes))
-            raise RolloutError(f"the trainer's model and the one that generates have other weights: {lacking[0]} is in one of them only")
+            raise RolloutError(
+                f"the trainer's model and the one that generates have other weights: {lacking[0]} is in one "
+                "of them only"
+            )
         engine.update_weights(self._parts(shares), version)
         written = {name for share in shares for name in share.tensors}
-        arrived = self.holding.checksums(dict(self.policy.named_parameters()), self._sums.at(version, written))
+        arrived = self.holding.checksums(
+            dict(self.policy.named_parameters()), self._sums.at(version, written)
+        )
         wanted = torch.tensor([sent[name] for name in self.holding.boxes])
         wrong = first_difference(wanted, arrived)
         if wrong < len(wanted):

@@ -1,6 +1,7 @@
 """The exchange: each rank sends the boxes it holds to the ranks that want them, in rounds of bounded bytes.
 
-What a rank holds itself is copied on the spot and never travels. The sender casts to the dtype in which a parameter arrives.
+What a rank holds itself is copied on the spot and never travels. The sender casts to the dtype in which a
+parameter arrives.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class _Work:
 class Reshard:
     """An exchange among the ranks of `group`, planned when it is made and run as often as weights are wanted.
 
-    `held`: gives the parameters as they are in training, by name, on every rank (DTensors, or plain ones that every rank has whole); it is
-    asked at each run, since they may move. `wanted`: the boxes that this rank wants, possibly none. `dtypes`: in which they arrive.
-    `device`: where buffers are made. All ranks of the group make it and run it together; no group: the default one, or this process alone.
+    `held`: gives the parameters as they are in training, by name, on every rank (DTensors, or plain ones that
+    every rank has whole); it is asked at each run, since they may move. `wanted`: the boxes that this rank
+    wants, possibly none. `dtypes`: in which they arrive. `device`: where buffers are made. All ranks of the
+    group make it and run it together; no group: the default one, or this process alone.
     """
 
     def __init__(
@@ -83,14 +85,20 @@ class Reshard:
                 self._exchange(work, held, out)
 
     def _exchange(self, work: _Work, held: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        num_out, num_in = ([sum(box.numel for _, box in some) for some in all_] for all_ in (work.sends, work.takes))
-        outgoing, incoming = (torch.empty(sum(counts), dtype=work.dtype, device=self.device) for counts in (num_out, num_in))
+        num_out, num_in = (
+            [sum(box.numel for _, box in some) for some in all_] for all_ in (work.sends, work.takes)
+        )
+        outgoing, incoming = (
+            torch.empty(sum(counts), dtype=work.dtype, device=self.device) for counts in (num_out, num_in)
+        )
         for part, name, box in _cut(outgoing, work.sends):
             part.copy_(held[name][box.within(self.boxes[name])])
         size = work.dtype.itemsize
         splits_in, splits_out = ([count * size for count in counts] for counts in (num_in, num_out))
         # as bytes, which every backend carries
-        dist.all_to_all_single(incoming.view(torch.uint8), outgoing.view(torch.uint8), splits_in, splits_out, group=self.group)
+        dist.all_to_all_single(
+            incoming.view(torch.uint8), outgoing.view(torch.uint8), splits_in, splits_out, group=self.group
+        )
         for part, name, box in _cut(incoming, work.takes):
             self._put(out, name, box, part)
         self.bytes_sent += outgoing.nbytes
@@ -101,7 +109,8 @@ class Reshard:
 
     @torch.no_grad()
     def checksums(self, take: Take = anew) -> Tensor:
-        """[number of parameters] int64 on the CPU: of each whole parameter as it is held now, cast to the dtype it arrives in.
+        """[number of parameters] int64 on the CPU: of each whole parameter as it is held now, cast to the
+        dtype it arrives in.
 
         `take`: which of this rank's numbers are computed and which remembered.
         """
@@ -122,12 +131,23 @@ def _work_of(plan: Plan, rank: int, world_size: int) -> list[_Work]:
     known: dict[int, list[Route]] = {}
     found = []
     for each in plan.rounds:
-        work = _Work(each.dtype, any(each.load), sends=[[] for _ in range(world_size)], takes=[[] for _ in range(world_size)])
+        work = _Work(
+            each.dtype,
+            any(each.load),
+            sends=[[] for _ in range(world_size)],
+            takes=[[] for _ in range(world_size)],
+        )
         for name, routes in each.pieces:
             if id(routes) not in known:
                 known[id(routes)] = [route for route in routes if rank in (route.source, route.target)]
             for source, target, box in known[id(routes)]:
-                (work.stays if source == target else work.sends[target] if source == rank else work.takes[source]).append((name, box))
+                (
+                    work.stays
+                    if source == target
+                    else work.sends[target]
+                    if source == rank
+                    else work.takes[source]
+                ).append((name, box))
         found.append(work)
     return found
 

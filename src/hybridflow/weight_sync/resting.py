@@ -1,4 +1,6 @@
-"""Weights of a trainer that rest in CPU memory between its phases (`fsdp_config.param_offload`): on the device while they are read."""
+"""Weights of a trainer that rest in CPU memory between its phases (`fsdp_config.param_offload`): on the
+device while they are read.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ from hybridflow.rollout.base import WeightSource
 
 
 class RestingWeights:
-    """Implements `WeightSource`: over the trainer's own module, which stays on the device while the engine is awake, or over another
-    source that reads it (`inner`), which has the weights of its own once they are acquired."""
+    """Implements `WeightSource`: over the trainer's own module, which stays on the device while the engine is
+    awake, or over another source that reads it (`inner`), which has the weights of its own once they are
+    acquired.
+    """
 
     def __init__(self, engine: TrainEngine, inner: WeightSource | None) -> None:
         self.engine, self.inner = engine, inner

@@ -1,4 +1,6 @@
-"""Actor, critic, reference, teacher, process reward model and rollout: a worker class and its typed group in one file each."""
+"""Actor, critic, reference, teacher, process reward model and rollout: a worker class and its typed group in
+one file each.
+"""
 
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.critic import CriticGroup, CriticWorker

@@ -30,7 +30,12 @@ def policy_forward(temperature: float, with_entropy: bool, with_sum_pi_squared: 
     """Ask a PolicyModel for log-probs, and entropy and Σπ² if wanted, at the rollout's temperature."""
 
     def forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
-        outputs = module(packed, temperature=temperature, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared)
+        outputs = module(
+            packed,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
+        )
         named: dict[str, Tensor] = {"log_probs": outputs.log_probs}
         if outputs.entropy is not None:
             named["entropy"] = outputs.entropy
@@ -44,7 +49,9 @@ def policy_forward(temperature: float, with_entropy: bool, with_sum_pi_squared: 
 class ActorWorker(StatefulWorker):
     """Holds the policy's engine. Its module is the one that generates."""
 
-    def __init__(self, engine: TrainEngine, config: ActorConfig, *, temperature: float, log_prob_limits: BatchLimits) -> None:
+    def __init__(
+        self, engine: TrainEngine, config: ActorConfig, *, temperature: float, log_prob_limits: BatchLimits
+    ) -> None:
         super().__init__(engine)
         self.config, self.temperature, self.log_prob_limits = config, temperature, log_prob_limits
         self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
@@ -57,8 +64,12 @@ class ActorWorker(StatefulWorker):
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def log_probs(self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False) -> DataProto:
-        """old_log_probs, and where asked entropys and sum_pi_squared, each [B, R] float32 (nats, Σπ²), under the weights as they are."""
+    def log_probs(
+        self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False
+    ) -> DataProto:
+        """old_log_probs, and where asked entropys and sum_pi_squared, each [B, R] float32 (nats, Σπ²), under
+        the weights as they are.
+        """
         ask = policy_forward(self.temperature, with_entropy, with_sum_pi_squared)
         outputs = self.engine.forward(batch, ask, self.log_prob_limits)
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
@@ -68,7 +79,8 @@ class ActorWorker(StatefulWorker):
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale, watch: Watch | None = None) -> Metrics:
         """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it.
 
-        `watch`: the weights are still those that generated; TrainingError in exact mode where the log-probs are not.
+        `watch`: the weights are still those that generated; TrainingError in exact mode where the log-probs
+        are not.
         """
         wants_entropy = self.config.entropy_coeff != 0.0
         loss = policy_loss(self.config, scale, self.loss)
@@ -89,7 +101,9 @@ class ActorWorker(StatefulWorker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:
-        """This rank's part of the weights as they are now, called `version`, for replicas in processes of their own."""
+        """This rank's part of the weights as they are now, called `version`, for replicas in processes of
+        their own.
+        """
         if self._export is None:
             assert isinstance(self.engine.module, PolicyModel), "the actor's module is a policy"
             self._export = WeightExport(self.engine.module, self.engine.narrow, self.engine.device)
@@ -104,11 +118,18 @@ class ActorGroup(StatefulGroup[ActorWorker]):
     """The driver's view of the actor."""
 
     def log_probs(
-        self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False, also: Sequence[str] = ()
+        self,
+        batch: DataProto,
+        *,
+        with_entropy: bool = True,
+        with_sum_pi_squared: bool = False,
+        also: Sequence[str] = (),
     ) -> DataProto:
         """See `ActorWorker.log_probs`; `also`: further columns, such as `group_ids`, by which rows are dealt."""
         rows = batch.select([*POLICY_COLUMNS, *also], [])
-        return self.call(ActorWorker.log_probs, rows, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared)
+        return self.call(
+            ActorWorker.log_probs, rows, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
+        )
 
     def update(
         self,
@@ -119,13 +140,18 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         prepare: Prepare | None = None,
         watch: Watch | None = None,
     ) -> Metrics:
-        """Epochs × mini-batches of optimizer steps; `also`: columns that the loss reads beside those that every loss has.
+        """Epochs × mini-batches of optimizer steps; `also`: columns that the loss reads beside those that
+        every loss has.
 
         `watch` is for the first of them, the only one under the weights that generated.
         """
         first = [watch]
 
         def step(mini: DataProto, scale: LossScale) -> Metrics:
-            return self.call(ActorWorker.update_mini_batch, mini, scale=scale, watch=first.pop() if first else None)
+            return self.call(
+                ActorWorker.update_mini_batch, mini, scale=scale, watch=first.pop() if first else None
+            )
 
-        return update_by_mini_batches(batch, [*UPDATE_COLUMNS, *also], plan, step, name="actor", prepare=prepare)
+        return update_by_mini_batches(
+            batch, [*UPDATE_COLUMNS, *also], plan, step, name="actor", prepare=prepare
+        )

@@ -1,6 +1,7 @@
 """Do generation and training say the same of a token? What is measured of it, and the alarm of exact mode.
 
-an update's first forward, under the weights that generated ──watched──► its log-probs against old_log_probs, entropy, then the loss
+an update's first forward, under the weights that generated ──watched──► its log-probs against old_log_probs,
+entropy, then the loss
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def difference(rollout: Tensor, trained: Tensor) -> Metrics:
 
 
 def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> None:
-    """TrainingError where log-probs [B, R] of sampled tokens are not equal to the bit; it names the first that differs."""
+    """TrainingError where log-probs [B, R] of sampled tokens are not equal to the bit; it names the first
+    that differs.
+    """
     wrong = (rollout != trained) & sampled_tokens(rows)
     if not bool(wrong.any()):
         return
@@ -60,33 +63,46 @@ def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> 
     uid = f" of prompt {rows.non_tensor_batch['uid'][row]}" if "uid" in rows.non_tensor_batch else ""
     ours, theirs = f"{float(rollout[row, token]):.9g}", f"{float(trained[row, token]):.9g}"
     raise TrainingError(
-        f"exact mode, step {step}: row {row_id}{uid}, response token {token} has log-prob {ours} from the rollout and {theirs} from "
-        f"training ({int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} rows differ). Nothing was learned from this mini-batch. Either "
-        "the rollout has other weights than the trainer, which is an error to find, or this machine computes a row differently in another "
+        f"exact mode, step {step}: row {row_id}{uid}, response token {token} has log-prob {ours} from the "
+        f"rollout and {theirs} from "
+        f"training ({int(wrong.sum())} tokens of {int(wrong.any(-1).sum())} rows differ). Nothing was "
+        "learned from this mini-batch. Either "
+        "the rollout has other weights than the trainer, which is an error to find, or this machine "
+        "computes a row differently in another "
         "batch: actor_rollout_ref.rollout.exact=false lets a run live with that"
     )
 
 
 def check_same_weights(actor: dict[str, int], replicas: Sequence[dict[str, int]], step: int) -> None:
-    """TrainingError where a replica has generated with other weights than the actor's, by checksums of their bits.
+    """TrainingError where a replica has generated with other weights than the actor's, by checksums of their
+    bits.
 
-    A bit of no weight is lost here; in log-probs the lowest ones of a weight are, as far as they are rounded away.
+    A bit of no weight is lost here; in log-probs the lowest ones of a weight are, as far as they are rounded
+    away.
     """
     for rank, sums in enumerate(replicas):
         for name, ours in actor.items():
             if sums.get(name) != ours:
                 raise TrainingError(
-                    f"exact mode, step {step}: rollout rank {rank} has generated with another {name.removeprefix('hf.')} than the trainer "
-                    f"holds (checksum {sums.get(name, 0) % 2**64:016x}, wanted {ours % 2**64:016x}). Its weights were the trainer's when "
+                    f"exact mode, step {step}: rollout rank {rank} has generated with another "
+                    f"{name.removeprefix('hf.')} than the trainer "
+                    f"holds (checksum {sums.get(name, 0) % 2**64:016x}, wanted {ours % 2**64:016x}). Its "
+                    "weights were the trainer's when "
                     "they arrived, so something has written to them since. Nothing was learned from this step"
                 )
 
 
 def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
-    """`loss`, after a look at the log-probs and the entropy that it is given; `keeps_entropy`: the loss has a use for entropy, too."""
+    """`loss`, after a look at the log-probs and the entropy that it is given; `keeps_entropy`: the loss has a
+    use for entropy, too.
+    """
 
     def look_first(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
-        sampled, trained, rollout = sampled_tokens(micro), outputs["log_probs"].detach(), micro.batch["old_log_probs"]
+        sampled, trained, rollout = (
+            sampled_tokens(micro),
+            outputs["log_probs"].detach(),
+            micro.batch["old_log_probs"],
+        )
         if watch.exact and watch.stops:
             check_same(micro, rollout, trained, watch.step)
         metrics = difference(rollout[sampled], trained[sampled])
@@ -98,8 +114,14 @@ def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
                 metrics.add_max("training/first_ratio_max", ratio.max())
         learned = sampled & micro.batch["loss_mask"]
         if bool(learned.any()):
-            metrics.add_mean("actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum()))
-        given = outputs if keeps_entropy else {name: value for name, value in outputs.items() if name != "entropy"}
+            metrics.add_mean(
+                "actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum())
+            )
+        given = (
+            outputs
+            if keeps_entropy
+            else {name: value for name, value in outputs.items() if name != "entropy"}
+        )
         share, found = loss(given, micro)
         metrics.update(found)
         return share, metrics

@@ -68,11 +68,14 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
         own = getattr(function, "__wrapped__", function)
         # where its file has registered it, what it said there counts here, too
         registered = [known for known in ADVANTAGE_ESTIMATORS.values() if known.function is own]
-        estimator = replace(registered[0], function=function) if registered else AdvantageEstimator.of(function)
+        estimator = (
+            replace(registered[0], function=function) if registered else AdvantageEstimator.of(function)
+        )
     unknown = [] if estimator.takes_all else sorted(options.keys() - {*estimator.needs, *estimator.takes})
     if unknown:
         raise ConfigError(
-            f"algorithm.options has {', '.join(unknown)}, which the estimator {name} does not take: its arguments are "
+            f"algorithm.options has {', '.join(unknown)}, which the estimator {name} does not take: its "
+            "arguments are "
             f"{', '.join((*estimator.needs, *estimator.takes))}"
         )
     return estimator
@@ -88,37 +91,54 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
     loss = POLICY_LOSSES.get(name)
     if loss is None:
         function = load_function(name, key=key)
-        registered = [known for known in POLICY_LOSSES.values() if known.function is getattr(function, "__wrapped__", function)]
+        registered = [
+            known
+            for known in POLICY_LOSSES.values()
+            if known.function is getattr(function, "__wrapped__", function)
+        ]
         loss = replace(registered[0], function=function) if registered else PolicyLoss(function)
     unknown = sorted(options.keys() - set(loss.keywords))
     if unknown:
         raise ConfigError(
-            f"actor_rollout_ref.actor.policy_loss.options has {', '.join(unknown)}, which the loss {name} does not take: "
+            f"actor_rollout_ref.actor.policy_loss.options has {', '.join(unknown)}, which the loss {name} "
+            "does not take: "
             f"its keyword-only arguments are {', '.join(sorted(loss.keywords)) or 'none'}"
         )
     return loss
 
 
 def identify(batch: DataProto) -> DataProto:
-    """group_ids [B] int64, equal for the rows of one `uid`; positive [B] bool: `acc` is 1 (without `acc`: the score is above 0)."""
+    """group_ids [B] int64, equal for the rows of one `uid`; positive [B] bool: `acc` is 1 (without `acc`: the
+    score is above 0).
+    """
     scores = batch.batch["token_level_scores"]
     right = (scores * batch.batch["response_mask"]).sum(-1) > 0
     if "acc" in batch.non_tensor_batch:
         values = batch.non_tensor_batch["acc"]
         known = torch.tensor([isinstance(value, (bool, int, float)) and value == value for value in values])
-        right = torch.where(known, torch.tensor([bool(k) and float(v) >= 1.0 for v, k in zip(values, known, strict=True)]), right)
+        right = torch.where(
+            known,
+            torch.tensor([bool(k) and float(v) >= 1.0 for v, k in zip(values, known, strict=True)]),
+            right,
+        )
     return _columns(group_ids=group_ids(batch), positive=right)
 
 
-def apply_kl_penalty(batch: DataProto, config: AlgorithmConfig, controller: KLController) -> tuple[DataProto, Metrics]:
-    """token_level_rewards = scores - beta * kl, beta updated after use; without KL-in-reward the scores as they are."""
+def apply_kl_penalty(
+    batch: DataProto, config: AlgorithmConfig, controller: KLController
+) -> tuple[DataProto, Metrics]:
+    """token_level_rewards = scores - beta * kl, beta updated after use; without KL-in-reward the scores as
+    they are.
+    """
     scores, metrics = batch.batch["token_level_scores"], Metrics()
     if not config.use_kl_in_reward:
         return _columns(token_level_rewards=scores), metrics
     mask = batch.batch["response_mask"]
     kl = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], config.kl_penalty, mask)
     tokens = mask.sum(-1)
-    current = float((kl.sum(-1) / tokens.clamp(min=1))[tokens > 0].mean()) if bool((tokens > 0).any()) else 0.0
+    current = (
+        float((kl.sum(-1) / tokens.clamp(min=1))[tokens > 0].mean()) if bool((tokens > 0).any()) else 0.0
+    )
     metrics.add_mean("actor/reward_kl_penalty", current)
     metrics.add_last("actor/reward_kl_penalty_coeff", controller.value)
     rewards = scores - controller.value * kl
@@ -129,11 +149,15 @@ def apply_kl_penalty(batch: DataProto, config: AlgorithmConfig, controller: KLCo
 def group_ids(batch: DataProto) -> Tensor:
     """[B] int64: rows with the same `uid` have the same number, numbered in order of appearance."""
     numbers: dict[str, int] = {}
-    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]], dtype=torch.int64)
+    return torch.tensor(
+        [numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]], dtype=torch.int64
+    )
 
 
 def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: AdvantageEstimator) -> DataProto:
-    """advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator` (`find_estimator`)."""
+    """advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator`
+    (`find_estimator`).
+    """
     algorithm, process = config.algorithm, config.reward.process_reward_model
     available: dict[str, Any] = dict(batch.batch.items())
     available |= {
@@ -156,29 +180,42 @@ def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: Advantag
 
 
 def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
-    """[B, K] float32: what the reward returned under each of `algorithm.gdpo_reward_keys`; `score` is the score itself."""
+    """[B, K] float32: what the reward returned under each of `algorithm.gdpo_reward_keys`; `score` is the
+    score itself.
+    """
     columns: dict[str, Any] = dict(batch.non_tensor_batch)
-    if not bool(batch.batch["loss_mask"].any()):  # every reward may have failed, and nothing is learned from these rows anyway
+    # every reward may have failed, and nothing is learned from these rows anyway
+    if not bool(batch.batch["loss_mask"].any()):
         return torch.zeros(len(batch), len(keys))
     columns["score"] = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1).tolist()
     missing = [key for key in keys if key not in columns]
     if missing:
         raise ConfigError(
-            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which the reward does not return: it returns "
+            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which the reward does not return: it "
+            "returns "
             f"{', '.join(sorted(key for key, values in columns.items() if all(isinstance(v, (bool, int, float)) for v in values)))}"
         )
     for key in keys:
         odd = [value for value in columns[key] if not isinstance(value, (bool, int, float)) or value != value]
         if odd:
             failed = "; rows whose reward failed have none: reward.on_error=drop leaves them out"
-            raise RewardError(f"algorithm.gdpo_reward_keys: {key} is {odd[0]!r} for {len(odd)} rows, wanted a number for every row{failed}")
-    return torch.tensor([[float(value) for value in columns[key]] for key in keys], dtype=torch.float32).T.contiguous()
+            raise RewardError(
+                f"algorithm.gdpo_reward_keys: {key} is {odd[0]!r} for {len(odd)} rows, wanted a number for "
+                f"every row{failed}"
+            )
+    return torch.tensor(
+        [[float(value) for value in columns[key]] for key in keys], dtype=torch.float32
+    ).T.contiguous()
 
 
 def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) -> DataProto:
-    """Rows drawn with replacement by their scores (PF-PPO), with every field of theirs; duplicates get fresh row ids."""
+    """Rows drawn with replacement by their scores (PF-PPO), with every field of theirs; duplicates get fresh
+    row ids.
+    """
     scores = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1)
-    rows = resample_rows(scores, method=config.reweight_method, weight_pow=config.weight_pow, generator=generator)
+    rows = resample_rows(
+        scores, method=config.reweight_method, weight_pow=config.weight_pow, generator=generator
+    )
     return batch.select_idxs(rows).fresh_row_ids()
 
 
@@ -194,8 +231,9 @@ class Correction:
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs: Tensor) -> Correction:
-    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`; the demonstrations of SPIN, which no
-    policy sampled, are neither weighted nor rejected nor measured."""
+    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`; the
+    demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor measured.
+    """
     mask = batch.batch["loss_mask"]
     sampled = mask & own_rows(batch)[:, None]
     rollout, weights, keep = batch.batch["rollout_log_probs"], None, None
@@ -209,10 +247,14 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
             batch_normalize=config.rollout_is_batch_normalize,
         )
     if config.rollout_rs:
-        keep = rejection(log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold)
+        keep = rejection(
+            log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold
+        )
     metrics = Metrics()
     level, threshold = config.rollout_is or "token", config.rollout_is_threshold
-    measured = correction_metrics(log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold)
+    measured = correction_metrics(
+        log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
+    )
     for name, value in measured.items():
         if isinstance(value, tuple):
             metrics.add_mean(name, *value)
@@ -227,9 +269,15 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
 
 
 def own_rows(batch: DataProto) -> Tensor:
-    """[B] bool: the rows that the policy sampled, which leaves out SPIN's answers of the data: scores, lengths and entropy are of these."""
+    """[B] bool: the rows that the policy sampled, which leaves out SPIN's answers of the data: scores,
+    lengths and entropy are of these.
+    """
     told = batch.batch.get("is_demonstration", None)
-    return torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device) if told is None else ~told
+    return (
+        torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device)
+        if told is None
+        else ~told
+    )
 
 
 def loss_parameters(config: ActorConfig) -> dict[str, Any]:
@@ -256,8 +304,12 @@ def loss_parameters(config: ActorConfig) -> dict[str, Any]:
     }
 
 
-def select_tokens(batch: DataProto, config: ActorConfig, base: PolicyLoss, log_probs: Tensor, generator: torch.Generator) -> DataProto:
-    """The columns that a loss with a `select` makes of a whole mini-batch, under its current `log_probs` [B, R]."""
+def select_tokens(
+    batch: DataProto, config: ActorConfig, base: PolicyLoss, log_probs: Tensor, generator: torch.Generator
+) -> DataProto:
+    """The columns that a loss with a `select` makes of a whole mini-batch, under its current `log_probs` [B,
+    R].
+    """
     assert base.select is not None, "asked of a loss that selects nothing"
     rows = batch.batch
     return _columns(
@@ -273,7 +325,9 @@ def select_tokens(batch: DataProto, config: ActorConfig, base: PolicyLoss, log_p
 
 
 def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:
-    """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch; `base` is `find_policy_loss`'s."""
+    """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch; `base` is
+    `find_policy_loss`'s.
+    """
     parameters, mode = loss_parameters(config), config.loss_agg_mode or base.agg_mode
 
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
@@ -281,10 +335,17 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
         log_prob = outputs["log_probs"]
         chosen = base.arguments(parameters | dict(rows.items()))
         out = base.function(
-            log_prob, rows["old_log_probs"], rows["advantages"], mask, scale, rows.get("rollout_is_weights", None), **chosen
+            log_prob,
+            rows["old_log_probs"],
+            rows["advantages"],
+            mask,
+            scale,
+            rows.get("rollout_is_weights", None),
+            **chosen,
         )
         metrics = ratios(out.metrics)
-        if "rollout_log_probs" in rows:  # bypass mode: the one place where current log-probs are to be had for nothing
+        # bypass mode: the one place where current log-probs are to be had for nothing
+        if "rollout_log_probs" in rows:
             apart = correction_metrics(log_prob, rows["rollout_log_probs"], mask & own_rows(micro)[:, None])
             metrics.update(ratios({name: value for name, value in apart.items() if isinstance(value, tuple)}))
         metrics.add_sum("actor/pg_loss", out.loss.detach())
@@ -343,7 +404,9 @@ def sft_loss(scale: LossScale) -> LossFn:
 
 
 def ratios(values: Mapping[str, Ratio]) -> Metrics:
-    """The maths' (numerator, denominator) pairs as metrics that reduce over micro-batches and ranks without bias."""
+    """The maths' (numerator, denominator) pairs as metrics that reduce over micro-batches and ranks without
+    bias.
+    """
     metrics = Metrics()
     for name, (numerator, denominator) in values.items():
         metrics.add_mean(name, numerator, denominator)

@@ -27,7 +27,14 @@ def value_forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
 class CriticWorker(StatefulWorker):
     """Holds the value model's engine."""
 
-    def __init__(self, engine: TrainEngine, config: CriticConfig, *, forward_limits: BatchLimits, loss_scale_factor: float | None) -> None:
+    def __init__(
+        self,
+        engine: TrainEngine,
+        config: CriticConfig,
+        *,
+        forward_limits: BatchLimits,
+        loss_scale_factor: float | None,
+    ) -> None:
         super().__init__(engine)
         self.config, self.forward_limits, self.loss_scale_factor = config, forward_limits, loss_scale_factor
         self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)

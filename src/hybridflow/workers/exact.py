@@ -21,7 +21,10 @@ def switch(module: nn.Module, mode: ExactMode | None) -> None:
 
 def weight_sums(module: nn.Module) -> dict[str, int]:
     """A checksum of each weight's bits, by name."""
-    return {name: int(bit_sum(weight.detach(), Box.whole(weight.shape))) for name, weight in module.named_parameters()}
+    return {
+        name: int(bit_sum(weight.detach(), Box.whole(weight.shape)))
+        for name, weight in module.named_parameters()
+    }
 
 
 class ExactRollout(Worker):
@@ -31,7 +34,9 @@ class ExactRollout(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def choose_exact(self, *, longest: int, temperature: float) -> ExactMode | str:
-        """The cheapest mode in which generation and training agree to the bit on this rank, or why there is none."""
+        """The cheapest mode in which generation and training agree to the bit on this rank, or why there is
+        none.
+        """
         policy = getattr(self.engine, "policy", None)
         if not isinstance(policy, PolicyModel):
             return "its engine does not generate with the module that trains"

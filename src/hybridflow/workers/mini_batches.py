@@ -1,4 +1,6 @@
-"""Which rows make a mini-batch: whole groups, in an order that depends on (seed, step, epoch) and on nothing else."""
+"""Which rows make a mini-batch: whole groups, in an order that depends on (seed, step, epoch) and on nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class MiniBatchPlan:
 def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[int]]:
     """Row indices of each mini-batch, over all epochs; the last one of an epoch may be smaller.
 
-    Ranks and balancing play no part here, so the same groups meet in an optimizer step on any number of devices.
+    Ranks and balancing play no part here, so the same groups meet in an optimizer step on any number of
+    devices.
     """
     groups: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
@@ -39,13 +42,17 @@ def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[i
     for epoch in range(plan.epochs):
         order = list(range(len(members)))
         if plan.shuffle:
-            order = torch.randperm(len(members), generator=generator(plan.seed, "mini_batch", plan.step, epoch)).tolist()
+            order = torch.randperm(
+                len(members), generator=generator(plan.seed, "mini_batch", plan.step, epoch)
+            ).tolist()
         for start in range(0, len(order), plan.groups):
             yield [row for index in order[start : start + plan.groups] for row in members[index]]
 
 
 Prepare = Callable[[DataProto, int], tuple[DataProto, Metrics]]
-"""(rows of a mini-batch, its number in the step from 0) -> rows with further columns or a narrower `loss_mask`; metrics."""
+"""(rows of a mini-batch, its number in the step from 0) -> rows with further columns or a narrower
+`loss_mask`; metrics.
+"""
 
 
 def update_by_mini_batches(
@@ -57,12 +64,15 @@ def update_by_mini_batches(
     name: str,
     prepare: Prepare | None = None,
 ) -> Metrics:
-    """Call `update(rows, counts)` for each mini-batch in turn; one with nothing to learn from is counted and left out.
+    """Call `update(rows, counts)` for each mini-batch in turn; one with nothing to learn from is counted and
+    left out.
 
-    `prepare` sees each mini-batch whole, before it is counted: what must be decided over all of its rows is decided there. The counts
-    are of the whole mini-batch, so that neither ranks nor micro-batches change the loss. Rows with nothing to learn from stay behind.
+    `prepare` sees each mini-batch whole, before it is counted: what must be decided over all of its rows is
+    decided there. The counts are of the whole mini-batch, so that neither ranks nor micro-batches change the
+    loss. Rows with nothing to learn from stay behind.
     """
-    metrics, rows = Metrics(), batch.select([*columns], ["uid"])  # the uid only to recognise the rows of a step that was skipped
+    # the uid only to recognise the rows of a step that was skipped
+    metrics, rows = Metrics(), batch.select([*columns], ["uid"])
     for number, indices in enumerate(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan)):
         mini = rows.select_idxs(indices)
         if prepare is not None:

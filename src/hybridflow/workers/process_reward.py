@@ -1,9 +1,12 @@
-"""The implicit process reward model of PRIME: a policy that learns from outcomes which tokens led there, and its typed group.
+"""The implicit process reward model of PRIME: a policy that learns from outcomes which tokens led there, and
+its typed group.
 
     input_ids, ref_log_prob ──rewards──► process_rewards q_t = β (log π_rm − log π_ref)
-    …, positive             ──update───► the model's weights, by cross-entropy of σ(β Σ_t (log π_rm − log π_ref)) against the outcome
+    …, positive             ──update───► the model's weights, by cross-entropy of σ(β Σ_t (log π_rm − log
+    π_ref)) against the outcome
 
-A response is judged by all of its sampled tokens: a narrower `loss_mask` leaves whole rows out, never tokens of a row.
+A response is judged by all of its sampled tokens: a narrower `loss_mask` leaves whole rows out, never tokens
+of a row.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ def outcome_loss(beta: float, scale: LossScale) -> LossFn:
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         rows = micro.batch
         mask = rows["response_mask"] & rows["loss_mask"].any(-1, keepdim=True)
-        out = process_reward_loss(outputs["log_probs"], rows["ref_log_prob"], mask, rows["positive"], scale, beta=beta)
+        out = process_reward_loss(
+            outputs["log_probs"], rows["ref_log_prob"], mask, rows["positive"], scale, beta=beta
+        )
         metrics = ratios(out.metrics)
         metrics.add_sum("process_reward/loss", out.loss.detach())
         return out.loss, metrics
@@ -44,7 +49,14 @@ def outcome_loss(beta: float, scale: LossScale) -> LossFn:
 class ProcessRewardWorker(StatefulWorker):
     """Holds the reward model's engine."""
 
-    def __init__(self, engine: TrainEngine, config: ProcessRewardModelConfig, *, temperature: float, limits: BatchLimits) -> None:
+    def __init__(
+        self,
+        engine: TrainEngine,
+        config: ProcessRewardModelConfig,
+        *,
+        temperature: float,
+        limits: BatchLimits,
+    ) -> None:
         super().__init__(engine)
         self.config, self.temperature, self.limits = config, temperature, limits
         self.ask = policy_forward(temperature, with_entropy=False)
@@ -55,14 +67,22 @@ class ProcessRewardWorker(StatefulWorker):
         check_token_ids(batch, self.engine)
         log_prob = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
         rows, config = batch.batch, self.config
-        rewards = implicit_rewards(log_prob, rows["ref_log_prob"], rows["response_mask"], beta=config.beta, granularity=config.granularity)
+        rewards = implicit_rewards(
+            log_prob,
+            rows["ref_log_prob"],
+            rows["response_mask"],
+            beta=config.beta,
+            granularity=config.granularity,
+        )
         return DataProto.from_dict({"process_rewards": rewards})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
         check_token_ids(batch, self.engine)
-        return self.engine.train_mini_batch(batch, self.ask, outcome_loss(self.config.beta, scale), self.limits)
+        return self.engine.train_mini_batch(
+            batch, self.ask, outcome_loss(self.config.beta, scale), self.limits
+        )
 
 
 class ProcessRewardGroup(StatefulGroup[ProcessRewardWorker]):

@@ -1,4 +1,6 @@
-"""The reference policy: what the actor is held to by a KL term, or starts its pairs from. It stands still between copies of the actor."""
+"""The reference policy: what the actor is held to by a KL term, or starts its pairs from. It stands still
+between copies of the actor.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,29 @@ from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 
 def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
-    """Raise ModelError for a token that the engine's model has no row for: heads of one family are padded to different sizes."""
+    """Raise ModelError for a token that the engine's model has no row for: heads of one family are padded to
+    different sizes.
+    """
     if len(batch) == 0:  # a rank may be dealt no rows
         return
-    rows, highest = int(engine.module.get_parameter("head.weight").shape[0]), int(batch.batch["input_ids"].max())
+    rows, highest = (
+        int(engine.module.get_parameter("head.weight").shape[0]),
+        int(batch.batch["input_ids"].max()),
+    )
     if highest >= rows:
         raise ModelError(
-            f"the actor sampled the token id {highest}, which is padding of its own head, and this model has {rows} rows: take one with as "
+            f"the actor sampled the token id {highest}, which is padding of its own head, and this model "
+            f"has {rows} rows: take one with as "
             "large a head, or train the actor until it no longer samples padding"
         )
 
 
 class ReferenceWorker(StatefulWorker):
-    """Holds a policy without an optimizer; `column` names what it gives, since a teacher is the same with other weights.
+    """Holds a policy without an optimizer; `column` names what it gives, since a teacher is the same with
+    other weights.
 
-    With `without_adapters` the engine is that of an actor in training by LoRA: its base, which never moves, is the reference.
+    With `without_adapters` the engine is that of an actor in training by LoRA: its base, which never moves,
+    is the reference.
     """
 
     def __init__(
@@ -42,15 +52,24 @@ class ReferenceWorker(StatefulWorker):
         without_adapters: bool = False,
     ) -> None:
         super().__init__(engine)
-        self.temperature, self.limits, self.column, self.without_adapters = temperature, limits, column, without_adapters
-        assert not without_adapters or has_adapters(engine.module), "a model without adapters cannot be its own reference"
+        self.temperature, self.limits, self.column, self.without_adapters = (
+            temperature,
+            limits,
+            column,
+            without_adapters,
+        )
+        assert not without_adapters or has_adapters(engine.module), (
+            "a model without adapters cannot be its own reference"
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def log_probs(self, batch: DataProto) -> DataProto:
         """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
         check_token_ids(batch, self.engine)
         with adapters_off(self.engine.module) if self.without_adapters else nullcontext():
-            outputs = self.engine.forward(batch, policy_forward(self.temperature, with_entropy=False), self.limits)
+            outputs = self.engine.forward(
+                batch, policy_forward(self.temperature, with_entropy=False), self.limits
+            )
         return DataProto.from_dict({self.column: outputs["log_probs"]})
 
 

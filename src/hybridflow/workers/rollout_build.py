@@ -44,14 +44,17 @@ def build_rollout_worker(
 ) -> RolloutWorker:
     """The rollout worker of this rank; all ranks of its process group build it together.
 
-    `actor_engine`: the actor's, where it lives in this process. `model`: the arguments of `build_policy`, for a rank without the actor;
-    its dtype must then be the one in which the actor computes. `tokenizer`: its folder, for engines that read one.
-    Raises ConfigError where `tensor_model_parallel_size` does not divide the ranks, ModelError where it does not suit the model.
+    `actor_engine`: the actor's, where it lives in this process. `model`: the arguments of `build_policy`, for
+    a rank without the actor; its dtype must then be the one in which the actor computes. `tokenizer`: its
+    folder, for engines that read one. Raises ConfigError where `tensor_model_parallel_size` does not divide
+    the ranks, ModelError where it does not suit the model.
     """
     if config.name in ("vllm", "sglang"):
         return _with_own_weights(config, actor_engine, model, eos_token_ids, lora, tokenizer)
     replica = Replica.of_this_rank(config.tensor_model_parallel_size)
-    build = partial(build_rollout_engine, config, eos_token_ids=eos_token_ids, decode=_decode(config, tokenizer, model))
+    build = partial(
+        build_rollout_engine, config, eos_token_ids=eos_token_ids, decode=_decode(config, tokenizer, model)
+    )
     if actor_engine is None:
         return _standalone(build, model, lora, replica)
     policy = actor_engine.module
@@ -59,7 +62,9 @@ def build_rollout_worker(
     if replica.size == 1 and not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
         shared = RestingWeights(actor_engine, None) if actor_engine.rests else None
         return RolloutWorker(build(policy, source=shared))
-    dtypes = {name: actor_engine.narrow.get(name, parameter.dtype) for name, parameter in policy.named_parameters()}
+    dtypes = {
+        name: actor_engine.narrow.get(name, parameter.dtype) for name, parameter in policy.named_parameters()
+    }
     twin = Twin(policy, dtypes=dtypes, device=actor_engine.device, lora=lora, replica=replica)
     source: WeightSource = GatheredWeights(policy, twin)
     if actor_engine.rests:
@@ -67,25 +72,38 @@ def build_rollout_worker(
     return RolloutWorker(build(twin.policy, source=source, replica=replica))
 
 
-def _decode(config: RolloutConfig, tokenizer: str | None, model: dict[str, Any]) -> Callable[[Sequence[int]], str] | None:
-    """Token ids to text, special tokens too, where responses end with texts; only then is the tokenizer loaded here."""
+def _decode(
+    config: RolloutConfig, tokenizer: str | None, model: dict[str, Any]
+) -> Callable[[Sequence[int]], str] | None:
+    """Token ids to text, special tokens too, where responses end with texts; only then is the tokenizer
+    loaded here.
+    """
     if not config.stop:
         return None
     assert tokenizer is not None, "a run has a tokenizer"
     return partial(text_of, load_tokenizer(tokenizer, bool(model.get("trust_remote_code"))))
 
 
-def _standalone(build: Callable[..., RolloutEngine], model: dict[str, Any], lora: LoraSettings | None, replica: Replica) -> RolloutWorker:
+def _standalone(
+    build: Callable[..., RolloutEngine], model: dict[str, Any], lora: LoraSettings | None, replica: Replica
+) -> RolloutWorker:
     device = torch.device(model["device"])
     dtype = resolve_dtype(model["dtype"], device)
     where = {"device": device if replica.size == 1 else "cpu", "dtype": str(dtype).removeprefix("torch.")}
-    policy = build_policy(**{**model, **where}, probe=False).requires_grad_(False)  # the actor's ranks probe the same model
+    # the actor's ranks probe the same model
+    policy = build_policy(**{**model, **where}, probe=False).requires_grad_(False)
     if lora is not None:
         add_lora(policy, lora)
     holding = Holding.whole(policy)
     if replica.size > 1:
         whole = dict(policy.named_parameters())
-        twin = Twin(policy, dtypes={name: tensor.dtype for name, tensor in whole.items()}, device=device, lora=lora, replica=replica)
+        twin = Twin(
+            policy,
+            dtypes={name: tensor.dtype for name, tensor in whole.items()},
+            device=device,
+            lora=lora,
+            replica=replica,
+        )
         holding = Holding.of(twin, whole)
         for name, own in twin.allocate().items():
             own.copy_(holding.part(name, whole[name].detach()))
@@ -102,7 +120,9 @@ def _with_own_weights(
     lora: LoraSettings | None,
     tokenizer: str | None,
 ) -> RolloutWorker:
-    """With weights that are pushed: from the actor's module, or from a copy of it on the CPU that the actor's ranks keep new."""
+    """With weights that are pushed: from the actor's module, or from a copy of it on the CPU that the actor's
+    ranks keep new.
+    """
     device = torch.device(model["device"])
     facts = ModelFacts(
         path=hub_folder(str(model["path"])),
@@ -123,8 +143,12 @@ def _with_own_weights(
         policy = actor_engine.module
         assert isinstance(policy, PolicyModel), "the actor's module is a policy"
         resting = actor_engine if actor_engine.rests else None
-        return RolloutWorker(engine, owned=OwnedWeights(policy, resting, actor_engine.narrow, adapters=config.lora_as_adapters))
-    policy = build_policy(**{**model, "device": "cpu", "dtype": facts.dtype}, probe=False).requires_grad_(False)
+        return RolloutWorker(
+            engine, owned=OwnedWeights(policy, resting, actor_engine.narrow, adapters=config.lora_as_adapters)
+        )
+    policy = build_policy(**{**model, "device": "cpu", "dtype": facts.dtype}, probe=False).requires_grad_(
+        False
+    )
     if lora is not None:
         add_lora(policy, lora)
     stage = NativeEngine(policy, eos_token_ids=())  # never generates

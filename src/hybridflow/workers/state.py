@@ -1,7 +1,9 @@
-"""What every worker with an engine can do: save and load its part of a checkpoint, and take over another role's weights.
+"""What every worker with an engine can do: save and load its part of a checkpoint, and take over another
+role's weights.
 
 driver: group.save(folder, parts) ──► all ranks write their own files ──► digests of all files
-driver: group.start_save(...) ──► copies taken ··· training goes on ··· group.save_done() ──► group.finish_save() ──► digests
+driver: group.start_save(...) ──► copies taken ··· training goes on ··· group.save_done() ──►
+group.finish_save() ──► digests
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class StatefulWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: str, parts: Sequence[str]) -> Digests:
-        """Write the parts of the engine's state that are named (`model`, `optimizer`, `scheduler`); gives the digests of all ranks."""
+        """Write the parts of the engine's state that are named (`model`, `optimizer`, `scheduler`); gives the
+        digests of all ranks.
+        """
         return _of_all_ranks(save_shards(Path(folder), self._parts(parts)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -56,7 +60,9 @@ class StatefulWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_save(self) -> Digests:
-        """Wait until all ranks have written; digests as of `save`. CheckpointError names the first rank that could not and why."""
+        """Wait until all ranks have written; digests as of `save`. CheckpointError names the first rank that
+        could not and why.
+        """
         assert self._saving is not None, f"{self.role} is not saving: call start_save first"
         saving, self._saving = self._saving, None
         try:
@@ -67,7 +73,9 @@ class StatefulWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load(self, folder: str, parts: Sequence[str]) -> None:
-        """Take over saved parts of a state, in place, each rank its share, by however many ranks it was saved."""
+        """Take over saved parts of a state, in place, each rank its share, by however many ranks it was
+        saved.
+        """
         self.engine.load_state_dict(load_shards(Path(folder), self._parts(parts)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -80,18 +88,28 @@ class StatefulWorker(Worker):
         """Become, in place, what the rank of the same number of another role gave by `weights`."""
         model = self.engine.state_dict()["model"]
         odd = sorted(set(model) ^ set(weights))
-        odd += [name for name in sorted(set(model) & set(weights)) if local(model[name]).shape != weights[name].shape]
+        odd += [
+            name
+            for name in sorted(set(model) & set(weights))
+            if local(model[name]).shape != weights[name].shape
+        ]
         if odd:
             raise CheckpointError(
-                f"{self.role} cannot take over weights: {odd[0]} is not the same on rank {self.rank} of both roles. Both must be the same "
+                f"{self.role} cannot take over weights: {odd[0]} is not the same on rank {self.rank} of "
+                "both roles. Both must be the same "
                 "model, cut alike: give them the same fsdp_config.fsdp_size and parallel sizes"
             )
-        own = {name: placed_like(weights[name].to(local(tensor).device), tensor) for name, tensor in model.items()}
+        own = {
+            name: placed_like(weights[name].to(local(tensor).device), tensor)
+            for name, tensor in model.items()
+        }
         self.engine.load_state_dict({"model": own})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write_huggingface(self, folder: str, *, with_weights: bool) -> None:
-        """Write the policy's Hugging Face folder but for the tokenizer: configuration, and weights if asked, each rank its share."""
+        """Write the policy's Hugging Face folder but for the tokenizer: configuration, and weights if asked,
+        each rank its share.
+        """
         module, group = self.engine.module, dist.group.WORLD if dist.is_initialized() else None
         assert isinstance(module, PolicyModel), f"{self.role} is no policy"
         if not with_weights:
@@ -129,7 +147,9 @@ class StatefulGroup(WorkerGroup[W]):
         return self.call(StatefulWorker.save_done)
 
     def wait_saved(self, seconds: float) -> bool:
-        """Wait until no rank is writing any more, at most so long; whether it came to that. WorkerError where a rank does not answer."""
+        """Wait until no rank is writing any more, at most so long; whether it came to that. WorkerError where
+        a rank does not answer.
+        """
         end = time.monotonic() + seconds
         while not self.submit(StatefulWorker.save_done).result(max(0.0, end - time.monotonic())):
             if time.monotonic() > end:
@@ -154,8 +174,12 @@ class StatefulGroup(WorkerGroup[W]):
         self.call(StatefulWorker.write_huggingface, str(folder.absolute()), with_weights=with_weights)
 
     def copy_from(self, other: StatefulGroup[Any]) -> None:
-        """Become what another role of the same model is now; each rank's share goes to the rank of the same number, not by the driver."""
-        assert other.world_size == self.world_size, f"{other.role} has {other.world_size} ranks, {self.role} {self.world_size}"
+        """Become what another role of the same model is now; each rank's share goes to the rank of the same
+        number, not by the driver.
+        """
+        assert other.world_size == self.world_size, (
+            f"{other.role} has {other.world_size} ranks, {self.role} {self.world_size}"
+        )
         self.call(StatefulWorker.take_weights, other.submit(StatefulWorker.weights).by_reference())
 
 

@@ -1,4 +1,5 @@
-"""The teacher of on-policy distillation: a frozen policy of the actor's vocabulary that reads the actor's samples.
+"""The teacher of on-policy distillation: a frozen policy of the actor's vocabulary that reads the actor's
+samples.
 
 Its worker is a `ReferenceWorker` that gives the column `teacher_log_probs`.
 """

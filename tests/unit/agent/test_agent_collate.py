@@ -34,12 +34,20 @@ PROMPTS = [
 
 
 def requests(n: int = 2, step: int = 1, **changes: Any) -> RequestBatch:
-    return build_requests(PROMPTS, SAMPLING, **{"n": n, "seed": 0, "purpose": "rollout", "step": step, **changes})
+    return build_requests(
+        PROMPTS, SAMPLING, **{"n": n, "seed": 0, "purpose": "rollout", "step": step, **changes}
+    )
 
 
 def outputs_for(batch: RequestBatch, *token_ids: list[int]) -> list[GenerationOutput]:
     return [
-        GenerationOutput(request.request_id, tokens, [-0.5 * (1 + t) for t in range(len(tokens))], "stop", [4] * len(tokens))
+        GenerationOutput(
+            request.request_id,
+            tokens,
+            [-0.5 * (1 + t) for t in range(len(tokens))],
+            "stop",
+            [4] * len(tokens),
+        )
         for request, tokens in zip(batch.requests, token_ids, strict=True)
     ]
 
@@ -65,7 +73,10 @@ def test_seeds_differ_by_seed_purpose_step_and_row_and_by_nothing_else() -> None
 
 def test_parts_of_a_batch_have_the_seeds_and_groups_of_the_whole() -> None:
     whole = requests()
-    parts = [build_requests([p], SAMPLING, n=2, seed=0, purpose="rollout", step=1, first_row=2 * i) for i, p in enumerate(PROMPTS)]
+    parts = [
+        build_requests([p], SAMPLING, n=2, seed=0, purpose="rollout", step=1, first_row=2 * i)
+        for i, p in enumerate(PROMPTS)
+    ]
     assert [request for part in parts for request in part.requests] == whole.requests
     assert [uid for part in parts for uid in part.uids] == whole.uids
 
@@ -79,16 +90,36 @@ def test_every_number_stands_at_its_token(tokenizer: PreTrainedTokenizerFast) ->
     assert rows.batch["prompts"].tolist() == [[5, 6, 7]] * 2 + [[pad, pad, 9]] * 2
     assert rows.batch["responses"].tolist() == [[20, 21, end], [22, pad, pad], [23, 24, pad], [end, pad, pad]]
     for name in ("response_mask", "loss_mask"):
-        assert rows.batch[name].tolist() == [[True] * 3, [True, False, False], [True, True, False], [True, False, False]]
-    assert rows.batch["response_mask"].data_ptr() != rows.batch["loss_mask"].data_ptr(), "one is narrowed, the other never changes"
-    assert rows.batch["rollout_log_probs"].tolist() == [[-0.5, -1.0, -1.5], [-0.5, 0, 0], [-0.5, -1.0, 0], [-0.5, 0, 0]]
+        assert rows.batch[name].tolist() == [
+            [True] * 3,
+            [True, False, False],
+            [True, True, False],
+            [True, False, False],
+        ]
+    assert rows.batch["response_mask"].data_ptr() != rows.batch["loss_mask"].data_ptr(), (
+        "one is narrowed, the other never changes"
+    )
+    assert rows.batch["rollout_log_probs"].tolist() == [
+        [-0.5, -1.0, -1.5],
+        [-0.5, 0, 0],
+        [-0.5, -1.0, 0],
+        [-0.5, 0, 0],
+    ]
     assert rows.batch["rollout_log_probs"].dtype == torch.float32
     assert rows.batch["policy_version"].tolist() == [[4] * 3, [4, -1, -1], [4, 4, -1], [4, -1, -1]]
     columns = {name: list(column) for name, column in rows.non_tensor_batch.items()}
-    assert columns["solution_str"] == [tokenizer.decode([20, 21]), tokenizer.decode([22]), tokenizer.decode([23, 24]), ""]
+    assert columns["solution_str"] == [
+        tokenizer.decode([20, 21]),
+        tokenizer.decode([22]),
+        tokenizer.decode([23, 24]),
+        "",
+    ]
     assert columns["uid"] == batch.uids and columns["finish_reason"] == ["stop"] * 4
     assert columns["data_source"] == ["sums", "sums", "words", "words"]
-    assert columns["ground_truth"] == ["4", "4", None, None] and columns["extra_info"] == [{"index": 3}] * 2 + [{}] * 2
+    assert (
+        columns["ground_truth"] == ["4", "4", None, None]
+        and columns["extra_info"] == [{"index": 3}] * 2 + [{}] * 2
+    )
 
 
 def test_row_ids_are_unique_in_a_run(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -96,7 +127,9 @@ def test_row_ids_are_unique_in_a_run(tokenizer: PreTrainedTokenizerFast) -> None
     ids = [
         row
         for step in (0, 1, 2, 10**6)
-        for row in collate(batch, outputs_for(batch, *[[5]] * 4), tokenizer, step=step).batch["row_id"].tolist()
+        for row in collate(batch, outputs_for(batch, *[[5]] * 4), tokenizer, step=step)
+        .batch["row_id"]
+        .tolist()
     ]
     assert len(set(ids)) == 16 and max(ids) < 2**63
 
@@ -104,7 +137,10 @@ def test_row_ids_are_unique_in_a_run(tokenizer: PreTrainedTokenizerFast) -> None
 def test_an_empty_response_is_a_row_without_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     batch = requests()
     rows = collate(batch, outputs_for(batch, [], [5], [6, 7], []), tokenizer, step=1)
-    assert rows.batch["response_mask"].sum(-1).tolist() == [0, 1, 2, 0] and rows.non_tensor_batch["solution_str"][0] == ""
+    assert (
+        rows.batch["response_mask"].sum(-1).tolist() == [0, 1, 2, 0]
+        and rows.non_tensor_batch["solution_str"][0] == ""
+    )
 
 
 def test_a_request_that_failed_ends_the_step(tokenizer: PreTrainedTokenizerFast) -> None:

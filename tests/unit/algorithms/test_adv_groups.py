@@ -120,27 +120,37 @@ def test_passk_of_two_best_rows_is_zero() -> None:
 
 
 def test_baseline_of_the_group_then_whitened_over_tokens() -> None:
-    rewards, mask = rows(0.0, 2.0, 4.0, 4.0, lengths=(1, 1, 1, 1))  # centred −1, 1, 0, 0: mean 0, variance 2/3
+    # centred −1, 1, 0, 0: mean 0, variance 2/3
+    rewards, mask = rows(0.0, 2.0, 4.0, 4.0, lengths=(1, 1, 1, 1))
     out = reinforce_plus_plus_baseline(rewards, mask, ids(0, 0, 1, 1))
     one = 1 / math.sqrt(2 / 3 + 1e-8)
     assert first_tokens(out) == pytest.approx([-one, one, 0.0, 0.0], abs=1e-12)
 
 
 def test_whitening_moves_no_group_that_does_not_vary() -> None:
-    rewards, mask = rows(0.0, 2.0, 4.0, 4.0, lengths=(1, 3, 1, 1))  # centred tokens −1, 1, 1, 1, 0, 0: their mean is not 0
+    # centred tokens −1, 1, 1, 1, 0, 0: their mean is not 0
+    rewards, mask = rows(0.0, 2.0, 4.0, 4.0, lengths=(1, 3, 1, 1))
     groups = ids(0, 0, 1, 1)
-    for out in (reinforce_plus_plus_baseline(rewards, mask, groups), gdpo(torch.tensor([[0.0], [2.0], [4.0], [4.0]]), mask, groups)):
+    for out in (
+        reinforce_plus_plus_baseline(rewards, mask, groups),
+        gdpo(torch.tensor([[0.0], [2.0], [4.0], [4.0]]), mask, groups),
+    ):
         assert out.advantages[0, 0] < 0 < out.advantages[1, 0]
         assert out.advantages[2:].tolist() == [[0.0] * 3] * 2
 
 
 def test_whitening_is_over_the_loss_mask() -> None:
     rewards, mask = rows(0.0, 2.0, 5.0, 9.0, lengths=(1, 1, 1, 1))
-    loss_mask = mask & torch.tensor([[True], [True], [True], [False]])  # centred −1, 1, −2 are left: mean −2/3, variance 7/3
+    # centred −1, 1, −2 are left: mean −2/3, variance 7/3
+    loss_mask = mask & torch.tensor([[True], [True], [True], [False]])
     expected = [(x + 2 / 3) / math.sqrt(7 / 3 + 1e-8) for x in (-1, 1, -2)] + [0.0]
     groups = ids(0, 0, 1, 1)
-    assert first_tokens(reinforce_plus_plus_baseline(rewards, mask, groups, loss_mask=loss_mask)) == pytest.approx(expected, abs=1e-12)
-    out = gdpo(torch.tensor([[0.0], [2.0], [5.0], [9.0]], dtype=torch.float64), mask, groups, loss_mask=loss_mask)
+    assert first_tokens(
+        reinforce_plus_plus_baseline(rewards, mask, groups, loss_mask=loss_mask)
+    ) == pytest.approx(expected, abs=1e-12)
+    out = gdpo(
+        torch.tensor([[0.0], [2.0], [5.0], [9.0]], dtype=torch.float64), mask, groups, loss_mask=loss_mask
+    )
     half, kept = math.sqrt(0.5), []
     for lead, deviation in ((-1, math.sqrt(2)), (1, math.sqrt(2)), (-2, math.sqrt(8))):
         kept.append(lead / (deviation + 1e-6))
@@ -151,11 +161,16 @@ def test_whitening_is_over_the_loss_mask() -> None:
 
 
 def test_gdpo_normalises_each_reward_before_it_adds_them() -> None:
-    # a reward of 100 and one of 1 count the same: rows (100, 0) and (0, 1) are even, (100, 1) is ahead of (0, 0) by two steps
+    # a reward of 100 and one of 1 count the same: rows (100, 0) and (0, 1) are even, (100, 1) is ahead of (0,
+    # 0) by two steps
     components = torch.tensor([[100.0, 0.0], [0.0, 1.0], [100.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
     out = gdpo(components, torch.ones(4, 1, dtype=torch.bool), ids(0, 0, 0, 0))
     found = first_tokens(out)
-    assert found[:2] == pytest.approx([0.0, 0.0], abs=1e-5) and found[2] == pytest.approx(-found[3]) and found[2] > 1
+    assert (
+        found[:2] == pytest.approx([0.0, 0.0], abs=1e-5)
+        and found[2] == pytest.approx(-found[3])
+        and found[2] > 1
+    )
 
 
 def test_gdpo_weighs_its_rewards() -> None:
@@ -175,7 +190,8 @@ def test_sppo_aims_at_the_distance_from_the_softmean() -> None:
     found = first_tokens(sppo(rewards, mask, ids(0, 0, 1), sppo_eta=2.0, sppo_beta=1.0))
     assert found == pytest.approx([-2 * math.log(2), 2 * math.log(1.5), 0.0], abs=1e-12)
     sharp = first_tokens(sppo(rewards * 1e6, mask, ids(0, 0, 1), sppo_eta=1.0, sppo_beta=10.0))
-    assert sharp[1] == pytest.approx(math.log(2) / 10, abs=1e-6) and math.isfinite(sharp[0])  # no overflow: nearly the maximum
+    # no overflow: nearly the maximum
+    assert sharp[1] == pytest.approx(math.log(2) / 10, abs=1e-6) and math.isfinite(sharp[0])
 
 
 def test_online_dpo_marks_the_best_and_the_worst() -> None:
@@ -186,11 +202,18 @@ def test_online_dpo_marks_the_best_and_the_worst() -> None:
 def test_online_dpo_breaks_ties_by_row_id() -> None:
     rewards, mask = rows(1.0, 3.0, 3.0, 1.0)
     assert first_tokens(online_dpo(rewards, mask, ids(0, 0, 0, 0))) == [-1.0, 1.0, 0.0, 0.0]
-    assert first_tokens(online_dpo(rewards, mask, ids(0, 0, 0, 0), row_id=ids(9, 8, 7, 6))) == [0.0, 0.0, 1.0, -1.0]
+    assert first_tokens(online_dpo(rewards, mask, ids(0, 0, 0, 0), row_id=ids(9, 8, 7, 6))) == [
+        0.0,
+        0.0,
+        1.0,
+        -1.0,
+    ]
 
 
 def test_the_best_row_is_one_that_counts() -> None:
-    best = group_best(torch.tensor([9.0, 1.0, 2.0, 5.0]), torch.tensor([False, True, True, False]), ids(0, 0, 0, 1))
+    best = group_best(
+        torch.tensor([9.0, 1.0, 2.0, 5.0]), torch.tensor([False, True, True, False]), ids(0, 0, 0, 1)
+    )
     assert best.tolist() == [False, False, True, False]
 
 
@@ -213,7 +236,11 @@ def test_a_row_alone_and_a_group_of_equal_scores_get_exactly_zero(name: str) -> 
 @pytest.mark.parametrize("name", BY_SCORE)
 def test_no_rows_no_columns_and_no_tokens(name: str) -> None:
     for shape in ((0, 3), (2, 0), (2, 3)):
-        out = BY_SCORE[name](torch.full(shape, NAN), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0], dtype=torch.int64))
+        out = BY_SCORE[name](
+            torch.full(shape, NAN),
+            torch.zeros(shape, dtype=torch.bool),
+            torch.zeros(shape[0], dtype=torch.int64),
+        )
         assert out.advantages.shape == shape and not out.advantages.any()
 
 

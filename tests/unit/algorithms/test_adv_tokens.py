@@ -65,7 +65,8 @@ def probabilities(*pi: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_optimal_token_baseline_by_hand() -> None:
-    # with two words w = 1 − 2π + π² + (1 − π)² = 2(1 − π)²: rows 0.5, 0.5 and 0.0, 0.5; so W = 0.5, 1 and 2, 2.5
+    # with two words w = 1 − 2π + π² + (1 − π)² = 2(1 − π)²: rows 0.5, 0.5 and 0.0, 0.5; so W = 0.5, 1 and 2,
+    # 2.5
     log_probs, squares = probabilities([0.5, 0.5], [1e-300, 0.5])
     mask = torch.ones(2, 2, dtype=torch.bool)
     out = optimal_token_baseline(table([0.0, 1.0], [0.0, 0.0]), mask, ids(3, 3), log_probs, squares)
@@ -78,7 +79,9 @@ def test_importance_weights_are_squared_before_the_sum() -> None:
     log_probs, squares = probabilities([0.5, 0.5], [1e-300, 0.5])
     mask = torch.ones(2, 2, dtype=torch.bool)
     weights = table([2.0, 0.0], [1.0, 2.0])
-    out = optimal_token_baseline(table([0.0, 1.0], [0.0, 0.0]), mask, ids(3, 3), log_probs, squares, rollout_is_weights=weights)
+    out = optimal_token_baseline(
+        table([0.0, 1.0], [0.0, 0.0]), mask, ids(3, 3), log_probs, squares, rollout_is_weights=weights
+    )
     torch.testing.assert_close(out.advantages, table([0.5, 1 - 1 / 3], [-0.5, -1 / 3]), **CLOSE)
 
 
@@ -87,8 +90,11 @@ def test_beyond_the_second_longest_row_there_is_no_baseline() -> None:
     mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
     rewards = table([0.0, 0.0, 3.0], [0.0, 0.0, NAN], [0.0, NAN, NAN])
     out = optimal_token_baseline(rewards, mask, ids(0, 0, 0), log_probs, squares)
-    # equal weights: the mean of the rows that are there; the last token of the longest row keeps its whole return
-    torch.testing.assert_close(out.advantages, table([2.0, 1.5, 3.0], [-1.0, -1.5, 0.0], [-1.0, 0.0, 0.0]), **CLOSE)
+    # equal weights: the mean of the rows that are there; the last token of the longest row keeps its whole
+    # return
+    torch.testing.assert_close(
+        out.advantages, table([2.0, 1.5, 3.0], [-1.0, -1.5, 0.0], [-1.0, 0.0, 0.0]), **CLOSE
+    )
 
 
 def test_certain_tokens_are_compared_with_the_plain_mean() -> None:
@@ -135,20 +141,33 @@ def test_the_tir_form_moves_importance_weights_along() -> None:
 
 
 def test_prime_by_hand() -> None:
-    # n = 2. Process: p_t = 2·q_t − (q̄_0 + q̄_1), q̄ = 2 and 1. Row 0: 2·1 − 3 = −1, 2·3 − 3 = 3; row 1: 2·1 − 3 = −1.
-    # Outcome: scores 1 and 0: +1 and −1 on the last token. With coefficients 1 and 10: row 0 has −1, 3 + 10; row 1 has −1 − 10.
+    # n = 2. Process: p_t = 2·q_t − (q̄_0 + q̄_1), q̄ = 2 and 1. Row 0: 2·1 − 3 = −1, 2·3 − 3 = 3; row 1: 2·1
+    # − 3 = −1. Outcome: scores 1 and 0: +1 and −1 on the last token. With coefficients 1 and 10: row 0 has
+    # −1, 3 + 10; row 1 has −1 − 10.
     mask = torch.tensor([[True, True], [True, False]])
-    out = prime(table([1.0, 3.0], [1.0, NAN]), table([0.0, 1.0], [0.0, NAN]), mask, ids(0, 0), process_coef=1.0, outcome_coef=10.0)
+    out = prime(
+        table([1.0, 3.0], [1.0, NAN]),
+        table([0.0, 1.0], [0.0, NAN]),
+        mask,
+        ids(0, 0),
+        process_coef=1.0,
+        outcome_coef=10.0,
+    )
     assert out.returns.tolist() == [[12.0, 13.0], [-11.0, 0.0]]
     kept = table([12.0, 13.0, -11.0])[0]
-    torch.testing.assert_close(out.advantages[mask], (kept - kept.mean()) / (kept.var() + 1e-8).sqrt(), **CLOSE)
+    torch.testing.assert_close(
+        out.advantages[mask], (kept - kept.mean()) / (kept.var() + 1e-8).sqrt(), **CLOSE
+    )
 
 
 def test_prime_lets_process_rewards_speak_where_outcomes_are_equal() -> None:
     mask, q = torch.ones(3, 1, dtype=torch.bool), table([2.0], [1.0], [50.0])
     out = prime(q, torch.full((3, 1), 0.1), mask, ids(0, 0, 1), process_coef=1.0, outcome_coef=1e9)
-    assert out.returns.tolist() == [[1.0], [-1.0], [0.0]]  # no rounding of the outcome comes through; the row alone says nothing
-    assert out.advantages[:, 0].tolist() == pytest.approx([1 / math.sqrt(1 + 1e-8), -1 / math.sqrt(1 + 1e-8), 0.0])
+    # no rounding of the outcome comes through; the row alone says nothing
+    assert out.returns.tolist() == [[1.0], [-1.0], [0.0]]
+    assert out.advantages[:, 0].tolist() == pytest.approx(
+        [1 / math.sqrt(1 + 1e-8), -1 / math.sqrt(1 + 1e-8), 0.0]
+    )
 
 
 def test_prime_whitens_over_the_loss_mask() -> None:
@@ -161,7 +180,11 @@ def test_prime_whitens_over_the_loss_mask() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 3)])
 def test_no_rows_no_columns_and_no_tokens(shape: tuple[int, int]) -> None:
-    junk, mask, groups = torch.full(shape, NAN), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0], dtype=torch.int64)
+    junk, mask, groups = (
+        torch.full(shape, NAN),
+        torch.zeros(shape, dtype=torch.bool),
+        torch.zeros(shape[0], dtype=torch.int64),
+    )
     for out in (
         reinforce_plus_plus(junk, mask, gamma=1.0),
         remax(junk, mask, torch.ones(shape[0])),
@@ -170,4 +193,8 @@ def test_no_rows_no_columns_and_no_tokens(shape: tuple[int, int]) -> None:
         tir_optimal_token_baseline(junk, mask, groups, junk, junk, rollout_is_weights=junk),
         prime(junk, junk, mask, groups, process_coef=1.0, outcome_coef=1.0),
     ):
-        assert out.advantages.shape == out.returns.shape == shape and not out.advantages.any() and not out.returns.any()
+        assert (
+            out.advantages.shape == out.returns.shape == shape
+            and not out.advantages.any()
+            and not out.returns.any()
+        )

@@ -8,18 +8,28 @@ import re
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator, Advantages, gae, grpo, register_adv_est
+from hybridflow.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageEstimator,
+    Advantages,
+    gae,
+    grpo,
+    register_adv_est,
+)
 from hybridflow.errors import ConfigError
 
 NAN = float("nan")
 
 
 def test_gae_by_hand_carries_through_a_tool_token() -> None:
-    # steps are columns 0 and 2; δ_2 = 1 − 0.5 = 0.5, δ_0 = 0 + 0.5·0.5 − 0.2 = 0.05, L_0 = 0.05 + 0.5·0.5·0.5 = 0.175
+    # steps are columns 0 and 2; δ_2 = 1 − 0.5 = 0.5, δ_0 = 0 + 0.5·0.5 − 0.2 = 0.05, L_0 = 0.05 + 0.5·0.5·0.5
+    # = 0.175
     mask = torch.tensor([[True, False, True]])
     out = gae(torch.tensor([[0.0, NAN, 1.0]]), torch.tensor([[0.2, NAN, 0.5]]), mask, gamma=0.5, lam=0.5)
     torch.testing.assert_close(out.returns, torch.tensor([[0.375, 0.0, 1.0]]))
-    torch.testing.assert_close(out.advantages, torch.tensor([[-1.0, 0.0, 1.0]]) / 2**0.5, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.advantages, torch.tensor([[-1.0, 0.0, 1.0]]) / 2**0.5, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("mask", [[[False, False]], [[True, False]], [[False, True]]])
@@ -60,7 +70,8 @@ def test_grpo_by_hand() -> None:
 def test_grpo_of_a_row_alone_and_of_equal_scores_is_exactly_zero() -> None:
     rewards, mask = scores(5.0, *[0.1] * 7)
     mean = torch.zeros(1).index_add(0, torch.zeros(7, dtype=torch.int64), torch.full((7,), 0.1)) / 7
-    assert mean != torch.tensor(0.1)  # summed in float32 as groups are, the mean of seven 0.1 is another number
+    # summed in float32 as groups are, the mean of seven 0.1 is another number
+    assert mean != torch.tensor(0.1)
     for norm_by_std in (True, False):
         out = grpo(rewards, mask, torch.tensor([0] + [1] * 7), norm_by_std=norm_by_std).advantages
         assert bool((out == 0).all())
@@ -77,15 +88,25 @@ def test_grpo_does_not_count_a_row_without_sampled_tokens() -> None:
 
 
 def test_grpo_on_no_rows() -> None:
-    out = grpo(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), norm_by_std=True)
+    out = grpo(
+        torch.zeros(0, 3),
+        torch.zeros(0, 3, dtype=torch.bool),
+        torch.zeros(0, dtype=torch.int64),
+        norm_by_std=True,
+    )
     assert out.advantages.shape == (0, 3)
 
 
-@pytest.mark.parametrize(("given", "computed"), [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2])
+@pytest.mark.parametrize(
+    ("given", "computed"), [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2]
+)
 def test_estimators_compute_in_float32_or_better(given: torch.dtype, computed: torch.dtype) -> None:
     rewards, mask = scores(1.0, 2.0)
     assert gae(rewards.to(given), rewards.to(given), mask, gamma=1.0, lam=1.0).advantages.dtype == computed
-    assert grpo(rewards.to(given), mask, torch.zeros(2, dtype=torch.int64), norm_by_std=True).advantages.dtype == computed
+    assert (
+        grpo(rewards.to(given), mask, torch.zeros(2, dtype=torch.int64), norm_by_std=True).advantages.dtype
+        == computed
+    )
 
 
 def test_gae_with_a_lambda_of_its_own_for_the_critic() -> None:
@@ -93,16 +114,23 @@ def test_gae_with_a_lambda_of_its_own_for_the_critic() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     out = gae(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2), mask, gamma=1.0, lam=0.0, lam_critic=1.0)
     assert out.returns.tolist() == [[1.0, 1.0]] and out.advantages[0, 0] < out.advantages[0, 1]
-    assert gae(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2), mask, gamma=1.0, lam=0.0).returns.tolist() == [[0.0, 1.0]]
+    assert gae(torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2), mask, gamma=1.0, lam=0.0).returns.tolist() == [
+        [0.0, 1.0]
+    ]
 
 
 def test_gae_with_a_lambda_that_grows_with_the_row() -> None:
-    # α = 0.5: one token 1 − 2 < 0 → 0; two tokens 1 − 1 = 0; four tokens 1 − 1/2 = 0.5, so L = 0.125, 0.25, 0.5, 1
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    # α = 0.5: one token 1 − 2 < 0 → 0; two tokens 1 − 1 = 0; four tokens 1 − 1/2 = 0.5, so L = 0.125, 0.25,
+    # 0.5, 1
+    rewards = torch.tensor(
+        [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]], dtype=torch.float64
+    )
     mask = torch.tensor([[True, False, False, False], [True, True, False, False], [True] * 4])
     out = gae(rewards, torch.zeros(3, 4, dtype=torch.float64), mask, gamma=1.0, lam=1.0, lam_length_alpha=0.5)
     raw = torch.tensor([1.0, 0.0, 1.0, 0.125, 0.25, 0.5, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(out.advantages[mask], (raw - raw.mean()) / (raw.var() + 1e-8).sqrt(), rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(
+        out.advantages[mask], (raw - raw.mean()) / (raw.var() + 1e-8).sqrt(), rtol=0.0, atol=1e-12
+    )
     assert out.returns.tolist() == mask.double().tolist()  # the critic's λ is `lam`
 
 
@@ -114,19 +142,30 @@ def test_the_table_says_what_the_functions_take() -> None:
         assert set(entry.takes) == {key for key, p in parameters.items() if p.default is not p.empty}
         assert not entry.takes_all
     assert [name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_critic] == ["gae"]
-    assert {name for name, entry in ADVANTAGE_ESTIMATORS.items() if "group_ids" in entry.needs and not entry.needs_group} == {"spin"}
+    assert {
+        name
+        for name, entry in ADVANTAGE_ESTIMATORS.items()
+        if "group_ids" in entry.needs and not entry.needs_group
+    } == {"spin"}
 
 
 def test_every_docstring_opens_with_its_equation_and_ends_with_what_was_left_out() -> None:
     for name, entry in ADVANTAGE_ESTIMATORS.items():
         text = inspect.getdoc(entry.function) or ""
         assert re.match(r"\S+ = ", text) and re.search(r"\bA(_\w)? = ", text.split("\n\n")[0]), name
-        assert "Left out: " in text and re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(entry.function).__doc__ or "")), name
+        assert "Left out: " in text and re.search(
+            r"\d{4}\.\d{5}", text + (inspect.getmodule(entry.function).__doc__ or "")
+        ), name
 
 
 def test_an_entry_takes_what_it_names_out_of_all_there_is() -> None:
     rewards, mask = scores(1.0, 3.0)
-    everything = {"token_level_rewards": rewards, "response_mask": mask, "group_ids": torch.zeros(2, dtype=torch.int64), "gamma": 1.0}
+    everything = {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "group_ids": torch.zeros(2, dtype=torch.int64),
+        "gamma": 1.0,
+    }
     out = ADVANTAGE_ESTIMATORS["grpo"]({**everything, "norm_by_std": False})
     assert out.advantages[:, 0].tolist() == [-1.0, 1.0]
     with pytest.raises(ConfigError, match="gae needs values, lam; there are gamma, group_ids"):
@@ -136,14 +175,24 @@ def test_an_entry_takes_what_it_names_out_of_all_there_is() -> None:
 def test_a_user_can_register_one_but_not_take_a_name() -> None:
     @register_adv_est("of_mine")
     def mine(
-        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, group_ids: torch.Tensor, *, scale: float = 2.0, **rest: object
+        token_level_rewards: torch.Tensor,
+        response_mask: torch.Tensor,
+        group_ids: torch.Tensor,
+        *,
+        scale: float = 2.0,
+        **rest: object,
     ):
         assert set(rest) == {"old_log_probs"}
         return token_level_rewards * scale, token_level_rewards
 
     try:
         rewards, mask = scores(1.0, 3.0)
-        fields = {"token_level_rewards": rewards, "response_mask": mask, "group_ids": torch.zeros(2), "old_log_probs": rewards}
+        fields = {
+            "token_level_rewards": rewards,
+            "response_mask": mask,
+            "group_ids": torch.zeros(2),
+            "old_log_probs": rewards,
+        }
         out = ADVANTAGE_ESTIMATORS["of_mine"](fields)
         assert isinstance(out, Advantages) and torch.equal(out.advantages, rewards * 2)
         assert ADVANTAGE_ESTIMATORS["of_mine"].needs == ("token_level_rewards", "response_mask", "group_ids")

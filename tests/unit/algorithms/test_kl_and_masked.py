@@ -69,7 +69,9 @@ def test_the_fixed_controller_keeps_the_configured_value(caplog: pytest.LogCaptu
     assert controller.value == 0.01 and "0.5" in caplog.text and controller.state_dict() == {"value": 0.01}
 
 
-@pytest.mark.parametrize(("kl", "factor"), [(0.11, 1 + 0.1 * 0.01), (10.0, 1 + 0.2 * 0.01), (0.0, 1 - 0.2 * 0.01), (0.1, 1.0)])
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(0.11, 1 + 0.1 * 0.01), (10.0, 1 + 0.2 * 0.01), (0.0, 1 - 0.2 * 0.01), (0.1, 1.0)]
+)
 def test_the_adaptive_controller_moves_towards_the_target(kl: float, factor: float) -> None:
     controller = AdaptiveKLController(0.2, target=0.1, horizon=10_000)
     controller.update(kl, 100)

@@ -54,7 +54,9 @@ def one_token(ratio: float, advantage: float, **keys: float) -> tuple[float, flo
     old = torch.tensor([[-1.0]], dtype=torch.float64)
     x = (old + math.log(ratio)).requires_grad_()
     mask = torch.ones(1, 1, dtype=torch.bool)
-    out = vanilla(x, old, torch.full((1, 1), advantage, dtype=torch.float64), mask, LossScale.count(mask), **keys)  # type: ignore[arg-type]
+    out = vanilla(
+        x, old, torch.full((1, 1), advantage, dtype=torch.float64), mask, LossScale.count(mask), **keys
+    )  # type: ignore[arg-type]
     return out.loss.item(), float(torch.autograd.grad(out.loss, x)[0]), out
 
 
@@ -70,11 +72,19 @@ def one_token(ratio: float, advantage: float, **keys: float) -> tuple[float, flo
         (4.0, -2.0, 6.0, 0.0, 0, 1),  # dual clip at 3
     ],
 )
-def test_vanilla_by_hand(ratio: float, advantage: float, loss: float, slope: float, clipped: int, bounded: int) -> None:
+def test_vanilla_by_hand(
+    ratio: float, advantage: float, loss: float, slope: float, clipped: int, bounded: int
+) -> None:
     found, gradient, out = one_token(ratio, advantage, clip_low=0.2, clip_high=0.28, clip_c=3.0)
     assert found == pytest.approx(loss) and gradient == pytest.approx(slope)
-    assert float(out.metrics["actor/pg_clipfrac"][0]) == clipped and float(out.metrics["actor/pg_clipfrac_lower"][0]) == bounded
-    assert float(out.metrics["actor/ppo_kl"][0]) == pytest.approx(-math.log(ratio)) and float(out.metrics["actor/ppo_kl"][1]) == 1
+    assert (
+        float(out.metrics["actor/pg_clipfrac"][0]) == clipped
+        and float(out.metrics["actor/pg_clipfrac_lower"][0]) == bounded
+    )
+    assert (
+        float(out.metrics["actor/ppo_kl"][0]) == pytest.approx(-math.log(ratio))
+        and float(out.metrics["actor/ppo_kl"][1]) == 1
+    )
 
 
 def test_vanilla_teaches_only_log_prob() -> None:
@@ -87,7 +97,9 @@ def test_vanilla_teaches_only_log_prob() -> None:
 def test_vanilla_in_half_precision_computes_in_float32() -> None:
     half = torch.zeros(1, 1, dtype=torch.bfloat16)
     out = vanilla(half, half, half, torch.ones(1, 1, dtype=torch.bool), LossScale(1, 1))
-    assert out.loss.dtype == torch.float32 and all(not t.requires_grad for pair in out.metrics.values() for t in pair)
+    assert out.loss.dtype == torch.float32 and all(
+        not t.requires_grad for pair in out.metrics.values() for t in pair
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,18 +111,31 @@ def test_vanilla_in_half_precision_computes_in_float32() -> None:
         (1.9, None, 0.5 * 0.1**2, -0.1, 0),
     ],
 )
-def test_value_loss_by_hand(value: float, clip: float | None, loss: float, slope: float, clipped: int) -> None:
+def test_value_loss_by_hand(
+    value: float, clip: float | None, loss: float, slope: float, clipped: int
+) -> None:
     v = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, 1, dtype=torch.float64)
     out = value_loss(v, one, 2 * one, one.bool(), LossScale(1, 1), clip_range=clip)
-    assert float(out.loss.detach()) == pytest.approx(loss) and float(torch.autograd.grad(out.loss, v)[0]) == pytest.approx(slope)
-    assert [float(out.metrics["critic/vf_clipfrac"][0]), float(out.metrics["critic/vpred_mean"][0])] == [clipped, value]
+    assert float(out.loss.detach()) == pytest.approx(loss) and float(
+        torch.autograd.grad(out.loss, v)[0]
+    ) == pytest.approx(slope)
+    assert [float(out.metrics["critic/vf_clipfrac"][0]), float(out.metrics["critic/vpred_mean"][0])] == [
+        clipped,
+        value,
+    ]
 
 
 def test_every_docstring_opens_with_its_equation_and_says_what_was_left_out() -> None:
-    of_pairs = {name: getattr(preference, name) for name in preference.__all__ if name != "kto_reference_point"}
+    of_pairs = {
+        name: getattr(preference, name) for name in preference.__all__ if name != "kto_reference_point"
+    }
     others = {f.__name__: f for f in (value_loss, positive_example_loss, process_reward_loss)}
-    for name, function in {key: record.function for key, record in POLICY_LOSSES.items()}.items() | of_pairs.items() | others.items():
+    for name, function in (
+        {key: record.function for key, record in POLICY_LOSSES.items()}.items()
+        | of_pairs.items()
+        | others.items()
+    ):
         text = inspect.getdoc(function) or ""
         assert re.search(r"[−·²Σσ]", text.split("\n\n")[0]) and "Left out: " in text, name
         assert re.search(r"\d{4}\.\d{5}", text + (inspect.getmodule(function).__doc__ or "")), name
@@ -123,8 +148,15 @@ def test_a_loss_of_ones_own_is_a_record_and_a_taken_name_is_refused() -> None:
     try:
         assert register_policy_loss("of_mine", agg_mode="token-sum", keeps_groups=True)(mine) is mine
         record = POLICY_LOSSES["of_mine"]
-        assert (record.function, record.agg_mode, record.keeps_groups, record.select) == (mine, "token-sum", True, None)
-        assert record.keywords == ("keen", "loss_agg_mode") and record.arguments({"keen": 2.0, "other": 3.0}) == {"keen": 2.0}
+        assert (record.function, record.agg_mode, record.keeps_groups, record.select) == (
+            mine,
+            "token-sum",
+            True,
+            None,
+        )
+        assert record.keywords == ("keen", "loss_agg_mode") and record.arguments(
+            {"keen": 2.0, "other": 3.0}
+        ) == {"keen": 2.0}
         for taken in ("vanilla", "of_mine"):
             with pytest.raises(ConfigError, match=f"'{taken}' exists already"):
                 register_policy_loss(taken)(mine)

@@ -37,7 +37,9 @@ def test_label_smoothing_by_hand() -> None:
 
 
 def test_ipo_by_hand() -> None:
-    assert ipo(numbers(0.0, 5.0, 7.0), numbers(0.0, 0.0, 1.0), beta=0.1).tolist() == pytest.approx([25.0, 0.0, 1.0])
+    assert ipo(numbers(0.0, 5.0, 7.0), numbers(0.0, 0.0, 1.0), beta=0.1).tolist() == pytest.approx(
+        [25.0, 0.0, 1.0]
+    )
 
 
 def test_kto_by_hand() -> None:
@@ -51,9 +53,13 @@ def test_kto_by_hand() -> None:
 
 def test_simpo_by_hand() -> None:
     """Means −1 and −1 − log 3; a sum would prefer the shorter response."""
-    found = simpo(numbers(-8.0), numbers(-1.0 - LOG3), torch.tensor([8]), torch.tensor([1]), beta=1.0, margin=0.0)
+    found = simpo(
+        numbers(-8.0), numbers(-1.0 - LOG3), torch.tensor([8]), torch.tensor([1]), beta=1.0, margin=0.0
+    )
     assert found.tolist() == pytest.approx([math.log(4 / 3)])
-    margin = simpo(numbers(-8.0), numbers(-1.0 - LOG3), torch.tensor([8]), torch.tensor([1]), beta=2.0, margin=LOG3)
+    margin = simpo(
+        numbers(-8.0), numbers(-1.0 - LOG3), torch.tensor([8]), torch.tensor([1]), beta=2.0, margin=LOG3
+    )
     assert margin.tolist() == pytest.approx([math.log(4 / 3)])
     empty = simpo(numbers(0.0), numbers(0.0), torch.tensor([0]), torch.tensor([0]), beta=2.0, margin=0.0)
     assert empty.tolist() == pytest.approx([math.log(2)])
@@ -61,14 +67,24 @@ def test_simpo_by_hand() -> None:
 
 def test_orpo_by_hand() -> None:
     """Probabilities ¾ and ½ a token have odds 3 and 1."""
-    found = orpo(numbers(4 * math.log(0.75)), numbers(2 * math.log(0.5)), torch.tensor([4]), torch.tensor([2]), odds_weight=0.5)
+    found = orpo(
+        numbers(4 * math.log(0.75)),
+        numbers(2 * math.log(0.5)),
+        torch.tensor([4]),
+        torch.tensor([2]),
+        odds_weight=0.5,
+    )
     assert found.tolist() == pytest.approx([-math.log(0.75) + 0.5 * math.log(4 / 3)])
 
 
 def test_orpo_bears_certainty() -> None:
-    """A response of probability 1, or of no tokens, has infinite odds: loss and slope stay finite, in float32 too."""
+    """A response of probability 1, or of no tokens, has infinite odds: loss and slope stay finite, in float32
+    too.
+    """
     for dtype in (torch.float32, torch.float64):
-        leaves = [torch.tensor(x, dtype=dtype, requires_grad=True) for x in ([0.0, -800.0, 0.0], [0.0, 0.0, -800.0])]
+        leaves = [
+            torch.tensor(x, dtype=dtype, requires_grad=True) for x in ([0.0, -800.0, 0.0], [0.0, 0.0, -800.0])
+        ]
         lengths = torch.tensor([1, 0, 3])
         found = orpo(*leaves, lengths, lengths)
         slopes = torch.autograd.grad(found.sum(), leaves)
@@ -79,13 +95,16 @@ def test_orpo_keeps_its_digits_near_certainty_in_float32() -> None:
     """1 − e^L by subtraction would lose three digits of a response that is almost sure."""
     pair, lengths = ([-2e-4], [-3e-4]), torch.tensor([1])
     single, double = (
-        orpo(*(torch.tensor(x, dtype=d) for x in pair), lengths, lengths, odds_weight=1.0) for d in (torch.float32, torch.float64)
+        orpo(*(torch.tensor(x, dtype=d) for x in pair), lengths, lengths, odds_weight=1.0)
+        for d in (torch.float32, torch.float64)
     )
     assert single.item() == pytest.approx(double.item(), rel=3e-7)
 
 
 def test_bradley_terry_by_hand() -> None:
-    assert bradley_terry(numbers(LOG3, 0.0), numbers(0.0, LOG3)).tolist() == pytest.approx([math.log(4 / 3), math.log(4)])
+    assert bradley_terry(numbers(LOG3, 0.0), numbers(0.0, LOG3)).tolist() == pytest.approx(
+        [math.log(4 / 3), math.log(4)]
+    )
     assert bradley_terry(numbers(2 * LOG3), numbers(0.0), LOG3).tolist() == pytest.approx([math.log(4 / 3)])
     assert bradley_terry(numbers(LOG3), numbers(0.0), numbers(LOG3)).tolist() == pytest.approx([math.log(2)])
 
@@ -113,7 +132,10 @@ def test_half_precision_is_computed_in_float32() -> None:
         (lambda: ipo(ONE, ONE, beta=-1.0), "IPO got beta -1.0"),
         (lambda: kto(ONE, ONE > 0, 0.0, beta=math.nan), "KTO got beta nan"),
         (lambda: simpo(ONE, ONE, ONE, ONE, beta=0.0), "SimPO got beta 0.0"),
-        (lambda: orpo(ONE, ONE, ONE, ONE, odds_weight=-0.1), "ORPO got odds_weight -0.1: set it to 0 or above"),
+        (
+            lambda: orpo(ONE, ONE, ONE, ONE, odds_weight=-0.1),
+            "ORPO got odds_weight -0.1: set it to 0 or above",
+        ),
     ],
 )
 def test_refusals(call: Callable[[], Tensor], message: str) -> None:

@@ -13,7 +13,9 @@ from hybridflow.errors import ConfigError
 
 MASK = torch.tensor([[True, False, True, False], [False, True, False, False], [False, False, False, False]])
 REF = torch.tensor([[-1.0, math.nan, -2.0, 0.0], [math.inf, -1.0, 0.0, 0.0], [math.nan, 0.0, 0.0, 0.0]])
-LOG_PROB = torch.tensor([[-0.5, math.inf, -3.0, math.nan], [0.0, -1.0 + math.log(3), 5.0, 5.0], [1.0, math.nan, 1.0, 1.0]])
+LOG_PROB = torch.tensor(
+    [[-0.5, math.inf, -3.0, math.nan], [0.0, -1.0 + math.log(3), 5.0, 5.0], [1.0, math.nan, 1.0, 1.0]]
+)
 
 
 def test_rewards_by_hand() -> None:
@@ -38,7 +40,10 @@ def test_loss_by_hand() -> None:
     expected = torch.tensor([[chance / 2, 0.0, chance / 2, 0.0], [0.0, -0.125, 0.0, 0.0], [0.0] * 4])
     torch.testing.assert_close(slope, expected)
     metrics = {name: (float(n), float(d)) for name, (n, d) in out.metrics.items()}
-    assert metrics == {"process_reward/accuracy": (2.0, 2.0), "process_reward/probability": (pytest.approx(0.75 + chance), 2.0)}
+    assert metrics == {
+        "process_reward/accuracy": (2.0, 2.0),
+        "process_reward/probability": (pytest.approx(0.75 + chance), 2.0),
+    }
 
 
 def test_a_model_that_is_still_its_reference_says_half() -> None:

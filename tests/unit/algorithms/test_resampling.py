@@ -15,7 +15,11 @@ def shares(scores: list[float], method: str, weight_pow: float = 2.0, rounds: in
     """How often each row is drawn, of all draws."""
     generator, counted = torch.Generator().manual_seed(7), Counter[int]()
     for _ in range(rounds):
-        counted.update(resample_rows(torch.tensor(scores), method=method, weight_pow=weight_pow, generator=generator).tolist())
+        counted.update(
+            resample_rows(
+                torch.tensor(scores), method=method, weight_pow=weight_pow, generator=generator
+            ).tolist()
+        )
     assert sum(counted.values()) == rounds * len(scores)
     return [counted[i] / (rounds * len(scores)) for i in range(len(scores))]
 
@@ -47,7 +51,9 @@ def test_the_generator_decides_and_nothing_else() -> None:
     scores = torch.arange(64.0)
 
     def draw(seed: int) -> list[int]:
-        rows = resample_rows(scores, method="pow", weight_pow=2.0, generator=torch.Generator().manual_seed(seed))
+        rows = resample_rows(
+            scores, method="pow", weight_pow=2.0, generator=torch.Generator().manual_seed(seed)
+        )
         assert rows.dtype == torch.int64 and rows.shape == (64,)
         return rows.tolist()
 
@@ -63,12 +69,16 @@ def test_the_generator_decides_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])
 def test_any_kind_of_score(dtype: torch.dtype) -> None:
-    rows = resample_rows(torch.tensor([0, 0, 5]).to(dtype), method="pow", weight_pow=2.0, generator=torch.Generator())
+    rows = resample_rows(
+        torch.tensor([0, 0, 5]).to(dtype), method="pow", weight_pow=2.0, generator=torch.Generator()
+    )
     assert rows.tolist() == [2, 2, 2]
 
 
 def test_no_rows() -> None:
-    assert resample_rows(torch.zeros(0), method="max_min", weight_pow=2.0, generator=torch.Generator()).shape == (0,)
+    assert resample_rows(
+        torch.zeros(0), method="max_min", weight_pow=2.0, generator=torch.Generator()
+    ).shape == (0,)
 
 
 def test_another_method_is_named() -> None:

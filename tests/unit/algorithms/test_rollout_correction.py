@@ -29,9 +29,14 @@ OLD = ROLLOUT + RATIOS.log()
 
 
 def weights(level: str, threshold: float | str, *, batch_normalize: bool = False) -> list[list[float]]:
-    found = rollout_weights(OLD, ROLLOUT, MASK, level=level, threshold=threshold, batch_normalize=batch_normalize)
+    found = rollout_weights(
+        OLD, ROLLOUT, MASK, level=level, threshold=threshold, batch_normalize=batch_normalize
+    )
     assert found.dtype == torch.float32 and not found[~MASK].any()
-    return [[round(x, 5) for x, m in zip(row, ms, strict=True) if m] for row, ms in zip(found.tolist(), MASK.tolist(), strict=True)]
+    return [
+        [round(x, 5) for x, m in zip(row, ms, strict=True) if m]
+        for row, ms in zip(found.tolist(), MASK.tolist(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +56,10 @@ def test_weights_by_hand(level: str, threshold: float | str, expected: list[list
 
 
 def test_normalised_weights_by_hand() -> None:
-    assert weights("token", 2.0, batch_normalize=True) == [[1.71429, 0.42857], [0.85714], []]  # mean of 2, ½ and 1: 7/6
-    assert weights("sequence", 8.0, batch_normalize=True) == [[1.33333, 1.33333], [0.66667], []]  # mean over two rows: 3/2
+    # mean of 2, ½ and 1: 7/6
+    assert weights("token", 2.0, batch_normalize=True) == [[1.71429, 0.42857], [0.85714], []]
+    # mean over two rows: 3/2
+    assert weights("sequence", 8.0, batch_normalize=True) == [[1.33333, 1.33333], [0.66667], []]
     assert weights("token", "90_100", batch_normalize=True) == [[0.0, 0.0], [0.0], []]
 
 
@@ -66,10 +73,13 @@ def test_log_ratios_and_their_sums_are_clamped() -> None:
     sequence = rollout_weights(old, rollout, two, level="sequence", threshold=1e12)
     torch.testing.assert_close(sequence[two].log(), torch.full((2,), 20.0, dtype=torch.float64))
     metrics = flat(correction_metrics(old, rollout, two, level="sequence"))
-    assert metrics["chi2_seq"] == pytest.approx(math.expm1(40.0)) and metrics["rollout_is_max"] == pytest.approx(math.exp(20.0))
+    assert metrics["chi2_seq"] == pytest.approx(math.expm1(40.0)) and metrics[
+        "rollout_is_max"
+    ] == pytest.approx(math.exp(20.0))
 
 
-# One row of ratios 4 and ½, one of 1. π_rollout/π_old: ¼ and 2, 1. k2: 0.961 and 0.240, 0. k3: 1.614 and 0.193, 0.
+# One row of ratios 4 and ½, one of 1. π_rollout/π_old: ¼ and 2, 1. k2: 0.961 and 0.240, 0. k3: 1.614 and
+# 0.193, 0.
 @pytest.mark.parametrize(
     ("option", "threshold", "expected"),
     [
@@ -97,7 +107,10 @@ def test_log_ratios_and_their_sums_are_clamped() -> None:
 )
 def test_rejection_by_hand(option: str, threshold: float | str, expected: list[list[bool]]) -> None:
     keep = rejection(OLD, ROLLOUT, MASK, options=option, thresholds=threshold)
-    assert [[k for k, m in zip(row, ms, strict=True) if m] for row, ms in zip(keep.tolist(), MASK.tolist(), strict=True)] == expected
+    assert [
+        [k for k, m in zip(row, ms, strict=True) if m]
+        for row, ms in zip(keep.tolist(), MASK.tolist(), strict=True)
+    ] == expected
     assert not keep[~MASK].any()
 
 
@@ -113,7 +126,9 @@ def test_what_is_no_number_is_rejected(option: str) -> None:
 def test_equal_policies_have_nothing_to_correct() -> None:
     args = ROLLOUT, ROLLOUT, MASK
     for level in ("token", "sequence"):
-        torch.testing.assert_close(rollout_weights(*args, level=level, threshold=2.0, batch_normalize=True), MASK.float())
+        torch.testing.assert_close(
+            rollout_weights(*args, level=level, threshold=2.0, batch_normalize=True), MASK.float()
+        )
     for option in OPTIONS:
         assert torch.equal(rejection(*args, options=option, thresholds=1.001), MASK)
     metrics = flat(correction_metrics(*args))
@@ -158,7 +173,11 @@ def test_metrics_by_hand_without_a_correction() -> None:
 def test_metrics_by_hand_of_a_correction() -> None:
     keep = rejection(OLD, ROLLOUT, MASK, options="token_k1", thresholds="0.5_3.0")
     by_row = rollout_weights(OLD, ROLLOUT, MASK, level="sequence", threshold="0.5_1.5")
-    found = flat(correction_metrics(OLD, ROLLOUT, MASK, weights=by_row, keep=keep, level="sequence", threshold="0.5_1.5"))
+    found = flat(
+        correction_metrics(
+            OLD, ROLLOUT, MASK, weights=by_row, keep=keep, level="sequence", threshold="0.5_1.5"
+        )
+    )
     expected = {
         "rollout_is_mean": 0.5,  # over the rows: 0 and 1
         "rollout_is_std": math.sqrt(0.5),
@@ -178,28 +197,45 @@ def test_metrics_by_hand_of_a_correction() -> None:
 
 
 def test_a_rejected_token_is_in_no_denominator() -> None:
-    """Three tokens, one rejected: the loss is the mean over two, and a row that lost all its tokens is no row."""
-    advantages, scale_before = torch.tensor([[3.0, 1.0, 9.0], [5.0, 9.0, 9.0], [9.0, 9.0, 9.0]]), LossScale.count(MASK)
+    """Three tokens, one rejected: the loss is the mean over two, and a row that lost all its tokens is no
+    row.
+    """
+    advantages, scale_before = (
+        torch.tensor([[3.0, 1.0, 9.0], [5.0, 9.0, 9.0], [9.0, 9.0, 9.0]]),
+        LossScale.count(MASK),
+    )
     assert (scale_before.num_tokens, scale_before.num_sequences) == (3, 2)
     narrowed = MASK & rejection(OLD, ROLLOUT, MASK, options="token_k1", thresholds="0.5_3.0")
     scale = LossScale.count(narrowed)
     assert (scale.num_tokens, scale.num_sequences) == (2, 2)
-    assert float(vanilla(ROLLOUT, ROLLOUT, advantages, narrowed, scale).loss) == pytest.approx(-(1.0 + 5.0) / 2)
+    assert float(vanilla(ROLLOUT, ROLLOUT, advantages, narrowed, scale).loss) == pytest.approx(
+        -(1.0 + 5.0) / 2
+    )
     by_row = MASK & rejection(OLD, ROLLOUT, MASK, options="seq_max_k2", thresholds=0.9)
     assert LossScale.count(by_row) == LossScale(1.0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("threshold", "expected"),
-    [(2.0, (None, 2.0)), (3, (None, 3.0)), ("1e3", (None, 1000.0)), ("0.5_5", (0.5, 5.0)), ("0_inf", (0.0, math.inf))],
+    [
+        (2.0, (None, 2.0)),
+        (3, (None, 3.0)),
+        ("1e3", (None, 1000.0)),
+        ("0.5_5", (0.5, 5.0)),
+        ("0_inf", (0.0, math.inf)),
+    ],
 )
 def test_threshold_of_weights(threshold: float | str, expected: tuple[float | None, float]) -> None:
     assert parse_is_threshold(threshold) == expected
 
 
-@pytest.mark.parametrize("threshold", [0.0, -1.0, math.nan, "", "two", "2_1", "1_1", "-1_2", "0.5_2.0_3.0", "0.5_", "0.5,2.0"])
+@pytest.mark.parametrize(
+    "threshold", [0.0, -1.0, math.nan, "", "two", "2_1", "1_1", "-1_2", "0.5_2.0_3.0", "0.5_", "0.5,2.0"]
+)
 def test_threshold_of_weights_is_refused(threshold: float | str) -> None:
-    with pytest.raises(ConfigError, match=r"rollout_is_threshold got .*: set a number above 0 .* or 'lo_hi' with 0 ≤ lo < hi"):
+    with pytest.raises(
+        ConfigError, match=r"rollout_is_threshold got .*: set a number above 0 .* or 'lo_hi' with 0 ≤ lo < hi"
+    ):
         rollout_weights(OLD, ROLLOUT, MASK, level="token", threshold=threshold)
 
 
@@ -238,7 +274,11 @@ def test_rules_of_rejection() -> None:
         ("seq_sum_k1", "0_2", "got '0_2' for seq_sum_k1"),
         ("seq_sum_k1", "2_0.5", "got '2_0.5' for seq_sum_k1"),
         ("seq_mean_k1", "high", "got 'high' for seq_mean_k1"),
-        ("token_k1,token_k2", "2.0,0.1_0.2", "got '0.1_0.2' for token_k2: set one number above 0, the upper bound"),
+        (
+            "token_k1,token_k2",
+            "2.0,0.1_0.2",
+            "got '0.1_0.2' for token_k2: set one number above 0, the upper bound",
+        ),
         ("seq_max_k3", "0", "got '0' for seq_max_k3"),
         ("seq_max_k3", "-1", "got '-1' for seq_max_k3"),
         ("token_k3", "nan", "got 'nan' for token_k3"),

@@ -32,7 +32,12 @@ def test_where_there_is_no_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("name", "row"), [("gpu_generation", "| tiny | 3 |"), ("gpu_update", "| tiny | life |"), ("gpu_step", "| tiny | update_critic |")]
+    ("name", "row"),
+    [
+        ("gpu_generation", "| tiny | 3 |"),
+        ("gpu_update", "| tiny | life |"),
+        ("gpu_step", "| tiny | update_critic |"),
+    ],
 )
 def test_a_dry_run_goes_through_and_writes_nothing(
     name: str, row: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

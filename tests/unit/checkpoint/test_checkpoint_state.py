@@ -27,7 +27,9 @@ def assert_same(left: Any, right: Any) -> None:
     assert type(left) is type(right), (left, right)
     if isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype and left.shape == right.shape
-        assert left.contiguous().view(-1).view(torch.uint8).equal(right.contiguous().view(-1).view(torch.uint8))
+        assert (
+            left.contiguous().view(-1).view(torch.uint8).equal(right.contiguous().view(-1).view(torch.uint8))
+        )
     elif isinstance(left, np.ndarray | np.generic):
         assert left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
     elif isinstance(left, float):
@@ -55,9 +57,20 @@ def test_every_kind_of_entry_comes_back_as_it_was(tmp_path: Path) -> None:
         "empty": [{}, [], (), {"": {}}],
         "$keys": {"$tensor": "not one", "$": 1},
         "numbered": {0: "a", 1: {"b": (1, [2, (3,)])}, "0": "text key"},
-        "tensors": [torch.arange(6.0).reshape(2, 3), torch.tensor(3), torch.zeros(0, 4), torch.tensor([True, False])],
+        "tensors": [
+            torch.arange(6.0).reshape(2, 3),
+            torch.tensor(3),
+            torch.zeros(0, 4),
+            torch.tensor([True, False]),
+        ],
         "halves": [torch.randn(5, dtype=torch.float64).bfloat16(), torch.tensor([math.nan, -0.0]).half()],
-        "arrays": [np.arange(4, dtype=np.uint16), np.array(2.5), np.zeros((2, 0)), np.array([1, 2], dtype=">i4"), np.array([True])],
+        "arrays": [
+            np.arange(4, dtype=np.uint16),
+            np.array(2.5),
+            np.zeros((2, 0)),
+            np.array([1, 2], dtype=">i4"),
+            np.array([True]),
+        ],
         "scalars": [np.float32(0.1), np.int64(-3), np.bool_(True), np.float64(0.1)],
     }
     assert_same(round_trip(tmp_path, tree), tree)
@@ -66,7 +79,11 @@ def test_every_kind_of_entry_comes_back_as_it_was(tmp_path: Path) -> None:
 _leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 _trees = st.recursive(
     _leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -79,7 +96,12 @@ def test_any_tree_comes_back(tree: Any, tmp_path_factory: pytest.TempPathFactory
 
 def test_tensors_that_share_memory(tmp_path: Path) -> None:
     base = torch.arange(10.0)
-    tree = {"tied": {"a": base, "b": base}, "first": base[:4], "overlaps": base[2:8], "columns": base.view(2, 5).t()}
+    tree = {
+        "tied": {"a": base, "b": base},
+        "first": base[:4],
+        "overlaps": base[2:8],
+        "columns": base.view(2, 5).t(),
+    }
     back = round_trip(tmp_path, tree)
     assert_same(back, tree)
     assert back["tied"]["a"] is back["tied"]["b"], "a tied weight is stored once and stays one tensor"

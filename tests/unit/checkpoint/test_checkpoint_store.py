@@ -59,11 +59,19 @@ def test_a_new_run_has_nothing_to_load(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
-FILES = ["actor/state.safetensors", "actor/state.json", "actor/huggingface/config.json", "trainer/state.json", "manifest.json"]
+FILES = [
+    "actor/state.safetensors",
+    "actor/state.json",
+    "actor/huggingface/config.json",
+    "trainer/state.json",
+    "manifest.json",
+]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_byte_anywhere_is_found_and_named(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_byte_anywhere_is_found_and_named(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     saved(tmp_path, 1, 2)
     path = tmp_path / "global_step_2" / name
     whole = path.read_bytes()
@@ -110,7 +118,10 @@ def test_tracker_stale_missing_or_nonsense(tmp_path: Path) -> None:
 
 def test_load_says_what_is_there(tmp_path: Path) -> None:
     store = saved(tmp_path, 3, 20)
-    with pytest.raises(CheckpointError, match=r"no checkpoint at .*global_step_7: there is no such folder\. Steps in .*: 3, 20"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint at .*global_step_7: there is no such folder\. Steps in .*: 3, 20",
+    ):
         store.load(tmp_path / "global_step_7")
     with pytest.raises(CheckpointError, match="it is a file"):
         store.load(tmp_path / TRACKER)
@@ -209,14 +220,22 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return files
 
 
-def test_a_folder_is_read_once_while_nobody_writes_into_it(tmp_path: Path, read: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_is_read_once_while_nobody_writes_into_it(
+    tmp_path: Path, read: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
     saved(tmp_path, 1, 2)
     read.clear()
     newest = tmp_path / "global_step_2"
     assert CheckpointStore(tmp_path).latest() == newest
-    assert sorted(read) == sorted(path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json")
+    assert sorted(read) == sorted(
+        path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json"
+    )
     read.clear()
-    assert loaded_step(CheckpointStore(tmp_path)) == 2 and CheckpointStore(tmp_path).load(newest).step == 2 and read == []
+    assert (
+        loaded_step(CheckpointStore(tmp_path)) == 2
+        and CheckpointStore(tmp_path).load(newest).step == 2
+        and read == []
+    )
     for harm in ("written in place, its time set back", "another file in its place"):
         victim = newest / "actor" / "huggingface" / "config.json"
         content, before = victim.read_bytes(), victim.stat()

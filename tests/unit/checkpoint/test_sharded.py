@@ -25,17 +25,34 @@ Place = Callable[[str, Tensor], Tensor]
 
 
 def state(place: Place, scale: float = 1.0) -> dict[str, dict[str, Any]]:
-    """Uneven rows, one row for two ranks, 0-d, bfloat16, tied weights, a column dimension, nothing at all; each by `place`."""
+    """Uneven rows, one row for two ranks, 0-d, bfloat16, tied weights, a column dimension, nothing at all;
+    each by `place`.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return place(name, (scale * torch.randn(*shape, generator=generator)).to(dtype))
 
     embed, last = draw("embed", 7, 4), draw("one row", 1, 4)
-    model = {"embed": embed, "head": embed, "one row": last, "tied row": last, "norm": draw("norm", 5), "none": draw("none", 0, 3)}
+    model = {
+        "embed": embed,
+        "head": embed,
+        "one row": last,
+        "tied row": last,
+        "norm": draw("norm", 5),
+        "none": draw("none", 0, 3),
+    }
     model["low"] = draw("low", 6, 3, dtype=torch.bfloat16)
-    moments = {"step": scale * torch.tensor(3.0), "exp_avg": draw("exp_avg", 7, 4), "master": draw("master", 7, 4)}
-    return {"model": model, "optimizer": {"embed": moments}, "scheduler": {"num_steps": 3 * int(scale), "lr": float("nan")}}
+    moments = {
+        "step": scale * torch.tensor(3.0),
+        "exp_avg": draw("exp_avg", 7, 4),
+        "master": draw("master", 7, 4),
+    }
+    return {
+        "model": model,
+        "optimizer": {"embed": moments},
+        "scheduler": {"num_steps": 3 * int(scale), "lr": float("nan")},
+    }
 
 
 def whole(name: str, tensor: Tensor) -> Tensor:
@@ -78,11 +95,15 @@ def load_at_two(rank: int, folder: str) -> tuple[list[tuple[int, ...]], Any]:
     del templates["optimizer"]["embed"]["master"]
     loaded = load_shards(Path(folder), templates)
     entry = loaded["optimizer"]["embed"]
-    return [tuple(tensor.to_local().shape) for tensor in (loaded["model"]["embed"], entry["master"])], full(loaded)
+    return [tuple(tensor.to_local().shape) for tensor in (loaded["model"]["embed"], entry["master"])], full(
+        loaded
+    )
 
 
 @pytest.fixture(scope="module")
-def saved_at_two(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, FileDigest]]]:
+def saved_at_two(
+    two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, FileDigest]]]:
     folder = tmp_path_factory.mktemp("two") / "actor"
     return folder, two_ranks.run(save_at_two, str(folder))
 
@@ -92,11 +113,16 @@ def test_what_two_ranks_saved_one_loads(saved_at_two: tuple[Path, list[dict[str,
     assert saved_parts(folder) == {"model", "optimizer", "scheduler"}
     loaded = load_shards(folder, state(whole, scale=0.0))
     assert_equal(loaded, state(whole))
-    assert loaded["model"]["head"] is loaded["model"]["embed"] and loaded["model"]["tied row"] is loaded["model"]["one row"]
+    assert (
+        loaded["model"]["head"] is loaded["model"]["embed"]
+        and loaded["model"]["tied row"] is loaded["model"]["one row"]
+    )
     assert_equal(load_shards(folder, {"model": {}}), {"model": state(whole)["model"]})
     files = {name: digest for part in digests for name, digest in part.items()}
     assert sum(map(len, digests)) == len(files), "no file is written by two ranks"
-    assert files == {path.name: FileDigest(path.stat().st_size, file_digest(path)) for path in folder.iterdir()}
+    assert files == {
+        path.name: FileDigest(path.stat().st_size, file_digest(path)) for path in folder.iterdir()
+    }
     assert shard_file("optimizer", 1, 2) in digests[1] and SHARDS in digests[0]
 
 
@@ -199,7 +225,9 @@ def test_a_save_in_a_thread_holds_the_moment_of_its_start(
         assert path.read_bytes() == (tmp_path / "actor" / path.name).read_bytes()
 
 
-def test_a_thread_that_cannot_write_says_so_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_write_says_so_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full_disk(path: Path, tensors: dict[str, Tensor]) -> FileDigest:
         raise OSError(28, "No space left on device", str(path))
 

@@ -24,12 +24,15 @@ NUM_PARAMETERS = 56 * 32 + 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
+    return create_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1
+    )
 
 
 @pytest.fixture(autouse=True)
 def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # what a command sets up must not outlive its captured stderr
+    # what a command sets up must not outlive its captured stderr
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -39,7 +42,12 @@ def run(*words: object) -> list[str]:
 
 
 def task(model: object, *more: str) -> list[str]:
-    return run("data.task.name=arithmetic_chain", f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo", *more)
+    return run(
+        "data.task.name=arithmetic_chain",
+        f"actor_rollout_ref.model.path={model}",
+        "algorithm.adv_estimator=grpo",
+        *more,
+    )
 
 
 def status_of_exit(arguments: list[str]) -> object:
@@ -67,7 +75,9 @@ def test_misspelt_commands_end_in_status_2(capsys: pytest.CaptureFixture[str]) -
     assert status_of_exit(["demo", "--algo", "dpo"]) == 2
 
 
-def test_config_prints_the_run_as_yaml_and_makes_no_folder(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_the_run_as_yaml_and_makes_no_folder(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(run("config", *task(tiny, "actor_rollout_ref.rollout.n=4"))) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert tree["actor_rollout_ref"]["rollout"]["n"] == 4 and tree["data"]["tokenizer"] == str(tiny)
@@ -76,9 +86,16 @@ def test_config_prints_the_run_as_yaml_and_makes_no_folder(tiny: Path, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_config_refuses_a_run_folder_that_cannot_be_written(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_refuses_a_run_folder_that_cannot_be_written(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert main(run("config", *task(tiny, "trainer.default_local_dir=file/run", "actor_rollout_ref.rollout.n=4"))) == 1
+    assert (
+        main(
+            run("config", *task(tiny, "trainer.default_local_dir=file/run", "actor_rollout_ref.rollout.n=4"))
+        )
+        == 1
+    )
     assert "trainer.default_local_dir=file/run cannot be written" in capsys.readouterr().err
 
 
@@ -96,8 +113,12 @@ def test_config_alone_lists_every_key(words: list[str], key: str, capsys: pytest
     assert key in yaml.safe_load(capsys.readouterr().out)
 
 
-def test_overrides_may_stand_before_and_after_an_option(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = run("config", f"actor_rollout_ref.model.path={tiny}", "data.train_batch_size=8", "--recipe", "grpo")
+def test_overrides_may_stand_before_and_after_an_option(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = run(
+        "config", f"actor_rollout_ref.model.path={tiny}", "data.train_batch_size=8", "--recipe", "grpo"
+    )
     assert main([*words, "data.task.name=arithmetic_chain", "data.train_batch_size=16"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert tree["data"]["task"]["name"] == "arithmetic_chain" and tree["data"]["train_batch_size"] == 16
@@ -105,8 +126,15 @@ def test_overrides_may_stand_before_and_after_an_option(tiny: Path, capsys: pyte
     assert status_of_exit(["doctor", "now"]) == 2
 
 
-def test_a_sweep_into_one_run_folder_is_refused_before_it_starts(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = run("train", "--multirun", *task(tiny, "actor_rollout_ref.rollout.n=4"), "actor_rollout_ref.actor.optim.lr=1e-3,1e-4")
+def test_a_sweep_into_one_run_folder_is_refused_before_it_starts(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = run(
+        "train",
+        "--multirun",
+        *task(tiny, "actor_rollout_ref.rollout.n=4"),
+        "actor_rollout_ref.actor.optim.lr=1e-3,1e-4",
+    )
     assert main(words) == 1
     assert "2 runs would write into 1 run folders" in capsys.readouterr().err
     named = [*words, "trainer.experiment_name=lr-${actor_rollout_ref.actor.optim.lr}", "reward.function=none"]
@@ -114,9 +142,20 @@ def test_a_sweep_into_one_run_folder_is_refused_before_it_starts(tiny: Path, tmp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("refused", ["trainer.n_gpus_per_node=1000", "trainer.critic_warmup=1000", "data.train_batch_size=4096"])
-def test_a_refused_run_leaves_no_folder(refused: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = task(tiny, "actor_rollout_ref.rollout.n=4", "data.task.size=64", "data.train_batch_size=8", "trainer.device=cpu", refused)
+@pytest.mark.parametrize(
+    "refused", ["trainer.n_gpus_per_node=1000", "trainer.critic_warmup=1000", "data.train_batch_size=4096"]
+)
+def test_a_refused_run_leaves_no_folder(
+    refused: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = task(
+        tiny,
+        "actor_rollout_ref.rollout.n=4",
+        "data.task.size=64",
+        "data.train_batch_size=8",
+        "trainer.device=cpu",
+        refused,
+    )
     assert main(run("train", *words)) == 1
     assert "Error: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -131,20 +170,32 @@ def test_a_refused_run_leaves_no_folder(refused: str, tiny: Path, tmp_path: Path
         ("something-else", "Recipes are given as --recipe NAME: cispo, "),
     ],
 )
-def test_a_word_that_stands_alone_may_be_a_recipe(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_that_stands_alone_may_be_a_recipe(
+    word: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", word]) == 1
     assert f"{word}: not an override, which is key=value. {says}" in capsys.readouterr().err
 
 
-def test_explain_counts_steps_parameters_and_memory(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_counts_steps_parameters_and_memory(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"data_source": "x", "prompt": "1 + 1 = ?", "reward_model": {"ground_truth": "2"}}] * 50
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    words = run("data.train_files=rows.jsonl", f"actor_rollout_ref.model.path={tiny}", "algorithm.adv_estimator=grpo")
-    words += run("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4")
+    words = run(
+        "data.train_files=rows.jsonl", f"actor_rollout_ref.model.path={tiny}", "algorithm.adv_estimator=grpo"
+    )
+    words += run(
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+    )
     words += run("trainer.total_epochs=2")
     assert main(run("config", "--explain", *words)) == 0
     shown = {
-        line.split("│")[1].strip(): line.split("│")[2].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")
+        line.split("│")[1].strip(): line.split("│")[2].strip()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("│")
     }
     assert shown["sequences per step"] == "32" and shown["optimizer steps per step"] == "2"
     assert shown["training steps"] == "12", "2 epochs of 50 // 8 steps"
@@ -152,18 +203,28 @@ def test_explain_counts_steps_parameters_and_memory(tiny: Path, tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
-def test_explain_counts_parameters_without_weights(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_counts_parameters_without_weights(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_bytes((tiny / "config.json").read_bytes())
     vocabulary = json.loads((tiny / "config.json").read_text())["vocab_size"]
-    assert main(run("config", "--explain", "--sft", "data.task.name=arithmetic_chain", "model.path=bare")) == 0
+    assert (
+        main(run("config", "--explain", "--sft", "data.task.name=arithmetic_chain", "model.path=bare")) == 0
+    )
     assert f"{NUM_PARAMETERS + 32 * (vocabulary - 56):,} parameters" in capsys.readouterr().out
 
 
-def test_explain_says_that_too_few_rows_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_that_too_few_rows_cannot_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = tmp_path / "few.jsonl"
     rows.write_text('{"data_source": "gsm8k", "prompt": "1 + 1 ="}\n' * 3)
-    words = [f"data.train_files='{rows}'", "data.train_batch_size=4", "actor_rollout_ref.model.path=owner/model"]
+    words = [
+        f"data.train_files='{rows}'",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.model.path=owner/model",
+    ]
     assert main(run("config", "--explain", *words)) == 0
     out = capsys.readouterr().out
     assert "cannot run" in out and "3 training rows" in out and "data.train_batch_size=4" in out
@@ -189,11 +250,18 @@ def test_explain_prints_the_formulas_without_model_and_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    words = run("explain", "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.rollout.n=8")
+    words = run(
+        "explain",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.clip_ratio_high=0.28",
+        "actor_rollout_ref.rollout.n=8",
+    )
     assert main(words) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "4. the advantage: algorithm.adv_estimator=grpo" in lines
-    assert "5. the policy loss: actor_rollout_ref.actor.policy_loss.loss_mode=vanilla" in lines, "no line is folded on a pipe"
+    assert "5. the policy loss: actor_rollout_ref.actor.policy_loss.loss_mode=vanilla" in lines, (
+        "no line is folded on a pipe"
+    )
     assert any(line.startswith("max(−A·ρ, −A·clip(ρ, 1 − 0.2, 1 + 0.28))") for line in lines)
     assert any("vanilla.py:" in line and "https://arxiv.org/abs/1707.06347" in line for line in lines)
     assert main(run("explain", "--recipe", "grpo", "actor_rollout_ref.rollout.n=1")) == 1
@@ -201,7 +269,9 @@ def test_explain_prints_the_formulas_without_model_and_data(
     assert not list(tmp_path.iterdir())
 
 
-def test_explain_folds_its_lines_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_folds_its_lines_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")
     assert main(run("explain")) == 0
@@ -211,13 +281,17 @@ def test_explain_folds_its_lines_on_a_terminal(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("word", ["config", "train", "sft", "reward-test", "explain"])
-def test_a_wrong_configuration_is_one_message_and_status_1(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_configuration_is_one_message_and_status_1(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([word, "data.train_batch_sise=8"]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("ConfigError: ") and "data.train_batch_size" in shown and "Traceback" not in shown
 
 
-def test_doctor_says_what_is_here_and_what_is_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_what_is_here_and_what_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
@@ -234,7 +308,11 @@ def test_doctor_names_each_engine_and_the_way_to_it(
     (tmp_path / ".venv-sglang" / "bin").mkdir(parents=True)
     (tmp_path / ".venv-sglang" / "bin" / "python").touch()
     assert main(["doctor"]) == 0
-    lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    lines = {
+        line.split("│")[1].strip(): line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("│")
+    }
     assert "yes" in lines["native"] and transformers.__version__ in lines["hf"]
     assert " no " in lines["vllm"] and "scripts/setup_vllm.sh on a CPU" in lines["vllm"]
     assert "set actor_rollout_ref.rollout.server.python=.venv-sglang/bin/python" in lines["sglang"]
@@ -253,7 +331,10 @@ def test_view_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
     assert main(["view", "run", "-o", "page.html"]) == 0
-    assert "wrote page.html" in capsys.readouterr().out and "critic/score/mean" in (tmp_path / "page.html").read_text()
+    assert (
+        "wrote page.html" in capsys.readouterr().out
+        and "critic/score/mean" in (tmp_path / "page.html").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,14 +346,18 @@ def test_view_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["merge", "nowhere", "out"], "CheckpointError: no actor to merge at nowhere"),
     ],
 )
-def test_a_wrong_folder_is_one_message_and_status_1(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_folder_is_one_message_and_status_1(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("run").mkdir()
     Path("run", "summary.json").write_text("{}")
     assert main(words) == 1
     assert capsys.readouterr().err.startswith(message)
 
 
-def test_merge_refuses_a_checkpoint_without_a_model_and_a_full_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_refuses_a_checkpoint_without_a_model_and_a_full_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = CheckpointStore(tmp_path / "run").save(1, {"actor": {"scheduler": {"num_steps": 1}}})
     assert main(run("merge", step, "out")) == 1
     assert "has no model" in capsys.readouterr().err
@@ -287,7 +372,8 @@ def test_reward_test_scores_rows(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(run("reward-test", "-n", 3, *words)) == 0
     assert "3 of 3 rows scored" in capsys.readouterr().out
     (tmp_path / "mine.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return solution_str['no']\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
+        "solution_str['no']\n"
     )
     assert main(run("reward-test", "-n", 2, *words, "reward.custom_reward_function.path=mine.py")) == 1
     shown = capsys.readouterr().out

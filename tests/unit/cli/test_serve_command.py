@@ -1,4 +1,6 @@
-"""`hybridflow serve` before it serves: what it refuses, what it makes of its words, and that its grammar costs nothing."""
+"""`hybridflow serve` before it serves: what it refuses, what it makes of its words, and that its grammar
+costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,16 @@ def settings(tmp_path: Path, *words: str) -> ServeSettings:
 
 
 def test_words_become_settings(tmp_path: Path) -> None:
-    made = settings(tmp_path, "models/my-model", "--device", "cuda:0,cuda:1", "--request-timeout", "0", "--max-body-mb", "0.5")
+    made = settings(
+        tmp_path,
+        "models/my-model",
+        "--device",
+        "cuda:0,cuda:1",
+        "--request-timeout",
+        "0",
+        "--max-body-mb",
+        "0.5",
+    )
     assert (made.model, made.name, made.devices) == ("models/my-model", "my-model", ("cuda:0", "cuda:1"))
     assert made.limits.deadline_s is None and made.limits.max_body_bytes == 2**19
     assert settings(tmp_path, "org/name", "--device", "cpu", "--served-model-name", "x").name == "x"
@@ -66,17 +77,27 @@ def test_a_checkpoint_is_made_a_folder_first(tmp_path: Path) -> None:
         (["--host", "192.0.2.1", "--api-key", "x" * 20], "cannot listen on 192.0.2.1:8000"),
     ],
 )
-def test_what_cannot_be_is_said_before_the_model_is_loaded(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_said_before_the_model_is_loaded(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "/no/such/model", "--device", "cpu", *words]) == 1
     assert told in capsys.readouterr().err
 
 
-def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["serve", "model"]) == 1
-    assert "needs fastapi and uvicorn, which is not installed: install the extra 'serve'" in capsys.readouterr().err
+    assert (
+        "needs fastapi and uvicorn, which is not installed: install the extra 'serve'"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_grammar_imports_no_server() -> None:
-    code = "import sys, hybridflow.cli.main as m; m.parser(); assert not {'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)"
+    code = (
+        "import sys, hybridflow.cli.main as m; m.parser(); assert not {'fastapi', 'uvicorn', 'pydantic', "
+        "'torch'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

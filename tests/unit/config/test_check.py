@@ -44,30 +44,60 @@ def test_the_quickstart_of_verls_documentation_loads(tmp_path: Path, base: list[
         ],
     )
     config = prepared.config
-    assert config.critic.enable and config.critic.model.path == f"{tmp_path}/model" and config.critic.optim.lr == 1e-5
-    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4 and config.trainer.logger == ["console"]
+    assert (
+        config.critic.enable
+        and config.critic.model.path == f"{tmp_path}/model"
+        and config.critic.optim.lr == 1e-5
+    )
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4 and config.trainer.logger == [
+        "console"
+    ]
     assert len(prepared.notes) == 1, prepared.notes  # kl_ctrl is read only with a KL in the reward
 
 
 def test_derived_values(base: list[str]) -> None:
-    config = prepare_config(PPOConfig, [*base, "data.max_response_length=64", "trainer.seed=9", "data.train_batch_size=32"]).config
-    actor, rollout, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
-    assert actor.loss_scale_factor == 64.0 and actor.loss_agg_mode == "token-mean" and actor.ppo_mini_batch_size == 32
+    config = prepare_config(
+        PPOConfig, [*base, "data.max_response_length=64", "trainer.seed=9", "data.train_batch_size=32"]
+    ).config
+    actor, rollout, ref = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.actor_rollout_ref.ref,
+    )
+    assert (
+        actor.loss_scale_factor == 64.0
+        and actor.loss_agg_mode == "token-mean"
+        and actor.ppo_mini_batch_size == 32
+    )
     assert rollout.log_prob_max_token_len_per_gpu == ref.log_prob_max_token_len_per_gpu == 16384
-    assert config.data.seed == 9 and config.data.tokenizer == config.actor_rollout_ref.model.path == config.critic.model.path
+    assert (
+        config.data.seed == 9
+        and config.data.tokenizer == config.actor_rollout_ref.model.path == config.critic.model.path
+    )
     critic = config.critic
-    assert (critic.enable, critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle) == (True, 32, 1, True)
+    assert (critic.enable, critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle) == (
+        True,
+        32,
+        1,
+        True,
+    )
     assert critic.forward_max_token_len_per_gpu == 32768
     assert actor.strategy == "fsdp2" and config.trainer.controller == "local"
     assert isinstance(config.data.train_files, list) and config.trainer.logger == ["console", "tensorboard"]
 
 
 def test_the_critic_is_the_actors_model_unless_told_otherwise(base: list[str], tmp_path: Path) -> None:
-    overrides = [*base, "actor_rollout_ref.model.override_config={a: 1}", "actor_rollout_ref.model.dtype=float64"]
+    overrides = [
+        *base,
+        "actor_rollout_ref.model.override_config={a: 1}",
+        "actor_rollout_ref.model.dtype=float64",
+    ]
     same = prepare_config(PPOConfig, overrides).config.critic.model
     assert same.override_config == {"a": 1} and same.dtype == "float64"
     (tmp_path / "other").mkdir()
-    other = prepare_config(PPOConfig, [*overrides, f"critic.model.path={tmp_path}/other", "critic.model.dtype=float32"]).config.critic.model
+    other = prepare_config(
+        PPOConfig, [*overrides, f"critic.model.path={tmp_path}/other", "critic.model.dtype=float32"]
+    ).config.critic.model
     assert other.override_config == {} and other.dtype == "float32"
 
 
@@ -83,43 +113,83 @@ GRPO = "algorithm.adv_estimator=grpo"
 BAD = [
     ([GRPO], "actor_rollout_ref.rollout.n=1 gives one: set actor_rollout_ref.rollout.n to 2 or more"),
     (
-        ["data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_size=96", "actor_rollout_ref.rollout.n=8"],
+        [
+            "data.train_batch_size=100",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=96",
+            "actor_rollout_ref.rollout.n=8",
+        ],
         "data.train_batch_size=100 × actor_rollout_ref.rollout.n=8 = 800 sequences cannot be split into "
         "actor_rollout_ref.actor.ppo_mini_batch_size=96 prompts: use a divisor of 100, for example 50",
     ),
-    (["critic.ppo_mini_batch_size=300"], "critic.ppo_mini_batch_size=300 prompts cannot|critic.ppo_mini_batch_size=300"),
+    (
+        ["critic.ppo_mini_batch_size=300"],
+        "critic.ppo_mini_batch_size=300 prompts cannot|critic.ppo_mini_batch_size=300",
+    ),
     (["algorithm.adv_estimator=grop"], "algorithm.adv_estimator=grop: there are gae, grpo"),
     (["algorithm.adv_estimator=no_such.py:f"], "algorithm.adv_estimator: there is no file no_such.py"),
     (["algorithm.adv_estimator=file.py:"], "wanted path/to/file.py:name"),
-    (["actor_rollout_ref.actor.policy_loss.loss_mode=ppo"], "policy_loss.loss_mode=ppo: there are vanilla, gspo"),
+    (
+        ["actor_rollout_ref.actor.policy_loss.loss_mode=ppo"],
+        "policy_loss.loss_mode=ppo: there are vanilla, gspo",
+    ),
     (
         ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512"],
         "ppo_max_token_len_per_gpu=512 tokens cannot hold one row of data.max_prompt",
     ),
     (["critic.forward_max_token_len_per_gpu=9"], "critic.forward_max_token_len_per_gpu=9"),
-    (["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=9"], "rollout.log_prob_max_token_len_per_gpu=9"),
-    (["algorithm.use_kl_in_reward=true", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"], "ref.log_prob_max_token_len_per_gpu=9"),
-    (["actor_rollout_ref.rollout.max_num_batched_tokens=9"], "max_num_batched_tokens=9 cannot hold one prompt"),
+    (
+        ["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=9"],
+        "rollout.log_prob_max_token_len_per_gpu=9",
+    ),
+    (
+        ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"],
+        "ref.log_prob_max_token_len_per_gpu=9",
+    ),
+    (
+        ["actor_rollout_ref.rollout.max_num_batched_tokens=9"],
+        "max_num_batched_tokens=9 cannot hold one prompt",
+    ),
     (["critic.enable=false"], "needs the critic"),
     (["algorithm.kl_penalty=k4"], "algorithm.kl_penalty=k4: there are kl, k1"),
     (["algorithm.kl_penalty=k3+"], "has no gradient"),
     (["actor_rollout_ref.actor.kl_loss_type=full"], "kl_loss_type=full"),
     (["actor_rollout_ref.actor.clip_ratio_low=1.5"], "fall below 0"),
-    (["actor_rollout_ref.rollout.val_kwargs.do_sample=true"], "val_kwargs.temperature=0: set a temperature above 0"),
-    (["actor_rollout_ref.rollout.do_sample=false", "actor_rollout_ref.rollout.temperature=0.7"], "do_sample=false with"),
+    (
+        ["actor_rollout_ref.rollout.val_kwargs.do_sample=true"],
+        "val_kwargs.temperature=0: set a temperature above 0",
+    ),
+    (
+        ["actor_rollout_ref.rollout.do_sample=false", "actor_rollout_ref.rollout.temperature=0.7"],
+        "do_sample=false with",
+    ),
     (["actor_rollout_ref.actor.optim.betas=[0.9]"], "betas=[0.9]: wanted two numbers"),
     (["critic.optim.betas=[0.9,1.0]"], "critic.optim.betas"),
     (["trainer.n_gpus_per_node=8", "trainer.controller=local"], "ask for 8: set trainer.controller=ray"),
     (["trainer.resource_pools={a: [1]}", "trainer.controller=local"], "trainer.resource_pools ask for 1"),
     (["trainer.resource_pools={a: [one]}"], "wanted"),
     (["trainer.resource_pools={a: [0]}"], "a pool has at least one device"),
-    (["trainer.resource_pools={a: [1]}", "trainer.placement={critic: b}"], "'b', which does not exist (there are a)"),
-    (["trainer.placement={critic: b}"], "there are none: set trainer.resource_pools"),
-    (["trainer.resource_pools={a: [1]}", "trainer.placement={critic: []}"], "leaves the critic without devices"),
-    (["trainer.resource_pools={a: [1]}", "trainer.placement={critics: a}"], "trainer.placement.critics is no role"),
-    (["trainer.nnodes=3", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], "does not divide the 3 processes"),
     (
-        [f"actor_rollout_ref.actor.{key}" for key in ("use_prefix_grouper=true", "ulysses_sequence_parallel_size=2")]
+        ["trainer.resource_pools={a: [1]}", "trainer.placement={critic: b}"],
+        "'b', which does not exist (there are a)",
+    ),
+    (["trainer.placement={critic: b}"], "there are none: set trainer.resource_pools"),
+    (
+        ["trainer.resource_pools={a: [1]}", "trainer.placement={critic: []}"],
+        "leaves the critic without devices",
+    ),
+    (
+        ["trainer.resource_pools={a: [1]}", "trainer.placement={critics: a}"],
+        "trainer.placement.critics is no role",
+    ),
+    (
+        ["trainer.nnodes=3", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"],
+        "does not divide the 3 processes",
+    ),
+    (
+        [
+            f"actor_rollout_ref.actor.{key}"
+            for key in ("use_prefix_grouper=true", "ulysses_sequence_parallel_size=2")
+        ]
         + ["trainer.nnodes=2"],
         "ranks that share rows hold each prompt",
     ),
@@ -132,18 +202,35 @@ BAD = [
         "exact=true with algorithm.rollout_correction.bypass_mode=true",
     ),
     (["trainer.nnodes=2", "actor_rollout_ref.rollout.exact=true"], "exact=true with an actor on 2 processes"),
-    (["trainer.nnodes=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
-    (["trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"], "does not divide the 2 processes that generate"),
+    (
+        ["trainer.nnodes=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"],
+        "fsdp_size=3 does not divide the 4 ranks",
+    ),
+    (
+        ["trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"],
+        "does not divide the 2 processes that generate",
+    ),
     (["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=0"], "fsdp_size=0"),
     (
-        ["trainer.nnodes=4", "critic.fsdp_config.tensor_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"],
+        [
+            "trainer.nnodes=4",
+            "critic.fsdp_config.tensor_parallel_size=2",
+            "critic.ulysses_sequence_parallel_size=2",
+        ],
         "a model is split in one of these ways",
     ),
     (
-        ["trainer.nnodes=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2", "actor_rollout_ref.model.lora_rank=8"],
+        [
+            "trainer.nnodes=2",
+            "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+            "actor_rollout_ref.model.lora_rank=8",
+        ],
         "adapters are not split",
     ),
-    (["actor_rollout_ref.model.lora_rank=8", "algorithm.ref_update_freq=2"], "no weights of its own to renew"),
+    (
+        ["actor_rollout_ref.model.lora_rank=8", "algorithm.ref_update_freq=2"],
+        "no weights of its own to renew",
+    ),
     (
         [
             "trainer.resource_pools={a: [2], b: [1]}",
@@ -155,7 +242,10 @@ BAD = [
     ),
     (["distillation.teacher_model.lora_rank=8"], "the teacher does not train"),
     (["actor_rollout_ref.rollout.stop=['Q:','']"], "rollout.stop=['Q:', ''] has an empty text"),
-    (["actor_rollout_ref.rollout.stop_token_ids=[3,-1]"], "rollout.stop_token_ids=[3, -1]: token ids are numbers from 0"),
+    (
+        ["actor_rollout_ref.rollout.stop_token_ids=[3,-1]"],
+        "rollout.stop_token_ids=[3, -1]: token ids are numbers from 0",
+    ),
     (["actor_rollout_ref.rollout.min_p=1.5"], "min_p"),
     (["actor_rollout_ref.rollout.repetition_penalty=0"], "repetition_penalty"),
     (["trainer.logger=[console,wandbb]"], "trainer.logger: got"),
@@ -163,7 +253,10 @@ BAD = [
     (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/such"], "there is no folder /no/such"),
     (["trainer.resume_from_path=/no/such"], "set trainer.resume_mode=resume_path"),
-    (["trainer.default_local_dir=/dev/null/run"], "trainer.default_local_dir=/dev/null/run cannot be written"),
+    (
+        ["trainer.default_local_dir=/dev/null/run"],
+        "trainer.default_local_dir=/dev/null/run cannot be written",
+    ),
     (["trainer.rollout_data_dir=/dev/null/run"], "trainer.rollout_data_dir=/dev/null/run cannot be written"),
     (["trainer.val_only=true", "data.val_files=[]"], "val_only=true without validation data"),
     (["trainer.critic_warmup=5", "trainer.total_training_steps=5"], "leaves no step"),
@@ -184,13 +277,21 @@ BAD = [
     (["data.custom_cls.path=a.py"], "without a name: set data.custom_cls.name"),
     (["data.sampler.class_path=/no/a.py:S"], "data.sampler.class_path: there is no file /no/a.py"),
     (["reward.terms=[{weight: 1}]"], "reward.terms[0]"),
-    (["reward.terms=[{name: math}]", "reward.function=gsm8k"], "reward.function=gsm8k each choose the reward"),
-    (["reward.terms=[{name: math}]", "reward.custom_reward_function.reward_kwargs={a: 1}"], "write the options into the term"),
+    (
+        ["reward.terms=[{name: math}]", "reward.function=gsm8k"],
+        "reward.function=gsm8k each choose the reward",
+    ),
+    (
+        ["reward.terms=[{name: math}]", "reward.custom_reward_function.reward_kwargs={a: 1}"],
+        "write the options into the term",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "says"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
-def test_what_cannot_run_is_refused_with_the_way_out(base: list[str], overrides: list[str], says: str) -> None:
+def test_what_cannot_run_is_refused_with_the_way_out(
+    base: list[str], overrides: list[str], says: str
+) -> None:
     message = problem(base, *overrides)
     assert any(part in message for part in says.split("|")), message
 
@@ -198,13 +299,24 @@ def test_what_cannot_run_is_refused_with_the_way_out(base: list[str], overrides:
 def test_a_users_own_data_class_reads_what_it_likes(tmp_path: Path, base: list[str]) -> None:
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "rows.csv").write_text("")
-    own = [f"data.custom_cls.path={tmp_path}/mine.py:Mine", f"data.train_files=[{tmp_path}/rows.csv,{tmp_path}/model]"]
+    own = [
+        f"data.custom_cls.path={tmp_path}/mine.py:Mine",
+        f"data.train_files=[{tmp_path}/rows.csv,{tmp_path}/model]",
+    ]
     prepare_config(PPOConfig, [*base, *own])
-    assert "data.train_files: there is no /no/such.csv" in problem(base, *own, "data.train_files=/no/such.csv")
+    assert "data.train_files: there is no /no/such.csv" in problem(
+        base, *own, "data.train_files=/no/such.csv"
+    )
 
 
 def test_all_problems_at_once(base: list[str]) -> None:
-    message = problem(base, GRPO, "trainer.nnodes=2", "trainer.controller=local", "actor_rollout_ref.actor.optim.betas=[2,2]")
+    message = problem(
+        base,
+        GRPO,
+        "trainer.nnodes=2",
+        "trainer.controller=local",
+        "actor_rollout_ref.actor.optim.betas=[2,2]",
+    )
     assert message.startswith("3 problems") and message.count("\n  - ") == 3
 
 
@@ -218,7 +330,11 @@ def test_all_problems_at_once(base: list[str]) -> None:
     ],
 )
 def test_sft_runs_are_checked_too(tmp_path: Path, overrides: list[str], says: str) -> None:
-    base = ["data.task.name=arithmetic_chain", "model.path=org/name", f"trainer.default_local_dir={tmp_path}/run"]
+    base = [
+        "data.task.name=arithmetic_chain",
+        "model.path=org/name",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
     assert prepare_config(SFTConfig, base).config.data.tokenizer == "org/name"
     base = base[1:] if "data.train_files=[]" in overrides else base
     assert says in problem(base, *overrides, root=SFTConfig)
@@ -234,7 +350,10 @@ def test_sft_runs_are_checked_too(tmp_path: Path, overrides: list[str], says: st
         (["actor_rollout_ref.actor.loss_scale_factor=3"], "seq-mean-token-sum-norm"),
         (["actor_rollout_ref.rollout.top_p=0.9"], "top_p=0.9, top_k=-1 leave tokens out of sampling"),
         (["actor_rollout_ref.rollout.top_k=20"], "whole distribution at the temperature alone"),
-        (["actor_rollout_ref.rollout.min_p=0.1"], "top_p=1.0, top_k=-1, min_p=0.1 leave tokens out of sampling"),
+        (
+            ["actor_rollout_ref.rollout.min_p=0.1"],
+            "top_p=1.0, top_k=-1, min_p=0.1 leave tokens out of sampling",
+        ),
         (
             ["actor_rollout_ref.rollout.repetition_penalty=1.1"],
             "repetition_penalty=1.1 changes which tokens are chosen; the log-probs kept",
@@ -255,19 +374,33 @@ def test_checking_makes_no_folder(base: list[str], tmp_path: Path) -> None:
 def test_several_processes_need_ray_and_one_does_not(base: list[str]) -> None:
     assert prepare_config(PPOConfig, base).config.trainer.controller == "local"
     assert prepare_config(PPOConfig, [*base, "trainer.n_gpus_per_node=2"]).config.trainer.controller == "ray"
-    pools = [*base, "trainer.resource_pools={train: [1], generate: [1]}", "trainer.placement={rollout: [train, generate]}"]
+    pools = [
+        *base,
+        "trainer.resource_pools={train: [1], generate: [1]}",
+        "trainer.placement={rollout: [train, generate]}",
+    ]
     config = prepare_config(PPOConfig, pools).config
-    assert config.trainer.controller == "ray" and config.trainer.placement == {"rollout": ["train", "generate"]}
+    assert config.trainer.controller == "ray" and config.trainer.placement == {
+        "rollout": ["train", "generate"]
+    }
     assert config.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 1
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["trainer.resource_pools={a: [1]}", "trainer.nnodes=1"], "trainer.resource_pools says which devices there are"),
-        (["actor_rollout_ref.actor.fsdp_config.offload_policy=true"], "with one process there is nothing to shard"),
+        (
+            ["trainer.resource_pools={a: [1]}", "trainer.nnodes=1"],
+            "trainer.resource_pools says which devices there are",
+        ),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.offload_policy=true"],
+            "with one process there is nothing to shard",
+        ),
         (["trainer.max_restarts=2"], "a restart begins at step 1 again"),
     ],
 )
-def test_cluster_settings_that_mean_less_than_they_seem_are_said(base: list[str], overrides: list[str], says: str) -> None:
+def test_cluster_settings_that_mean_less_than_they_seem_are_said(
+    base: list[str], overrides: list[str], says: str
+) -> None:
     assert any(says in note for note in prepare_config(PPOConfig, [*base, *overrides]).notes)

@@ -20,9 +20,16 @@ LIGER = f"{MODEL}.use_liger=true"
     [
         ([LIGER, "trainer.device=cpu"], rf"{MODEL}.use_liger=true with trainer.device=cpu: .* on CUDA only"),
         ([LIGER, f"{MODEL}.dtype=float64"], rf"{MODEL}.use_liger=true with {MODEL}.dtype=float64"),
-        ([LIGER, "actor_rollout_ref.rollout.exact=true"], rf"{MODEL}.use_liger=true with actor_rollout_ref.rollout.exact=true"),
         (
-            [LIGER, "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"],
+            [LIGER, "actor_rollout_ref.rollout.exact=true"],
+            rf"{MODEL}.use_liger=true with actor_rollout_ref.rollout.exact=true",
+        ),
+        (
+            [
+                LIGER,
+                "trainer.n_gpus_per_node=2",
+                "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+            ],
             rf"{MODEL}.use_liger=true with tensor_parallel_size=2",
         ),
         (
@@ -39,14 +46,24 @@ def test_liger_where_it_cannot_be(base: list[str], overrides: list[str], says: s
 def test_liger_where_it_can_be(base: list[str], tmp_path: Path) -> None:
     config = prepare_config(PPOConfig, [*base, LIGER, "trainer.device=cuda"]).config
     assert config.actor_rollout_ref.model.use_liger and not config.critic.model.use_liger
-    sft = ["model.path=org/name", "data.task.name=arithmetic_chain", f"trainer.default_local_dir={tmp_path}", "model.use_liger=true"]
+    sft = [
+        "model.path=org/name",
+        "data.task.name=arithmetic_chain",
+        f"trainer.default_local_dir={tmp_path}",
+        "model.use_liger=true",
+    ]
     with pytest.raises(ConfigError, match=r"model\.use_liger=true with trainer.device=cpu"):
         prepare_config(SFTConfig, [*sft, "trainer.device=cpu"])
 
 
-@pytest.mark.parametrize(("root", "block"), [(PPOConfig, MODEL), (PPOConfig, "critic.model"), (SFTConfig, "model")])
+@pytest.mark.parametrize(
+    ("root", "block"), [(PPOConfig, MODEL), (PPOConfig, "critic.model"), (SFTConfig, "model")]
+)
 def test_fused_kernels_are_always_on_in_torch(root: type[PPOConfig | SFTConfig], block: str) -> None:
     assert "always on" in status(root, f"{block}.use_fused_kernels", True).reason
     backend = f"{block}.fused_kernel_options.impl_backend"
     assert status(root, backend, "torch").kind == "no effect"
-    assert status(root, backend, "triton").kind == "refused" and "no entropy" in status(root, backend, "triton").reason
+    assert (
+        status(root, backend, "triton").kind == "refused"
+        and "no entropy" in status(root, backend, "triton").reason
+    )

@@ -19,14 +19,26 @@ TWO = "trainer.n_gpus_per_node=2"
     [
         ([f"{ROLLOUT}.dtype=float16"], "set actor_rollout_ref.model.dtype"),
         ([f"{ROLLOUT}.cudagraph_capture_sizes=[0,8]"], "at least 1 each"),
-        ([VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.address=http://a:1"], "leave one of them out"),
-        ([VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.python=p"], "the python of a server: leave one of them out"),
+        (
+            [VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.address=http://a:1"],
+            "leave one of them out",
+        ),
+        (
+            [VLLM, f"{ROLLOUT}.server.enable=false", f"{ROLLOUT}.server.python=p"],
+            "the python of a server: leave one of them out",
+        ),
         ([VLLM, TWO, f"{ROLLOUT}.server.enable=false"], "leave actor_rollout_ref.rollout.server.enable out"),
         ([VLLM, TWO, f"{ROLLOUT}.server.address=http://a:1"], "names 1 servers, and 2 processes generate"),
         ([VLLM, f"{ROLLOUT}.server.address=a:1"], "wanted http://HOST:PORT"),
-        ([VLLM, TWO, f"{ROLLOUT}.tensor_model_parallel_size=2"], "each has one device, and starts an engine on it"),
+        (
+            [VLLM, TWO, f"{ROLLOUT}.tensor_model_parallel_size=2"],
+            "each has one device, and starts an engine on it",
+        ),
         ([VLLM, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
-        ([VLLM, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_model_len=9999"], "or enable_chunked_prefill=true"),
+        (
+            [VLLM, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_model_len=9999"],
+            "or enable_chunked_prefill=true",
+        ),
         ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"], "set by hybridflow itself"),
         ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.enable_lora=true"], "set by hybridflow itself"),
         ([VLLM, f"{ROLLOUT}.lora_as_adapters=true"], "the actor has no adapters"),
@@ -42,29 +54,48 @@ def test_what_cannot_be_is_refused(base: list[str], overrides: list[str], says: 
 
 def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: list[str]) -> None:
     sizes = ["data.max_prompt_length=20", "data.max_response_length=30"]
-    config = prepare_config(PPOConfig, [*base, *sizes, VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4"]).config
+    config = prepare_config(
+        PPOConfig, [*base, *sizes, VLLM, f"{ROLLOUT}.tensor_model_parallel_size=4"]
+    ).config
     assert config.actor_rollout_ref.rollout.max_model_len == 50
-    assert prepare_config(PPOConfig, [*base, *sizes, SGLANG]).config.actor_rollout_ref.rollout.max_model_len == 50
-    native = prepare_config(PPOConfig, [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.load_format=auto"])
+    assert (
+        prepare_config(PPOConfig, [*base, *sizes, SGLANG]).config.actor_rollout_ref.rollout.max_model_len
+        == 50
+    )
+    native = prepare_config(
+        PPOConfig,
+        [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.load_format=auto"],
+    )
     assert native.config.actor_rollout_ref.rollout.max_model_len is None
     (note,) = [note for note in native.notes if "needs none" in note]
     assert f"{ROLLOUT}.load_format" in note and f"{ROLLOUT}.engine_kwargs" in note
     both = [f"{ROLLOUT}.enable_prefix_caching=false", f"{ROLLOUT}.enforce_eager=true"]
     read = prepare_config(PPOConfig, [*base, *both])
-    assert not any("enable_prefix_caching" in note or "enforce_eager" in note for note in read.notes)  # by the native engine too
+    # by the native engine too
+    assert not any("enable_prefix_caching" in note or "enforce_eager" in note for note in read.notes)
     unread = prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *both])
     assert any("enable_prefix_caching" in note and "enforce_eager" in note for note in unread.notes)
     sizes = [f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]"]
-    assert prepare_config(PPOConfig, [*base, *sizes]).config.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 8]
-    assert any("compilation_config" in note for note in prepare_config(PPOConfig, [*base, VLLM, *sizes]).notes)
+    assert prepare_config(
+        PPOConfig, [*base, *sizes]
+    ).config.actor_rollout_ref.rollout.cudagraph_capture_sizes == [1, 8]
+    assert any(
+        "compilation_config" in note for note in prepare_config(PPOConfig, [*base, VLLM, *sizes]).notes
+    )
     others = prepare_config(PPOConfig, [*base, SGLANG, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"])
     assert any("engine_kwargs.vllm: not read" in note for note in others.notes)
     blocks = [f"{ROLLOUT}.kv_cache=paged"]
     assert not any("kv_cache" in note for note in prepare_config(PPOConfig, [*base, *blocks]).notes)
-    assert any("has blocks of its own" in note for note in prepare_config(PPOConfig, [*base, VLLM, *blocks]).notes)
     assert any(
-        "kv_cache: read by the native engine" in note for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *blocks]).notes
+        "has blocks of its own" in note for note in prepare_config(PPOConfig, [*base, VLLM, *blocks]).notes
     )
-    assert any("dtype of the module" in note for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.dtype=bfloat16"]).notes)
+    assert any(
+        "kv_cache: read by the native engine" in note
+        for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *blocks]).notes
+    )
+    assert any(
+        "dtype of the module" in note
+        for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.dtype=bfloat16"]).notes
+    )
     rounded = prepare_config(PPOConfig, [*base, VLLM, f"{ROLLOUT}.quantization=fp8"])
     assert any("rounded weights" in note for note in rounded.notes)

@@ -29,7 +29,9 @@ def test_tree_and_back(root: type) -> None:
 
 def test_blocks_keep_their_own_defaults() -> None:
     assert build(critic={"optim": {"eps": 1e-6}}).critic.optim.lr == 1e-5
-    assert build(actor_rollout_ref={"actor": {"optim": {"eps": 1e-6}}}).actor_rollout_ref.actor.optim.lr == 1e-6
+    assert (
+        build(actor_rollout_ref={"actor": {"optim": {"eps": 1e-6}}}).actor_rollout_ref.actor.optim.lr == 1e-6
+    )
 
 
 def test_numbers() -> None:
@@ -85,7 +87,12 @@ def test_mismatches_say_where_what_and_wanted(key: str, value: object, wanted: s
 def test_all_mistakes_at_once() -> None:
     message = problems(data={"seed": "x", "trian_files": []}, trainer={"nnodes": 0}, extra=1)
     assert message.startswith("4 problems")
-    for part in ("data.seed", "unknown key data.trian_files; did you mean data.train_files", "trainer.nnodes", "unknown key extra"):
+    for part in (
+        "data.seed",
+        "unknown key data.trian_files; did you mean data.train_files",
+        "trainer.nnodes",
+        "unknown key extra",
+    ):
         assert part in message
 
 

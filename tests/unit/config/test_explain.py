@@ -52,14 +52,23 @@ def test_training_steps_come_from_the_key_the_rows_or_the_task() -> None:
 
 def test_rows_of_dynamic_sampling_remax_and_spin() -> None:
     shown = values(
-        ppo("algorithm.filter_groups.enable=true", "data.gen_batch_size=24", "algorithm.filter_groups.max_num_gen_batches=5"), 200
+        ppo(
+            "algorithm.filter_groups.enable=true",
+            "data.gen_batch_size=24",
+            "algorithm.filter_groups.max_num_gen_batches=5",
+        ),
+        200,
     )
     assert shown["sequences per step"] == "256"
     assert shown["responses generated per step, at least"] == "288"  # 3 generation batches × 24 prompts × 4
     assert shown["responses generated per step, at most"] == "480"
     assert shown["training steps"] == "6"  # 3 epochs × (200 // 72)
     shown = values(ppo("algorithm.adv_estimator=remax", "data.gen_batch_size=24"), rows=200)
-    assert (shown["sequences per step"], shown["responses generated per step"], shown["training steps"]) == ("256", "320", "9")
+    assert (shown["sequences per step"], shown["responses generated per step"], shown["training steps"]) == (
+        "256",
+        "320",
+        "9",
+    )
     shown = values(ppo("algorithm.adv_estimator=spin"))
     assert (shown["sequences per step"], shown["responses generated per step"]) == ("320", "256")
     assert not any("generated" in label for label in values(ppo()))

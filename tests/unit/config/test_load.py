@@ -1,4 +1,6 @@
-"""Recipes and command lines become configurations: Hydra's grammar, aliases, interpolation, composition, sweeps."""
+"""Recipes and command lines become configurations: Hydra's grammar, aliases, interpolation, composition,
+sweeps.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def problem(*overrides: str, recipe: str | Path | None = None) -> str:
         ("data.val_files=", "data.val_files", ""),
         ("data.train_files=hdfs://host/a.parquet", "data.train_files", "hdfs://host/a.parquet"),
         ("algorithm={gamma: 0.9}", "algorithm.gamma", 0.9),
-        ("trainer.experiment_name=${data.seed}_${trainer.project_name}", "trainer.experiment_name", "None_hybridflow"),
+        (
+            "trainer.experiment_name=${data.seed}_${trainer.project_name}",
+            "trainer.experiment_name",
+            "None_hybridflow",
+        ),
         ("trainer.experiment_name=${oc.env:LOAD_TEST}", "trainer.experiment_name", "from the environment"),
         ("data.max_response_length=${data.max_prompt_length}", "data.max_response_length", 512),
     ],
@@ -55,7 +61,10 @@ def test_grammar(override: str, path: str, value: object, monkeypatch: pytest.Mo
 
 
 def test_interpolation_in_defaults_follows_overrides() -> None:
-    assert load("trainer.project_name=p", "trainer.experiment_name=e").trainer.default_local_dir == "checkpoints/p/e"
+    assert (
+        load("trainer.project_name=p", "trainer.experiment_name=e").trainer.default_local_dir
+        == "checkpoints/p/e"
+    )
 
 
 def test_the_last_override_wins_and_a_tilde_restores_the_default() -> None:
@@ -66,7 +75,11 @@ def test_the_last_override_wins_and_a_tilde_restores_the_default() -> None:
 
 def test_given_paths_are_those_of_recipe_and_command_line() -> None:
     loaded = load_config(PPOConfig, ["reward_model.reward_fn.path=r.py", "data.task.options={a: 1}"], "grpo")
-    assert {"reward.custom_reward_function.path", "data.task.options.a", "actor_rollout_ref.rollout.n"} <= loaded.given
+    assert {
+        "reward.custom_reward_function.path",
+        "data.task.options.a",
+        "actor_rollout_ref.rollout.n",
+    } <= loaded.given
 
 
 @pytest.mark.parametrize(
@@ -75,11 +88,27 @@ def test_given_paths_are_those_of_recipe_and_command_line() -> None:
         ("reward_model.reward_fn.name", "reward.custom_reward_function.name", "f"),
         ("custom_reward_function.path", "reward.custom_reward_function.path", "f.py"),
         ("custom_reward_function.reward_kwargs.a", "reward.custom_reward_function.reward_kwargs.a", "1"),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "4"),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            "4",
+        ),
         ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu", "4"),
-        ("actor_rollout_ref.ref.log_prob_micro_batch_size", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "4"),
-        ("actor_rollout_ref.actor.optim.warmup_style", "actor_rollout_ref.actor.optim.lr_scheduler_type", "cosine"),
-        ("actor_rollout_ref.actor.optim.lr_scheduler", "actor_rollout_ref.actor.optim.lr_scheduler_type", "cosine"),
+        (
+            "actor_rollout_ref.ref.log_prob_micro_batch_size",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+            "4",
+        ),
+        (
+            "actor_rollout_ref.actor.optim.warmup_style",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type",
+            "cosine",
+        ),
+        (
+            "actor_rollout_ref.actor.optim.lr_scheduler",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type",
+            "cosine",
+        ),
         ("critic.optim.warmup_steps_proportion", "critic.optim.lr_warmup_steps_ratio", "0.1"),
         ("rollout.temperature", "actor_rollout_ref.rollout.temperature", "0.7"),
         ("actor.checkpoint.contents", "actor_rollout_ref.actor.checkpoint.save_contents", "[model]"),
@@ -100,7 +129,9 @@ def test_aliases_print_one_line_with_the_key_now_used(old: str, new: str, value:
 
 def test_sft_aliases() -> None:
     loaded = load_config(SFTConfig, ["optim.warmup_steps_proportion=0.1", "optim.lr_scheduler=cosine"])
-    assert loaded.config.optim.lr_warmup_steps_ratio == 0.1 and loaded.config.optim.lr_scheduler_type == "cosine"
+    assert (
+        loaded.config.optim.lr_warmup_steps_ratio == 0.1 and loaded.config.optim.lr_scheduler_type == "cosine"
+    )
     assert len(loaded.notes) == 2
 
 
@@ -114,15 +145,24 @@ def test_null_in_an_old_key_does_not_undo_the_new_one() -> None:
     [
         ("data.trian_batch_size=3", "unknown key data.trian_batch_size; did you mean data.train_batch_size"),
         ("temprature=3", "actor_rollout_ref.rollout.temperature"),
-        ("actor_rollout_ref.rollout.name=trtllm", "rollout.name=trtllm: not in this version: use actor_rollout_ref.rollout.name=native"),
+        (
+            "actor_rollout_ref.rollout.name=trtllm",
+            "rollout.name=trtllm: not in this version: use actor_rollout_ref.rollout.name=native",
+        ),
         ("data.seed=1,2", "[a,b] for a list, or give --multirun"),
         ("data.seed", "not an override"),
         ("data.seed=[1", "not an override"),
         ("recipe@data=x", "config groups"),
         ("data=3", "wanted a block of keys"),
         ("trainer.experiment_name=${no.such}", "no.such"),
-        ("distillation.enabled=True", "set algorithm.adv_estimator=on_policy_distillation and distillation.teacher_model.path"),
-        ("algorithm.rollout_correction.rollout_rs=token_k1,token_k2", "algorithm.rollout_correction.rollout_rs='a,b'"),
+        (
+            "distillation.enabled=True",
+            "set algorithm.adv_estimator=on_policy_distillation and distillation.teacher_model.path",
+        ),
+        (
+            "algorithm.rollout_correction.rollout_rs=token_k1,token_k2",
+            "algorithm.rollout_correction.rollout_rs='a,b'",
+        ),
     ],
 )
 def test_mistakes_name_the_key_and_the_way_out(override: str, says: str) -> None:
@@ -135,8 +175,12 @@ def test_all_mistakes_of_a_command_line_at_once() -> None:
 
 
 def test_recipes_build_on_each_other(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 8, seed: 1}\nactor_rollout_ref: {actor: {optim: {lr: 1e-3}}}\n")
-    (tmp_path / "run.yaml").write_text("defaults: [grpo, base]\ndata: {seed: 2}\ntrainer: {experiment_name: 's${data.seed}'}\n")
+    (tmp_path / "base.yaml").write_text(
+        "data: {train_batch_size: 8, seed: 1}\nactor_rollout_ref: {actor: {optim: {lr: 1e-3}}}\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        "defaults: [grpo, base]\ndata: {seed: 2}\ntrainer: {experiment_name: 's${data.seed}'}\n"
+    )
     config = load("data.max_prompt_length=9", recipe=tmp_path / "run.yaml")
     assert (config.data.train_batch_size, config.data.seed, config.data.max_prompt_length) == (8, 2, 9)
     assert config.actor_rollout_ref.actor.optim.lr == 1e-3 and config.actor_rollout_ref.rollout.n == 8
@@ -165,16 +209,33 @@ def test_names_of_recipes_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0.5_5", "0.5_5"), ("1_2", "1_2"), ("0.5_2.0", "0.5_2.0"), ("0.2", 0.2), ("2", 2.0), ("'0.5_5'", "0.5_5")],
+    [
+        ("0.5_5", "0.5_5"),
+        ("1_2", "1_2"),
+        ("0.5_2.0", "0.5_2.0"),
+        ("0.2", 0.2),
+        ("2", 2.0),
+        ("'0.5_5'", "0.5_5"),
+    ],
 )
 def test_two_bounds_are_not_read_as_one_number(text: str, value: object, tmp_path: Path) -> None:
     key = "algorithm.rollout_correction.rollout_is_threshold"
     assert get_value(load(f"{key}={text}"), key) == value
-    assert get_value(load(f"algorithm.rollout_correction={{rollout_is_threshold: {text}, rollout_is: token}}"), key) == value
-    for recipe in ("algorithm:\n  rollout_correction:\n    rollout_is_threshold: {} # both\n", "algorithm.rollout_is_threshold: {}\n"):
+    assert (
+        get_value(
+            load(f"algorithm.rollout_correction={{rollout_is_threshold: {text}, rollout_is: token}}"), key
+        )
+        == value
+    )
+    for recipe in (
+        "algorithm:\n  rollout_correction:\n    rollout_is_threshold: {} # both\n",
+        "algorithm.rollout_is_threshold: {}\n",
+    ):
         (tmp_path / "run.yaml").write_text(recipe.format(text))
         assert get_value(load(recipe=tmp_path / "run.yaml"), key) == value
-    (tmp_path / "flow.yaml").write_text(f"algorithm: {{rollout_correction: {{rollout_is_threshold: {text}, rollout_is: token}}}}\n")
+    (tmp_path / "flow.yaml").write_text(
+        f"algorithm: {{rollout_correction: {{rollout_is_threshold: {text}, rollout_is: token}}}}\n"
+    )
     assert get_value(load(recipe=tmp_path / "flow.yaml"), key) == value
     assert [get_value(load(*run), key) for run in expand_sweeps([f"{key}={text},7"])] == [value, 7.0]
 
@@ -224,12 +285,17 @@ def test_yaml_that_is_shown_loads_to_the_same(root: type, tmp_path: Path) -> Non
     (tmp_path / "all.yaml").write_text(to_yaml(config))
     assert load_config(root, [], tmp_path / "all.yaml").config == config
     assert yaml.safe_load(to_yaml(config, only_changed=True)) == {
-        "trainer": {"total_epochs": 7, "project_name": "a b: c"} | ({"default_local_dir": "checkpoints/a b: c/run"})
+        "trainer": {"total_epochs": 7, "project_name": "a b: c"}
+        | ({"default_local_dir": "checkpoints/a b: c/run"})
     }
 
 
 def test_prepared_runs_are_resolved_and_checked(tmp_path: Path) -> None:
-    overrides = ["data.task.name=arithmetic_chain", "actor_rollout_ref.model.path=org/name", f"trainer.default_local_dir={tmp_path}"]
+    overrides = [
+        "data.task.name=arithmetic_chain",
+        "actor_rollout_ref.model.path=org/name",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
     prepared = prepare_config(PPOConfig, [*overrides, "data.train_batch_size=64"], "grpo")
     assert prepared.config.actor_rollout_ref.actor.ppo_mini_batch_size == 64
     assert any("ppo_mini_batch_size=64" in note for note in prepared.notes)

@@ -12,7 +12,9 @@ from hybridflow.config.tree import blocks_of, keys_of
 from hybridflow.config.verl_keys import status
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples" / "cluster").iterdir()])
+PAGES = sorted(
+    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples" / "cluster").iterdir()]
+)
 KEYS = {*keys_of(PPOConfig), *keys_of(SFTConfig)}
 OWN = {*KEYS, *blocks_of(PPOConfig), *blocks_of(SFTConfig)}
 BLOCKS = (
@@ -33,8 +35,12 @@ SET = re.compile(rf"(?<![\w./-])((?:{'|'.join(BLOCKS)})(?:\.[a-z_]+)+)=")
 
 
 def known(key: str) -> bool:
-    """A key of a root, one below a free block, or the end of one where a page has said which block it is about."""
-    if any(key == own or own.endswith("." + key) for own in OWN) or any(key.startswith(own + ".") for own in KEYS):
+    """A key of a root, one below a free block, or the end of one where a page has said which block it is
+    about.
+    """
+    if any(key == own or own.endswith("." + key) for own in OWN) or any(
+        key.startswith(own + ".") for own in KEYS
+    ):
         return True
     return any(status(root, key, "x").kind not in ("unknown", "refused") for root in (PPOConfig, SFTConfig))
 
@@ -47,4 +53,6 @@ def test_a_page_sets_keys_that_exist(page: Path) -> None:
 
 def test_the_pages_set_keys() -> None:
     keys = {key for page in PAGES for key in SET.findall(page.read_text(encoding="utf-8"))}
-    assert {"trainer.n_gpus_per_node", "data.train_files", "trainer.max_restarts"} <= keys and not known("trainer.n_gpus_per_nod")
+    assert {"trainer.n_gpus_per_node", "data.train_files", "trainer.max_restarts"} <= keys and not known(
+        "trainer.n_gpus_per_nod"
+    )

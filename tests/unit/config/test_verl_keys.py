@@ -1,6 +1,8 @@
-"""Every key of verl's documents is native, an alias, without effect, or refused with a reason; none is unknown, none is lost silently.
+"""Every key of verl's documents is native, an alias, without effect, or refused with a reason; none is
+unknown, none is lost silently.
 
-The documents themselves are not part of the project: the commands, YAML blocks and tables of keys in them are repeated here as data.
+The documents themselves are not part of the project: the commands, YAML blocks and tables of keys in them are
+repeated here as data.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ PPO_YAML = (
     """rollout: {multi_turn: {enable: true, max_turns: 5, tool_server: "http://tool-server:8080"}}""",
     "rollout: {dtype: fp8}",
     "trainer: {prometheus: {enable: true, port: 9090}}",
-    "resource_pool: {actor_rollout_ref: {devices: [0, 1]}, critic: {devices: [4]}, reward_model: {devices: [6]}}",
+    "resource_pool: {actor_rollout_ref: {devices: [0, 1]}, critic: {devices: [4]}, reward_model: {devices: "
+    "[6]}}",
 )
 
 SFT_YAML = """
@@ -94,7 +97,8 @@ SFT_YAML = """
     optim: {lr: 2e-5, weight_decay: 0.01, warmup_steps_proportion: 0.1, lr_scheduler: cosine}
 """
 
-# The keys of verl's own default files (configuration reference of 2025 and 2026), with values that leave every feature as it is.
+# The keys of verl's own default files (configuration reference of 2025 and 2026), with values that leave
+# every feature as it is.
 PPO_REFERENCE = """
 actor_rollout_ref:
   hybrid_engine: true
@@ -305,13 +309,19 @@ def test_every_sft_key_of_the_documents_is_known() -> None:
 def test_verls_own_defaults_are_accepted(root: type, text: str) -> None:
     found = blocks(text)
     assert_known(root, found)
-    refused = {path: status(root, path, value).reason for path, value in found if status(root, path, value).kind == "refused"}
+    refused = {
+        path: status(root, path, value).reason
+        for path, value in found
+        if status(root, path, value).kind == "refused"
+    }
     assert not refused
 
 
 def test_verls_defaults_of_the_algorithms_load_to_ours(tmp_path: Path) -> None:
     block = yaml.safe_load(PPO_REFERENCE)["algorithm"]
-    (tmp_path / "verl.yaml").write_text(yaml.safe_dump({"algorithm": block, "distillation": {"enabled": False}}))
+    (tmp_path / "verl.yaml").write_text(
+        yaml.safe_dump({"algorithm": block, "distillation": {"enabled": False}})
+    )
     loaded = load_config(PPOConfig, recipe=tmp_path / "verl.yaml")
     ours = PPOConfig().algorithm
     assert replace(loaded.config.algorithm, filter_groups=ours.filter_groups) == ours
@@ -320,7 +330,9 @@ def test_verls_defaults_of_the_algorithms_load_to_ours(tmp_path: Path) -> None:
 
 
 def test_values_of_verl_that_have_another_name_here() -> None:
-    loaded = load_config(PPOConfig, ["algorithm.adv_estimator=rloo_vectorized", "algorithm.rollout_correction.rollout_is=none"])
+    loaded = load_config(
+        PPOConfig, ["algorithm.adv_estimator=rloo_vectorized", "algorithm.rollout_correction.rollout_is=none"]
+    )
     assert loaded.config == load_config(PPOConfig, ["algorithm.adv_estimator=rloo"]).config
     assert loaded.notes[0] == "algorithm.adv_estimator=rloo_vectorized is now rloo" and len(loaded.notes) == 2
     assert status(PPOConfig, "algorithm.adv_estimator", "grpo_vectorized").value == "grpo"
@@ -328,18 +340,28 @@ def test_values_of_verl_that_have_another_name_here() -> None:
 
 def test_a_null_in_place_of_a_block_leaves_it_as_it_is() -> None:
     loaded = load_config(PPOConfig, ["algorithm.rollout_correction=null", "algorithm.filter_groups=null"])
-    assert loaded.config == load_config(PPOConfig).config and all("has no effect" in note for note in loaded.notes)
-    assert load_config(PPOConfig, ["algorithm.pf_ppo.weight_pow=3", "~algorithm.pf_ppo"]).config == load_config(PPOConfig).config
+    assert loaded.config == load_config(PPOConfig).config and all(
+        "has no effect" in note for note in loaded.notes
+    )
+    assert (
+        load_config(PPOConfig, ["algorithm.pf_ppo.weight_pow=3", "~algorithm.pf_ppo"]).config
+        == load_config(PPOConfig).config
+    )
 
 
 @pytest.mark.parametrize("name", ["dapo", "gdpo", "prime", "naive"])
 def test_one_reward_manager_does_the_work_of_verls(name: str) -> None:
-    loaded = load_config(PPOConfig, [f"reward_model.reward_manager={name}", "reward_model.reward_kwargs.overlong_buffer_cfg.log=True"])
+    loaded = load_config(
+        PPOConfig,
+        [f"reward_model.reward_manager={name}", "reward_model.reward_kwargs.overlong_buffer_cfg.log=True"],
+    )
     assert loaded.config == load_config(PPOConfig).config and "overlong_buffer_cfg" in loaded.notes[0]
 
 
 def test_a_wrong_key_of_reward_kwargs_is_not_lost() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean reward\.reward_kwargs\.overlong_buffer_cfg\.penalty_factor"):
+    with pytest.raises(
+        ConfigError, match=r"did you mean reward\.reward_kwargs\.overlong_buffer_cfg\.penalty_factor"
+    ):
         load_config(PPOConfig, ["reward_model.reward_kwargs.overlong_buffer_cfg.penalty_facto=1"])
 
 
@@ -353,15 +375,23 @@ def test_what_would_change_results_is_refused(override: str) -> None:
 
 
 def test_no_effect_prints_one_line_and_changes_nothing() -> None:
-    loaded = load_config(PPOConfig, ["actor_rollout_ref.model.use_remove_padding=True", "trainer.use_legacy_worker_impl=auto"])
+    loaded = load_config(
+        PPOConfig, ["actor_rollout_ref.model.use_remove_padding=True", "trainer.use_legacy_worker_impl=auto"]
+    )
     assert loaded.config == load_config(PPOConfig).config and not loaded.given
-    assert loaded.notes[0].startswith("actor_rollout_ref.model.use_remove_padding=true has no effect: sequences are always packed")
+    assert loaded.notes[0].startswith(
+        "actor_rollout_ref.model.use_remove_padding=true has no effect: sequences are always packed"
+    )
     assert len(loaded.notes) == 2
 
 
 def test_status_depends_on_the_value() -> None:
     path = "actor_rollout_ref.rollout.multi_turn.enable"
-    assert [status(PPOConfig, path, value).kind for value in (False, None, True)] == ["no effect", "no effect", "refused"]
+    assert [status(PPOConfig, path, value).kind for value in (False, None, True)] == [
+        "no effect",
+        "no effect",
+        "refused",
+    ]
     assert status(PPOConfig, "no.such.key", 1).kind == "unknown"
 
 
@@ -382,11 +412,15 @@ def test_every_rule_says_why_and_the_way_out(rules: tuple[Any, ...]) -> None:
 
 def test_other_values_stand_for_keys_of_the_schema() -> None:
     for path, values in VALUE_ALIASES.items():
-        assert path in keys_of(PPOConfig) and all(status(PPOConfig, path, value).kind == "alias" for value in values), path
+        assert path in keys_of(PPOConfig) and all(
+            status(PPOConfig, path, value).kind == "alias" for value in values
+        ), path
 
 
 def test_attention_of_the_model_is_ours() -> None:
-    notes = load_config(PPOConfig, ["+actor_rollout_ref.model.override_config.attn_implementation=eager"]).notes
+    notes = load_config(
+        PPOConfig, ["+actor_rollout_ref.model.override_config.attn_implementation=eager"]
+    ).notes
     assert len(notes) == 1 and "one attention" in notes[0]
     rope = load_config(PPOConfig, ["+actor_rollout_ref.model.override_config.rope_scaling.factor=2"]).config
     assert rope.actor_rollout_ref.model.override_config == {"rope_scaling": {"factor": 2}}

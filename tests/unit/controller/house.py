@@ -9,7 +9,19 @@ from typing import Any
 
 import torch
 
-from hybridflow.controller import Call, Dispatch, Factories, MeshInfo, Part, Place, RankInfo, Worker, WorkerGroup, WorkerHost, register
+from hybridflow.controller import (
+    Call,
+    Dispatch,
+    Factories,
+    MeshInfo,
+    Part,
+    Place,
+    RankInfo,
+    Worker,
+    WorkerGroup,
+    WorkerHost,
+    register,
+)
 from hybridflow.controller.future import replace_parts
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -36,7 +48,9 @@ class Counter(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def double(self, batch: DataProto, *, plus: float = 0.0) -> DataProto:
-        return DataProto.from_dict({"doubled": batch.batch["x"] * 2 + plus}, {"uid": batch.non_tensor_batch["uid"]})
+        return DataProto.from_dict(
+            {"doubled": batch.batch["x"] * 2 + plus}, {"uid": batch.non_tensor_batch["uid"]}
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def join(self, batch: DataProto, *, other: DataProto) -> DataProto:
@@ -144,11 +158,16 @@ def rows(n: int = 5) -> DataProto:
 
 
 class InTurn:
-    """A backend of several ranks in this process, called one after the other: the rules of many ranks, without processes."""
+    """A backend of several ranks in this process, called one after the other: the rules of many ranks,
+    without processes.
+    """
 
     def __init__(self, mesh: MeshInfo) -> None:
         self._mesh = mesh
-        self.hosts = [WorkerHost(Place(rank=rank, world_size=mesh.world_size), make_counters) for rank in range(mesh.world_size)]
+        self.hosts = [
+            WorkerHost(Place(rank=rank, world_size=mesh.world_size), make_counters)
+            for rank in range(mesh.world_size)
+        ]
 
     def mesh(self, role: str) -> MeshInfo:
         return self._mesh
@@ -166,7 +185,11 @@ class InTurn:
             if call is not None:
                 parts[rank] = concurrent.futures.Future()
                 try:
-                    given = replace(call, args=replace_parts(call.args, Part.result), kwargs=replace_parts(call.kwargs, Part.result))
+                    given = replace(
+                        call,
+                        args=replace_parts(call.args, Part.result),
+                        kwargs=replace_parts(call.kwargs, Part.result),
+                    )
                     parts[rank].set_result(self.hosts[rank].invoke(role, method, given))
                 except Exception as error:
                     parts[rank].set_exception(error)

@@ -1,7 +1,7 @@
 """What every backend owes the driver.
 
-A backend joins by an entry of its name in BACKENDS: a function that gives it with the workers of `house.py`. The tests know nothing else
-of it, and run at any number of ranks.
+A backend joins by an entry of its name in BACKENDS: a function that gives it with the workers of `house.py`.
+The tests know nothing else of it, and run at any number of ranks.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def test_non_blocking_gives_a_future(group: CounterGroup) -> None:
 
 
 def test_future_of_rows_feeds_a_data_proto_future(group: CounterGroup) -> None:
-    joined = DataProtoFuture.concat([group.submit(Counter.double, rows(2)), group.submit(Counter.double, rows(3))])
+    joined = DataProtoFuture.concat(
+        [group.submit(Counter.double, rows(2)), group.submit(Counter.double, rows(3))]
+    )
     assert joined.get().batch["doubled"].tolist() == [0.0, 2.0, 0.0, 2.0, 4.0]
 
 
@@ -139,7 +141,11 @@ def test_a_future_that_failed_fails_the_call_that_takes_it(group: CounterGroup) 
 
 def test_call_one_is_awaitable(group: CounterGroup) -> None:
     async def both() -> list[int]:
-        return list(await asyncio.gather(group.call_one(0, Counter.add, 1), group.call_one(0, Counter.add, 1, times=2)))
+        return list(
+            await asyncio.gather(
+                group.call_one(0, Counter.add, 1), group.call_one(0, Counter.add, 1, times=2)
+            )
+        )
 
     assert asyncio.run(both()) == [11, 13]
     with pytest.raises(AssertionError, match="has no rank"):
@@ -158,7 +164,10 @@ def test_failure_comes_through_with_its_place(group: CounterGroup) -> None:
 def test_fields_a_worker_changes_never_reach_the_driver(group: CounterGroup) -> None:
     batch = rows(3)
     result = group.call(Counter.rearrange, batch)
-    assert set(batch.batch.keys()) == {"x", "attention_mask"} and set(result.batch.keys()) == {"new", "attention_mask"}
+    assert set(batch.batch.keys()) == {"x", "attention_mask"} and set(result.batch.keys()) == {
+        "new",
+        "attention_mask",
+    }
     assert list(batch.non_tensor_batch["uid"]) == ["u0", "u1", "u2"]
     assert batch.meta_info == {"facts": {"a": 1}}
 

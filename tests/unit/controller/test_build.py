@@ -22,10 +22,14 @@ class Devices:
             raise ConfigError("2 wanted, 1 there")
 
 
-def test_devices_that_come_back_are_waited_for(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_come_back_are_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [0.0]
     monkeypatch.setattr("hybridflow.controller.build.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("hybridflow.controller.build.time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(
+        "hybridflow.controller.build.time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
     devices = Devices(come=91)
     with caplog.at_level(logging.WARNING, "hybridflow"):
         _wait_for_devices(devices.check, 300.0)

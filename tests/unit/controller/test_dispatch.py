@@ -31,9 +31,18 @@ def called(dealt: Dealt) -> list[Call]:
 
 def test_a_mesh_knows_its_parts_and_leaders() -> None:
     assert [MESH.part_of(rank) for rank in range(3)] == [0, 1, 2] and MESH.leaders == (0, 1, 2)
-    assert GRID.num_parts == 2 and [GRID.part_of(rank) for rank in range(4)] == [0, 0, 1, 1] and GRID.leaders == (0, 2)
+    assert (
+        GRID.num_parts == 2
+        and [GRID.part_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+        and GRID.leaders == (0, 2)
+    )
     tp_first = MeshInfo(8, (("tp", 2), ("replica", 2), ("dp", 2)))
-    assert [tp_first.part_of(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3] and tp_first.leaders == (0, 1, 2, 3)
+    assert [tp_first.part_of(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3] and tp_first.leaders == (
+        0,
+        1,
+        2,
+        3,
+    )
     with pytest.raises(AssertionError, match="make 4 ranks, not 3"):
         MeshInfo(3, (("dp", 2), ("tp", 2)))
 
@@ -65,7 +74,9 @@ def test_rows_are_dealt_by_what_they_cost() -> None:
 def test_groups_stay_whole() -> None:
     group_ids = torch.tensor([4, 7, 4, 7, 9, 9])
     for mesh in (COSTS, MeshInfo(2)):
-        dealt = Dispatch.DP_COMPUTE_METRICS.split(Call((rows(6, attention_mask=masks(5, 1, 5, 1, 4, 4), group_ids=group_ids),)), mesh)
+        dealt = Dispatch.DP_COMPUTE_METRICS.split(
+            Call((rows(6, attention_mask=masks(5, 1, 5, 1, 4, 4), group_ids=group_ids),)), mesh
+        )
         held = [set(call.args[0].batch["group_ids"].tolist()) for call in called(dealt)]
         assert not held[0] & held[1] and held[0] | held[1] == {4, 7, 9}
         assert sorted(len(call.args[0]) for call in called(dealt)) == [2, 4]
@@ -147,7 +158,9 @@ def test_a_wait_has_a_name_and_a_deadline() -> None:
     parts[0].set_result(1)
     future = future_of(parts)
     assert not future.done()
-    with pytest.raises(WorkerError, match=r"actor\.update has not finished after 0\.01 s on ranks \[1, 2\]") as caught:
+    with pytest.raises(
+        WorkerError, match=r"actor\.update has not finished after 0\.01 s on ranks \[1, 2\]"
+    ) as caught:
         future.result(timeout=0.01)
     assert (caught.value.role, caught.value.rank, caught.value.method) == ("actor", 1, "update")
     parts[1].set_result(2)

@@ -45,7 +45,9 @@ def test_building_reports_cycles_unknown_roles_and_the_role_that_failed() -> Non
     def broken(info: RankInfo) -> Worker:
         raise ValueError("no weights")
 
-    backend = LocalBackend(lambda host: {"a": lambda info: needs("b"), "b": lambda info: needs("a"), "broken": broken})
+    backend = LocalBackend(
+        lambda host: {"a": lambda info: needs("b"), "b": lambda info: needs("a"), "broken": broken}
+    )
     with pytest.raises(AssertionError, match="a → b → a"):
         backend.worker("a")
     with pytest.raises(AssertionError, match="no role 'critic'"):

@@ -34,28 +34,47 @@ def future(dispatch: Dispatch, mesh: MeshInfo, call: Call, results: list[Any] | 
             parts[rank].set_result(each.args[0] if results is None else results[rank])
     taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
     source = Source(dispatch, mesh, dealt)
-    return Future(parts, lambda found: dispatch.collect(found, mesh, dealt), role="a", method="m", taken=taken, source=source)
+    return Future(
+        parts,
+        lambda found: dispatch.collect(found, mesh, dealt),
+        role="a",
+        method="m",
+        taken=taken,
+        source=source,
+    )
 
 
 def test_rows_pass_from_leader_to_all_ranks_of_the_part() -> None:
     batch = rows(9, 1, 3, 5)
     earlier = future(Dispatch.DP_COMPUTE_PROTO, PAIR, Call((batch,)))
-    dealt = Dispatch.DP_COMPUTE_METRICS.split(pass_on(Call((batch,), {"more": earlier}), Dispatch.DP_COMPUTE_METRICS, GRID), GRID)
+    dealt = Dispatch.DP_COMPUTE_METRICS.split(
+        pass_on(Call((batch,), {"more": earlier}), Dispatch.DP_COMPUTE_METRICS, GRID), GRID
+    )
     calls = [call for call in dealt.calls if call is not None]
-    assert [call.kwargs["more"] for call in calls] == [earlier.parts[0], earlier.parts[0], earlier.parts[1], earlier.parts[1]]
+    assert [call.kwargs["more"] for call in calls] == [
+        earlier.parts[0],
+        earlier.parts[0],
+        earlier.parts[1],
+        earlier.parts[1],
+    ]
     assert calls[0].arguments_id == calls[1].arguments_id
     assert [call.args[0].batch["x"].tolist() for call in calls] == [[0], [0], [1, 2, 3], [1, 2, 3]]
 
 
 def test_other_rows_follow_the_plan_of_those_that_are_passed_on() -> None:
-    earlier = future(Dispatch.DP_COMPUTE_PROTO, MeshInfo(2), Call((rows(9, 1, 3, 5),)))  # by number: rows 0, 1 and 2, 3
-    dealt = Dispatch.DP_COMPUTE_PROTO.split(pass_on(Call((earlier, rows(9, 1, 3, 5))), Dispatch.DP_COMPUTE_PROTO, PAIR), PAIR)
+    # by number: rows 0, 1 and 2, 3
+    earlier = future(Dispatch.DP_COMPUTE_PROTO, MeshInfo(2), Call((rows(9, 1, 3, 5),)))
+    dealt = Dispatch.DP_COMPUTE_PROTO.split(
+        pass_on(Call((earlier, rows(9, 1, 3, 5))), Dispatch.DP_COMPUTE_PROTO, PAIR), PAIR
+    )
     assert [call.args[1].batch["x"].tolist() for call in dealt.calls if call] == [[0, 1], [2, 3]]
 
 
 def test_rows_that_were_dealt_otherwise_come_by_value() -> None:
     batch = rows(9, 1, 3, 5)
-    by_cost, by_number = (future(Dispatch.DP_COMPUTE_PROTO, mesh, Call((batch,))) for mesh in (PAIR, MeshInfo(2)))
+    by_cost, by_number = (
+        future(Dispatch.DP_COMPUTE_PROTO, mesh, Call((batch,))) for mesh in (PAIR, MeshInfo(2))
+    )
     call = pass_on(Call((by_cost, by_number)), Dispatch.DP_COMPUTE_PROTO, PAIR)
     assert isinstance(call.args[0], PerRank) and isinstance(call.args[1], DataProto)
     calls = [call for call in Dispatch.DP_COMPUTE_PROTO.split(call, PAIR).calls if call]
@@ -88,8 +107,12 @@ def test_a_result_of_every_rank_goes_rank_by_rank_where_there_are_as_many(nested
     assert [first(rank_call) for rank_call in same.calls] == [earlier.parts[rank] for rank in range(4)]
     fewer = Dispatch.ONE_TO_ALL.split(pass_on(call, Dispatch.ONE_TO_ALL, PAIR), PAIR)
     assert [first(rank_call) for rank_call in fewer.calls] == [earlier.parts[0]] * 2
-    with_rows = Dispatch.DP_COMPUTE_PROTO.split(pass_on(Call((rows(1, 1), earlier)), Dispatch.DP_COMPUTE_PROTO, GRID), GRID)
-    assert [rank_call.args[1] for rank_call in with_rows.calls if rank_call] == [earlier.parts[rank] for rank in range(4)]
+    with_rows = Dispatch.DP_COMPUTE_PROTO.split(
+        pass_on(Call((rows(1, 1), earlier)), Dispatch.DP_COMPUTE_PROTO, GRID), GRID
+    )
+    assert [rank_call.args[1] for rank_call in with_rows.calls if rank_call] == [
+        earlier.parts[rank] for rank in range(4)
+    ]
 
 
 def test_a_list_goes_to_all_or_entry_by_entry() -> None:
@@ -100,7 +123,10 @@ def test_a_list_goes_to_all_or_entry_by_entry() -> None:
     each = Dispatch.ALL_TO_ALL.split(pass_on(Call((earlier,)), Dispatch.ALL_TO_ALL, PAIR), PAIR)
     assert [call.args[0] for call in each.calls if call] == [earlier.parts[0], earlier.parts[1]]
     leaders = future(Dispatch.ALL_TO_LIST, GRID, Call(("x",)), ["a", "b", "c", "d"])
-    assert pass_on(Call((leaders,)), Dispatch.ONE_TO_ALL, PAIR).args[0] == [leaders.parts[0], leaders.parts[2]]
+    assert pass_on(Call((leaders,)), Dispatch.ONE_TO_ALL, PAIR).args[0] == [
+        leaders.parts[0],
+        leaders.parts[2],
+    ]
     ranks = future(Dispatch.ONE_TO_ALL, PAIR, Call(("x",)), ["a", "b"])
     assert pass_on(Call((ranks,)), Dispatch.ALL_TO_ALL, PAIR).args[0] == [ranks.parts[0], ranks.parts[1]]
 

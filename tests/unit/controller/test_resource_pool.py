@@ -51,14 +51,36 @@ def test_the_rollout_may_span_pools_and_counts_its_ranks_through() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"placement": {"critic": "valeus"}}, r"placement\.critic is resource pool 'valeus', which does not exist.*did you mean values\?"),
-        ({"placement": {"critik": "values"}}, r"placement\.critik names a role.*actor, rollout, critic; did you mean critic\?"),
-        ({"placement": {"reference": "values"}}, r"placement\.reference names a role that this run does not have"),
-        ({"placement": {"critic": []}}, r"'critic' has no devices.*trainer\.placement\.critic.*train, values"),
-        ({"placement": {"critic": ["train", "values"]}}, r"'critic' is placed on 2 pools.*only the rollout.*trainer\.placement\.critic"),
+        (
+            {"placement": {"critic": "valeus"}},
+            r"placement\.critic is resource pool 'valeus', which does not exist.*did you mean values\?",
+        ),
+        (
+            {"placement": {"critik": "values"}},
+            r"placement\.critik names a role.*actor, rollout, critic; did you mean critic\?",
+        ),
+        (
+            {"placement": {"reference": "values"}},
+            r"placement\.reference names a role that this run does not have",
+        ),
+        (
+            {"placement": {"critic": []}},
+            r"'critic' has no devices.*trainer\.placement\.critic.*train, values",
+        ),
+        (
+            {"placement": {"critic": ["train", "values"]}},
+            r"'critic' is placed on 2 pools.*only the rollout.*trainer\.placement\.critic",
+        ),
         ({"placement": {"rollout": ["train", "train"]}}, r"names a pool twice"),
-        ({"placement": {}}, r"no role lives on resource pool values.*trainer\.placement.*take it out of trainer\.resource_pools"),
-        ({"resource_pools": {"train": [2], "values": []}}, r"'values' has no devices.*resource_pools\.values=\[1\]"),
+        (
+            {"placement": {}},
+            r"no role lives on resource pool values.*trainer\.placement.*take it out of "
+            r"trainer\.resource_pools",
+        ),
+        (
+            {"resource_pools": {"train": [2], "values": []}},
+            r"'values' has no devices.*resource_pools\.values=\[1\]",
+        ),
         (
             {"resource_pools": {"train": [2, 0], "values": [1]}},
             r"'train' has \[2, 0\] devices.*leave 0 out of.*resource_pools\.train",
@@ -67,7 +89,10 @@ def test_the_rollout_may_span_pools_and_counts_its_ranks_through() -> None:
     ],
 )
 def test_placements_that_cannot_be(keys: dict[str, Any], message: str) -> None:
-    sound: dict[str, Any] = {"resource_pools": {"train": [2], "values": [1]}, "placement": {"critic": "values"}}
+    sound: dict[str, Any] = {
+        "resource_pools": {"train": [2], "values": [1]},
+        "placement": {"critic": "values"},
+    }
     Placement.from_config(trainer(**sound), ROLES)
     with pytest.raises(ConfigError, match=message):
         Placement.from_config(trainer(**{**sound, **keys}), ROLES)

@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MARKED = (
@@ -22,11 +23,16 @@ MARKED = (
 
 
 def character_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    vocab = {token: i for i, token in enumerate(["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *string.printable])}
+    vocab = {
+        token: i
+        for i, token in enumerate(["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *string.printable])
+    }
     inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", eos_token="<|im_end|>"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     if template is not None:
         tokenizer.chat_template = template

@@ -18,7 +18,11 @@ TASK = TaskConfig(name="arithmetic_chain", size=40, val_size=12)
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
     path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"data_source": "s", "prompt": f"q{i}", "answer": str(i)}) + "\n" for i in range(20)))
+    path.write_text(
+        "".join(
+            json.dumps({"data_source": "s", "prompt": f"q{i}", "answer": str(i)}) + "\n" for i in range(20)
+        )
+    )
     return str(path)
 
 
@@ -36,17 +40,23 @@ def test_task_gives_both_splits(characters: PreTrainedTokenizerFast) -> None:
 
 def test_files_order_and_seeds(characters: PreTrainedTokenizerFast, prompts: str) -> None:
     def order(**keys: object) -> list[int | str]:
-        data = build_prompt_data(DataConfig(train_files=prompts, train_batch_size=5, **keys), characters, seed=1)  # type: ignore[arg-type]
+        data = build_prompt_data(
+            DataConfig(train_files=prompts, train_batch_size=5, **keys), characters, seed=1
+        )  # type: ignore[arg-type]
         assert data.val_dataset is None
         return indices(data.train_loader)
 
     assert order(shuffle=False) == list(range(20))
     assert order() == order(seed=1) != order(seed=2)
     assert order(train_max_samples=10, shuffle=False) == list(range(10))
-    data = build_prompt_data(DataConfig(train_files=prompts, train_batch_size=5, train_max_samples=10), characters, seed=1)
+    data = build_prompt_data(
+        DataConfig(train_files=prompts, train_batch_size=5, train_max_samples=10), characters, seed=1
+    )
     assert data.train_loader is not None
     answers = [row.row["answer"] for batch in data.train_loader for row in batch]
-    assert len(set(answers)) == 10 and set(answers) != {str(i) for i in range(10)}, "a shuffled run takes a random part"
+    assert len(set(answers)) == 10 and set(answers) != {str(i) for i in range(10)}, (
+        "a shuffled run takes a random part"
+    )
 
 
 def test_validation_rows(characters: PreTrainedTokenizerFast, prompts: str) -> None:
@@ -57,13 +67,17 @@ def test_validation_rows(characters: PreTrainedTokenizerFast, prompts: str) -> N
 
     assert order() == [str(i) for i in range(20)]
     assert order(val_max_samples=3) == ["0", "1", "2"]
-    assert order(validation_shuffle=True) != order() and sorted(order(validation_shuffle=True)) == sorted(order())
+    assert order(validation_shuffle=True) != order() and sorted(order(validation_shuffle=True)) == sorted(
+        order()
+    )
 
 
 def test_mistakes(characters: PreTrainedTokenizerFast, prompts: str) -> None:
     with pytest.raises(DataError, match=r"20 usable rows, fewer than data\.train_batch_size=1024"):
         build_prompt_data(DataConfig(train_files=prompts), characters, 0)
-    with pytest.raises(ConfigError, match=r"data\.task\.name=arithmetic_chain and data\.train_files=.* are both set"):
+    with pytest.raises(
+        ConfigError, match=r"data\.task\.name=arithmetic_chain and data\.train_files=.* are both set"
+    ):
         build_prompt_data(DataConfig(train_files=prompts, task=TASK), characters, 0)
     with pytest.raises(ConfigError, match="nothing to train on"):
         build_sft_data(SFTDataConfig(), characters, 0)
@@ -104,15 +118,21 @@ def plugin(tmp_path: Path) -> str:
 
 
 def test_custom_dataset_class(characters: PreTrainedTokenizerFast, prompts: str, plugin: str) -> None:
-    config = DataConfig(train_files=prompts, train_batch_size=5, shuffle=False, custom_cls=CustomClassConfig(plugin, "Mine"))
+    config = DataConfig(
+        train_files=prompts, train_batch_size=5, shuffle=False, custom_cls=CustomClassConfig(plugin, "Mine")
+    )
     data = build_prompt_data(config, characters, 0)
     assert data.train_loader is not None
     assert characters.decode(next(iter(data.train_loader))[1].prompt_token_ids) == "new q1"
 
 
-def test_custom_dataset_of_dicts_is_encoded_and_filtered(characters: PreTrainedTokenizerFast, prompts: str, plugin: str) -> None:
+def test_custom_dataset_of_dicts_is_encoded_and_filtered(
+    characters: PreTrainedTokenizerFast, prompts: str, plugin: str
+) -> None:
     custom = CustomClassConfig(f"{plugin}:Dicts")
-    config = DataConfig(val_files=prompts, max_prompt_length=4, filter_overlong_prompts=True, custom_cls=custom)
+    config = DataConfig(
+        val_files=prompts, max_prompt_length=4, filter_overlong_prompts=True, custom_cls=custom
+    )
     dataset = build_prompt_data(config, characters, 0).val_dataset
     assert dataset is not None and len(dataset) == 4 and dataset[3].row["reward_model"]["ground_truth"] == 3
 
@@ -129,14 +149,18 @@ def test_custom_dataset_mistakes(characters: PreTrainedTokenizerFast, prompts: s
         build(CustomClassConfig(plugin))
 
 
-def test_custom_sampler_is_told_finished_batches(characters: PreTrainedTokenizerFast, prompts: str, plugin: str) -> None:
+def test_custom_sampler_is_told_finished_batches(
+    characters: PreTrainedTokenizerFast, prompts: str, plugin: str
+) -> None:
     config = DataConfig(train_files=prompts, train_batch_size=5, sampler=SamplerConfig(plugin, "Reverse"))
     data = build_prompt_data(config, characters, 0)
     assert data.train_loader is not None and indices(data.train_loader) == list(range(19, -1, -1))
     data.finish_batch("batch")
     assert data.train_loader.sampler.told == ["batch"]  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="has no __iter__, __len__, set_epoch"):
-        bad = DataConfig(train_files=prompts, train_batch_size=5, sampler=SamplerConfig(f"{plugin}:not_a_sampler"))
+        bad = DataConfig(
+            train_files=prompts, train_batch_size=5, sampler=SamplerConfig(f"{plugin}:not_a_sampler")
+        )
         build_prompt_data(bad, characters, 0)
 
 
@@ -144,5 +168,7 @@ def test_sft_from_a_task(characters: PreTrainedTokenizerFast) -> None:
     data = build_sft_data(SFTDataConfig(task=TASK, train_batch_size=8), characters, 0)
     assert len(data.train_loader) == 5 and data.val_dataset is not None and len(data.val_dataset) == 12
     row = next(iter(data.train_loader))[0]
-    text = characters.decode([token for token, keep in zip(row.input_ids, row.loss_mask, strict=True) if keep])
+    text = characters.decode(
+        [token for token, keep in zip(row.input_ids, row.loss_mask, strict=True) if keep]
+    )
     assert "#### " in text and text.endswith("<|im_end|>")

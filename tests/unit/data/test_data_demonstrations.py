@@ -19,7 +19,9 @@ TOLD = [*ASKED, {"role": "assistant", "content": "it is 4"}]
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, value: Any, prompt: Any = ASKED, **config: Any) -> list[int]:
-    return encode_demonstration(tokenizer, PromptRow([1], {"messages": value, "raw_prompt": prompt}, 0), DataConfig(**config))
+    return encode_demonstration(
+        tokenizer, PromptRow([1], {"messages": value, "raw_prompt": prompt}, 0), DataConfig(**config)
+    )
 
 
 @pytest.mark.parametrize("template", ["characters", "characters_marked"])
@@ -67,7 +69,10 @@ def test_rows_without_a_usable_answer_are_left_out_and_counted(
     rows = [{"prompt": ASKED, "gold": text} for text in ("first", None, "much too long", "last")]
     config = DataConfig(demonstration_key="gold", max_response_length=8)
     data = DemonstratedPrompts(PromptDataset(rows, characters, config), characters, config)
-    assert [characters.decode(data[i].demonstration_token_ids) for i in range(len(data))] == ["first<|im_end|>", "last<|im_end|>"]
+    assert [characters.decode(data[i].demonstration_token_ids) for i in range(len(data))] == [
+        "first<|im_end|>",
+        "last<|im_end|>",
+    ]
     assert [data[i].index for i in range(len(data))] == [0, 3]
     assert "2 of 4 rows" in caplog.text and "14 tokens, more than data.max_response_length=8" in caplog.text
     with pytest.raises(DataError, match=r"4 of 4 rows .*data\.demonstration_key=messages.* cannot be used"):
@@ -75,15 +80,27 @@ def test_rows_without_a_usable_answer_are_left_out_and_counted(
 
 
 def test_the_loader_brings_the_answers_of_a_task(characters: PreTrainedTokenizerFast) -> None:
-    config = DataConfig(task=TaskConfig(name="arithmetic_chain", size=6, val_size=2), train_batch_size=4, gen_batch_size=3)
+    config = DataConfig(
+        task=TaskConfig(name="arithmetic_chain", size=6, val_size=2), train_batch_size=4, gen_batch_size=3
+    )
     data = build_prompt_data(config, characters, 0, dynamic_sampling=True, demonstrations=True)
     assert data.train_loader is not None and data.val_dataset is not None
     batch = next(iter(data.train_loader))
     assert len(batch) == 3, "as many as dynamic sampling asks for"
     assert len(next(iter(build_prompt_data(config, characters, 0).train_loader))) == 4  # type: ignore[arg-type]
     for row in batch:
-        answer, truth = characters.decode(row.demonstration_token_ids), row.row["reward_model"]["ground_truth"]
-        assert answer == row.row["messages"][-1]["content"] + "<|im_end|>" and answer.endswith(f"#### {truth}<|im_end|>")
+        answer, truth = (
+            characters.decode(row.demonstration_token_ids),
+            row.row["reward_model"]["ground_truth"],
+        )
+        assert answer == row.row["messages"][-1]["content"] + "<|im_end|>" and answer.endswith(
+            f"#### {truth}<|im_end|>"
+        )
     assert data.val_dataset[0].demonstration_token_ids is None
     with pytest.raises(DataError, match=r"6 usable rows, fewer than data\.gen_batch_size=7"):
-        build_prompt_data(DataConfig(task=config.task, train_batch_size=4, gen_batch_size=7), characters, 0, dynamic_sampling=True)
+        build_prompt_data(
+            DataConfig(task=config.task, train_batch_size=4, gen_batch_size=7),
+            characters,
+            0,
+            dynamic_sampling=True,
+        )

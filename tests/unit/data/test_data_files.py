@@ -38,7 +38,10 @@ def test_each_kind_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
 
 
 def test_files_of_different_kinds_join(tmp_path: Path) -> None:
-    files = [write(tmp_path / "a.parquet", ROWS[:2]), write(tmp_path / "b.jsonl", [{**row, "more": 1} for row in ROWS[2:]])]
+    files = [
+        write(tmp_path / "a.parquet", ROWS[:2]),
+        write(tmp_path / "b.jsonl", [{**row, "more": 1} for row in ROWS[2:]]),
+    ]
     rows = load_rows(files)
     assert [row["n"] for row in rows] == [0, 1, 2, 3, 4]
     assert [rows[i]["n"] for i in range(5)] == [0, 1, 2, 3, 4]
@@ -108,7 +111,9 @@ def test_empty_parquet_missing_file_folder_and_nothing(tmp_path: Path) -> None:
 
 
 def test_missing_column_names_those_present() -> None:
-    with pytest.raises(DataError, match=r"has no column answer; its columns: prompt, n, extra_info; set data\.x"):
+    with pytest.raises(
+        DataError, match=r"has no column answer; its columns: prompt, n, extra_info; set data\.x"
+    ):
         Rows([ROWS]).require("prompt", "answer", hint="set data.x")
 
 

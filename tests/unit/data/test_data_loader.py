@@ -1,4 +1,6 @@
-"""Order and resume: keyed shuffling, batches, custom and curriculum samplers, reading ahead, states that go on exactly."""
+"""Order and resume: keyed shuffling, batches, custom and curriculum samplers, reading ahead, states that go
+on exactly.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_last_partial_batch(drop_last: bool, sizes: list[int]) -> None:
 
 
 def test_fewer_rows_than_a_batch() -> None:
-    with pytest.raises(DataError, match=r"23 usable rows, fewer than data.train_batch_size=24.*train_batch_size=23 or less"):
+    with pytest.raises(
+        DataError, match=r"23 usable rows, fewer than data.train_batch_size=24.*train_batch_size=23 or less"
+    ):
         StatefulLoader(ROWS, SequentialSampler(ROWS), 24, drop_last=True)
     assert list(StatefulLoader(ROWS, SequentialSampler(ROWS), 24)) == [ROWS]
 
@@ -103,7 +107,9 @@ def test_epochs_follow_each_other_without_end_until_one_is_empty() -> None:
 
     loader = StatefulLoader(ROWS, Emptied(ROWS), 5, drop_last=True)
     loader.epoch = 1
-    with pytest.raises(DataError, match=r"epoch 1 gives no batch: Emptied has 4 rows in it, and data\.train_batch_size=5"):
+    with pytest.raises(
+        DataError, match=r"epoch 1 gives no batch: Emptied has 4 rows in it, and data\.train_batch_size=5"
+    ):
         next(loader.endless())
 
 
@@ -146,7 +152,9 @@ def test_curriculum_sampler_steers_and_resumes() -> None:
     sampler = Hardest(ROWS, 0)
     whole: list[Any] = []
     run(StatefulLoader(ROWS, sampler, 5, drop_last=True), sampler, 12, whole)
-    assert [batch for batch, _ in whole[:4]] != [ROWS[i : i + 5] for i in range(0, 20, 5)], "update must have changed the order"
+    assert [batch for batch, _ in whole[:4]] != [ROWS[i : i + 5] for i in range(0, 20, 5)], (
+        "update must have changed the order"
+    )
     for stop in range(1, 12):
         other = Hardest(ROWS, 0)
         loader = StatefulLoader(ROWS, other, 5, drop_last=True)

@@ -33,7 +33,10 @@ def test_object_from_module() -> None:
 
 def test_file_with_dataclass_and_annotations_imports(tmp_path: Path) -> None:
     file = tmp_path / "d.py"
-    file.write_text("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass D:\n    x: int = 1\n")
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass D:\n    "
+        "x: int = 1\n"
+    )
     assert load_object(f"{file}:D")().x == 1
 
 

@@ -30,7 +30,10 @@ def row(content: object, **more: object) -> dict:
 
 def test_messages_are_templated_with_the_generation_prompt(characters: PreTrainedTokenizerFast) -> None:
     (item,) = list(PromptDataset([row("1 + 1", agent_name="x")], characters, DataConfig()))
-    assert characters.decode(item.prompt_token_ids) == "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        characters.decode(item.prompt_token_ids)
+        == "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert item.index == 7 and item.row["index"] == 7 and item.row["agent_name"] == "x"
     assert item.row["raw_prompt"] == [{"role": "user", "content": "1 + 1"}]
     assert item.row["reward_model"]["ground_truth"] == "1" and item.row["data_source"] == "s"
@@ -55,24 +58,32 @@ def test_first_token_is_never_doubled_and_no_end_is_added(tokenizer_folder: Path
     assert encode_prompt(tokenizer, "<bos>ab") == [bos, *plain]
 
 
-def test_nulls_of_a_columnar_file_do_not_reach_the_template(tmp_path: Path, characters: PreTrainedTokenizerFast) -> None:
+def test_nulls_of_a_columnar_file_do_not_reach_the_template(
+    tmp_path: Path, characters: PreTrainedTokenizerFast
+) -> None:
     rows = [row("a"), row("b")]
     rows[1]["prompt"][0]["name"] = "bob"
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    tokenizer = load_tokenizer_with(characters, "{% for m in messages %}{{ 'N' if m.name is defined else '-' }}{% endfor %}")
+    tokenizer = load_tokenizer_with(
+        characters, "{% for m in messages %}{{ 'N' if m.name is defined else '-' }}{% endfor %}"
+    )
     dataset = PromptDataset(load_rows(str(tmp_path / "a.parquet")), tokenizer, DataConfig())
     assert [tokenizer.decode(item.prompt_token_ids) for item in dataset] == ["-", "N"]
 
 
 def load_tokenizer_with(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
-    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", eos_token="<|im_end|>")
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", eos_token="<|im_end|>"
+    )
     other.chat_template = template
     return other
 
 
 def test_template_arguments_pass_through(characters: PreTrainedTokenizerFast) -> None:
     tokenizer = load_tokenizer_with(characters, "{{ 'T' if enable_thinking else 'F' }}")
-    item = PromptDataset([row("a")], tokenizer, DataConfig(apply_chat_template_kwargs={"enable_thinking": True}))[0]
+    item = PromptDataset(
+        [row("a")], tokenizer, DataConfig(apply_chat_template_kwargs={"enable_thinking": True})
+    )[0]
     assert tokenizer.decode(item.prompt_token_ids) == "T"
 
 
@@ -81,38 +92,60 @@ def test_answer_column_is_the_ground_truth_where_there_is_no_reward_model(
 ) -> None:
     rows = [{"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": "5"}]
     dataset = PromptDataset(rows, characters, DataConfig())
-    assert [item.row["reward_model"] for item in dataset] == [{"style": "rule", "ground_truth": a} for a in "45"]
+    assert [item.row["reward_model"] for item in dataset] == [
+        {"style": "rule", "ground_truth": a} for a in "45"
+    ]
     assert [item.row["data_source"] for item in dataset] == ["unknown", "unknown"]
     assert [item.index for item in dataset] == [0, 1]
-    assert caplog.text.count("the column answer is the ground truth") == 1 and caplog.text.count("data.reward_fn_key") == 1
+    assert (
+        caplog.text.count("the column answer is the ground truth") == 1
+        and caplog.text.count("data.reward_fn_key") == 1
+    )
 
 
 def test_reward_fn_key_names_the_source(characters: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "a", "kind": "gsm8k"}]
     assert PromptDataset(rows, characters, DataConfig(reward_fn_key="kind"))[0].row["data_source"] == "gsm8k"
-    with pytest.raises(DataError, match=r"no column source; its columns: prompt, kind; set data\.reward_fn_key"):
+    with pytest.raises(
+        DataError, match=r"no column source; its columns: prompt, kind; set data\.reward_fn_key"
+    ):
         PromptDataset(rows, characters, DataConfig(reward_fn_key="source"))
 
 
 def test_missing_prompt_column(characters: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"has no column question; its columns: .*prompt.*; set data\.prompt_key"):
+    with pytest.raises(
+        DataError, match=r"has no column question; its columns: .*prompt.*; set data\.prompt_key"
+    ):
         PromptDataset([row("a")], characters, DataConfig(prompt_key="question"))
 
 
-ROWS_OF_LENGTHS = [{"data_source": "s", "prompt": "a" * 3}, {"data_source": "s", "prompt": "abcdefgh"}, {"data_source": "s", "prompt": "b"}]
+ROWS_OF_LENGTHS = [
+    {"data_source": "s", "prompt": "a" * 3},
+    {"data_source": "s", "prompt": "abcdefgh"},
+    {"data_source": "s", "prompt": "b"},
+]
 
 
 def test_overlong_is_an_error_that_names_the_ways_out(characters: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"1 of 3 prompts .*data.max_prompt_length=5 .*has 8; first rows: 1.*filter_overlong_prompts"):
+    with pytest.raises(
+        DataError,
+        match=r"1 of 3 prompts .*data.max_prompt_length=5 .*has 8; first rows: 1.*filter_overlong_prompts",
+    ):
         PromptDataset(ROWS_OF_LENGTHS, characters, DataConfig(max_prompt_length=5))
 
 
-def test_overlong_filter_counts(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
-    dataset = PromptDataset(ROWS_OF_LENGTHS, characters, DataConfig(max_prompt_length=5, filter_overlong_prompts=True))
+def test_overlong_filter_counts(
+    characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = PromptDataset(
+        ROWS_OF_LENGTHS, characters, DataConfig(max_prompt_length=5, filter_overlong_prompts=True)
+    )
     assert len(dataset) == 2 and dataset.num_overlong == 1 and [item.index for item in dataset] == [0, 2]
     assert "1 of 3 prompts" in caplog.text
     with pytest.raises(DataError, match="leaves none"):
-        PromptDataset(ROWS_OF_LENGTHS[1:2], characters, DataConfig(max_prompt_length=5, filter_overlong_prompts=True))
+        PromptDataset(
+            ROWS_OF_LENGTHS[1:2], characters, DataConfig(max_prompt_length=5, filter_overlong_prompts=True)
+        )
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "defgh"), ("right", "abcde"), ("middle", "abfgh")])
@@ -121,12 +154,24 @@ def test_truncation(characters: PreTrainedTokenizerFast, side: str, kept: str) -
     assert [characters.decode(item.prompt_token_ids) for item in dataset] == ["aaa", kept, "b"]
 
 
-def test_rows_that_fail_are_counted_and_shown(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [row("good"), row(5), row("x", prompt=[]), row("x", prompt=None), row("x", reward_model="rule"), row("also good")]
+def test_rows_that_fail_are_counted_and_shown(
+    characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        row("good"),
+        row(5),
+        row("x", prompt=[]),
+        row("x", prompt=None),
+        row("x", reward_model="rule"),
+        row("also good"),
+    ]
     with caplog.at_level(logging.WARNING):
         dataset = PromptDataset(rows, characters, DataConfig())
     assert len(dataset) == 2 and dataset.report.num_failed == 4
-    assert "4 of 6 rows" in caplog.text and "row 1: TypeError: message 0 (user) has content of type int" in caplog.text
+    assert (
+        "4 of 6 rows" in caplog.text
+        and "row 1: TypeError: message 0 (user) has content of type int" in caplog.text
+    )
     assert [characters.decode(item.prompt_token_ids)[17:21] for item in dataset] == ["good", "also"]
 
 
@@ -139,7 +184,10 @@ def test_a_template_that_raises_on_every_row_is_an_error(characters: PreTrainedT
 def test_no_chat_template_names_the_remedy(characters_without_template: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match="has no chat template"):
         PromptDataset([row("a")], characters_without_template, DataConfig())
-    assert len(PromptDataset([{"data_source": "s", "prompt": "a"}], characters_without_template, DataConfig())) == 1
+    assert (
+        len(PromptDataset([{"data_source": "s", "prompt": "a"}], characters_without_template, DataConfig()))
+        == 1
+    )
 
 
 def test_load_tokenizer(tokenizer_folder: Path, characters: PreTrainedTokenizerFast) -> None:
@@ -161,11 +209,18 @@ def test_load_tokenizer_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_tokenizer(tmp_path)
 
 
-def test_pad_token_from_end_token(tmp_path: Path, characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
-    PreTrainedTokenizerFast(tokenizer_object=characters.backend_tokenizer, eos_token="<|im_end|>").save_pretrained(tmp_path / "a")
+def test_pad_token_from_end_token(
+    tmp_path: Path, characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    PreTrainedTokenizerFast(
+        tokenizer_object=characters.backend_tokenizer, eos_token="<|im_end|>"
+    ).save_pretrained(tmp_path / "a")
     with caplog.at_level(logging.INFO):
         tokenizer = load_tokenizer(tmp_path / "a")
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 3 and caplog.text.count("padding with its end token") == 1
+    assert (
+        tokenizer.pad_token_id == tokenizer.eos_token_id == 3
+        and caplog.text.count("padding with its end token") == 1
+    )
     PreTrainedTokenizerFast(tokenizer_object=characters.backend_tokenizer).save_pretrained(tmp_path / "b")
     with pytest.raises(ModelError, match="neither a pad token nor an end token"):
         load_tokenizer(tmp_path / "b")

@@ -30,11 +30,16 @@ def learned(tokenizer: PreTrainedTokenizerFast, row: SFTRow) -> str:
 
 
 @pytest.mark.parametrize("name", ["characters", "characters_marked"])
-def test_every_assistant_turn_and_its_end_token_are_learned(name: str, request: pytest.FixtureRequest) -> None:
+def test_every_assistant_turn_and_its_end_token_are_learned(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     tokenizer = request.getfixturevalue(name)
     (row,) = list(SFTDataset([{"messages": CHAT}], tokenizer, SFTDataConfig()))
     assert learned(tokenizer, row) == "2<|im_end|>no more<|im_end|>"
-    assert row.input_ids == tokenizer(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False).input_ids
+    assert (
+        row.input_ids
+        == tokenizer(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False).input_ids
+    )
 
 
 def test_templated_prompt_and_response(characters: PreTrainedTokenizerFast) -> None:
@@ -51,19 +56,27 @@ def test_message_prompt_and_response_equal_messages(characters: PreTrainedTokeni
 
 def test_rows_from_arrow(characters: PreTrainedTokenizerFast) -> None:
     rows = Rows([pa.Table.from_pylist([{"messages": CHAT}])])
-    assert SFTDataset(rows, characters, SFTDataConfig())[0] == SFTDataset([{"messages": CHAT}], characters, SFTDataConfig())[0]
+    assert (
+        SFTDataset(rows, characters, SFTDataConfig())[0]
+        == SFTDataset([{"messages": CHAT}], characters, SFTDataConfig())[0]
+    )
 
 
 def with_template(characters: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
-    other = PreTrainedTokenizerFast(tokenizer_object=characters.backend_tokenizer, pad_token="<pad>", eos_token="<|im_end|>")
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=characters.backend_tokenizer, pad_token="<pad>", eos_token="<|im_end|>"
+    )
     other.chat_template = template
     return other
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_refused(
+    characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
     dropping = with_template(
         characters,
-        "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.content }}]{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}[{{ m.content }}]{% endif %}{% endfor "
+        "%}"
         "{% if add_generation_prompt %}{% endif %}",
     )
     dataset = SFTDataset([{"messages": CHAT}, {"messages": CHAT[1:3]}], dropping, SFTDataConfig())
@@ -74,18 +87,25 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(characters: PreTraine
 
 
 def test_blank_text_that_is_not_decoration_stays(characters: PreTrainedTokenizerFast) -> None:
-    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|> \n\n{% endif %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|> \n\n{% endif "
+        "%}{% endfor %}"
+    )
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a \n b"}]
     row = SFTDataset([{"messages": chat}], with_template(characters, template), SFTDataConfig())[0]
     assert learned(characters, row) == " a \n b<|im_end|>"
 
 
 def test_overlong_error_names_the_ways_out(characters: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"1 of 2 conversations .*data.max_length=10 .*truncation=left, right or drop"):
+    with pytest.raises(
+        DataError, match=r"1 of 2 conversations .*data.max_length=10 .*truncation=left, right or drop"
+    ):
         SFTDataset([{"prompt": "a", "response": "b"}, PAIR], characters, SFTDataConfig(max_length=10))
 
 
-@pytest.mark.parametrize(("side", "kept"), [("left", "ad1234567<|im_end|>"), ("right", "ad12345"), ("drop", None)])
+@pytest.mark.parametrize(
+    ("side", "kept"), [("left", "ad1234567<|im_end|>"), ("right", "ad12345"), ("drop", None)]
+)
 def test_truncation(characters: PreTrainedTokenizerFast, side: str, kept: str | None) -> None:
     rows = [{"prompt": "p", "response": "r"}, {"prompt": "abcad", "response": "1234567"}]
     config = SFTDataConfig(max_length=10, truncation=side)  # type: ignore[arg-type]
@@ -96,7 +116,9 @@ def test_truncation(characters: PreTrainedTokenizerFast, side: str, kept: str | 
     assert dataset.num_overlong == 1
 
 
-def test_nothing_left_to_learn_is_counted(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_left_to_learn_is_counted(
+    characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"prompt": "p", "response": "r"}, {"prompt": "a" * 20, "response": "1"}]
     dataset = SFTDataset(rows, characters, SFTDataConfig(max_length=10, truncation="right"))
     assert len(dataset) == 1 and "nothing left to learn after truncation" in caplog.text
@@ -105,20 +127,32 @@ def test_nothing_left_to_learn_is_counted(characters: PreTrainedTokenizerFast, c
 def test_bad_rows_are_counted(characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"messages": CHAT}, {"messages": CHAT[:2]}, {"messages": "text"}, {"messages": []}]
     dataset = SFTDataset(rows, characters, SFTDataConfig())
-    assert len(dataset) == 1 and "3 of 4 rows" in caplog.text and "no message has the role assistant" in caplog.text
+    assert (
+        len(dataset) == 1
+        and "3 of 4 rows" in caplog.text
+        and "no message has the role assistant" in caplog.text
+    )
 
 
 def test_generation_and_supervised_training_see_the_same_tokens() -> None:
     tokenizer = create_tiny_tokenizer()
     rows = ArithmeticChain(seed=0).rows("train", 20)
-    for prompt, row in zip(PromptDataset(rows, tokenizer, DataConfig()), SFTDataset(rows, tokenizer, SFTDataConfig()), strict=True):
+    for prompt, row in zip(
+        PromptDataset(rows, tokenizer, DataConfig()),
+        SFTDataset(rows, tokenizer, SFTDataConfig()),
+        strict=True,
+    ):
         size = len(prompt.prompt_token_ids)
         assert row.input_ids[:size] == prompt.prompt_token_ids and not any(row.loss_mask[:size])
         assert learned(tokenizer, row) == rows[row.index]["messages"][-1]["content"] + "<|im_end|>"
 
 
-def test_column_mistakes(characters: PreTrainedTokenizerFast, characters_without_template: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"no column prompt, response; its columns: text; wanted data\.messages_key=messages"):
+def test_column_mistakes(
+    characters: PreTrainedTokenizerFast, characters_without_template: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(
+        DataError, match=r"no column prompt, response; its columns: text; wanted data\.messages_key=messages"
+    ):
         SFTDataset([{"text": "a"}], characters, SFTDataConfig())
     with pytest.raises(DataError, match="has no chat template"):
         SFTDataset([{"messages": CHAT}], characters_without_template, SFTDataConfig())

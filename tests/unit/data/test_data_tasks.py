@@ -47,19 +47,27 @@ def test_rows_depend_on_seed_split_and_index_alone() -> None:
     task = ArithmeticChain(seed=3)
     assert task.rows("train", 50) == ArithmeticChain(seed=3).rows("train", 80)[:50]
     assert task.rows("validation", 50) == ArithmeticChain(seed=3).rows("validation", 80)[:50]
-    assert [text_of(row) for row in task.rows("train", 50)] != [text_of(row) for row in ArithmeticChain(seed=4).rows("train", 50)]
-    assert [row["extra_info"] for row in task.rows("train", 2)] == [{"index": i, "split": "train"} for i in (0, 1)]
+    assert [text_of(row) for row in task.rows("train", 50)] != [
+        text_of(row) for row in ArithmeticChain(seed=4).rows("train", 50)
+    ]
+    assert [row["extra_info"] for row in task.rows("train", 2)] == [
+        {"index": i, "split": "train"} for i in (0, 1)
+    ]
 
 
 def test_splits_share_no_question_whatever_the_seeds() -> None:
-    train = {text_of(row) for seed in range(3) for row in ArithmeticChain(seed=seed, hops=2).rows("train", 1000)}
+    train = {
+        text_of(row) for seed in range(3) for row in ArithmeticChain(seed=seed, hops=2).rows("train", 1000)
+    }
     held_out = [text_of(row) for row in ArithmeticChain(seed=1, hops=2).rows("validation", 200)]
     assert len(set(held_out)) == 200, "validation questions are all different"
     assert not train & set(held_out)
 
 
 def test_too_small_a_task_says_so() -> None:
-    with pytest.raises(DataError, match=r"has about \d+ different validation questions, 500 were asked for.*val_size"):
+    with pytest.raises(
+        DataError, match=r"has about \d+ different validation questions, 500 were asked for.*val_size"
+    ):
         ArithmeticChain(hops=1, max_number=4).rows("validation", 500)
 
 
@@ -71,7 +79,10 @@ def test_build_task_by_name_and_from_a_file(tmp_path: Path) -> None:
         "class Task:\n    def __init__(self, seed, word='x'): self.text = f'{word}{seed}'\n"
         "    def rows(self, split, size): return [{'prompt': self.text}] * size\n"
     )
-    assert build_task(TaskConfig(name=f"{file}:Task", seed=5, options={"word": "y"})).rows("train", 2) == [{"prompt": "y5"}] * 2
+    assert (
+        build_task(TaskConfig(name=f"{file}:Task", seed=5, options={"word": "y"})).rows("train", 2)
+        == [{"prompt": "y5"}] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,11 +111,18 @@ def test_entries_survive_json() -> None:
 
 def test_reasoning_gym_rows_and_scores() -> None:
     pytest.importorskip("reasoning_gym")
-    task = ReasoningGymTask("chain_sum", seed=2, val_size=20, options={"max_terms": 3, "system_prompt": "Be brief."})
+    task = ReasoningGymTask(
+        "chain_sum", seed=2, val_size=20, options={"max_terms": 3, "system_prompt": "Be brief."}
+    )
     rows = task.rows("train", 30)
     assert rows == task.rows("train", 30) and len(rows) == 30
-    assert rows[0]["data_source"] == "reasoning_gym:chain_sum" and rows[0]["prompt"][0]["content"] == "Be brief."
-    assert score(rows[0], rows[0]["reward_model"]["ground_truth"]) == 1.0 and score(rows[0], "no number at all") < 0.2
+    assert (
+        rows[0]["data_source"] == "reasoning_gym:chain_sum" and rows[0]["prompt"][0]["content"] == "Be brief."
+    )
+    assert (
+        score(rows[0], rows[0]["reward_model"]["ground_truth"]) == 1.0
+        and score(rows[0], "no number at all") < 0.2
+    )
 
 
 def test_reasoning_gym_verifier_that_compares_tuples() -> None:
@@ -115,7 +133,9 @@ def test_reasoning_gym_verifier_that_compares_tuples() -> None:
 
 def test_reasoning_gym_splits_share_no_question() -> None:
     pytest.importorskip("reasoning_gym")
-    task = ReasoningGymTask("chain_sum", val_size=40, options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    task = ReasoningGymTask(
+        "chain_sum", val_size=40, options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    )
     held_out = {text_of(row) for row in task.rows("validation", 40)}
     train = [text_of(row) for row in task.rows("train", 200)]
     assert len(train) == 200 and not held_out & set(train)

@@ -34,7 +34,9 @@ def test_a_group_of_one_is_joined_and_left() -> None:
 
 def test_others_that_do_not_come_are_an_error_that_names_the_address() -> None:
     port = free_port()
-    with pytest.raises(WorkerError, match=rf"rank 1 of 2 could not join the others at 127.0.0.1:{port} within 1 s"):
+    with pytest.raises(
+        WorkerError, match=rf"rank 1 of 2 could not join the others at 127.0.0.1:{port} within 1 s"
+    ):
         process_group.init(1, 2, "127.0.0.1", port, torch.device("cpu"), 1.0)
     assert not dist.is_initialized()
 
@@ -42,7 +44,10 @@ def test_others_that_do_not_come_are_an_error_that_names_the_address() -> None:
 def describe(rank: int, sizes: ParallelSizes) -> tuple[object, ...]:
     mesh = engine_mesh(sizes, "cpu")
     tensor = None if mesh.tensor is None else mesh.tensor.get_group()
-    groups = [None if group is None else dist.get_process_group_ranks(group) for group in (mesh.sequence_group, tensor)]
+    groups = [
+        None if group is None else dist.get_process_group_ranks(group)
+        for group in (mesh.sequence_group, tensor)
+    ]
     return mesh.fsdp.mesh_dim_names, tuple(mesh.fsdp.shape), *groups, mesh.data_rank, mesh.is_leader
 
 

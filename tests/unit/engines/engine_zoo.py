@@ -66,13 +66,19 @@ def tiny_value(dtype: torch.dtype = torch.float32) -> ValueModel:
     return model
 
 
-def training_rows(*, extra_prompt: int = 0, extra_response: int = 0, dtype: torch.dtype = torch.float64) -> DataProto:
-    """The rows of LENGTHS with all columns of both losses, `extra_*` columns wider than needed; what stands in padding is junk.
+def training_rows(
+    *, extra_prompt: int = 0, extra_response: int = 0, dtype: torch.dtype = torch.float64
+) -> DataProto:
+    """The rows of LENGTHS with all columns of both losses, `extra_*` columns wider than needed; what stands
+    in padding is junk.
 
     Rows 1 and 3 have observation tokens, row 4 is left out of the loss as a whole, row 5 in part.
     """
     draw = torch.Generator().manual_seed(1)
-    prompts, responses = ([torch.randint(3, VOCABULARY, (pair[i],), generator=draw).tolist() for pair in LENGTHS] for i in (0, 1))
+    prompts, responses = (
+        [torch.randint(3, VOCABULARY, (pair[i],), generator=draw).tolist() for pair in LENGTHS]
+        for i in (0, 1)
+    )
     longest_prompt, longest_response = (max(pair[i] for pair in LENGTHS) for i in (0, 1))
     sampled = [[1] * len(response) for response in responses]
     sampled[1][2] = sampled[3][4] = sampled[3][5] = 0
@@ -89,11 +95,17 @@ def training_rows(*, extra_prompt: int = 0, extra_response: int = 0, dtype: torc
     columns["loss_mask"][5, 2:4] = False
 
     def field(mean: float, spread: float) -> Tensor:
-        values = mean + spread * torch.randn(len(LENGTHS), longest_response, generator=draw, dtype=torch.float64)
+        values = mean + spread * torch.randn(
+            len(LENGTHS), longest_response, generator=draw, dtype=torch.float64
+        )
         junk = torch.full((len(LENGTHS), extra_response), 1e4, dtype=torch.float64)
         return torch.cat([values, junk], dim=1).to(dtype)
 
-    columns |= {"old_log_probs": field(-4.2, 0.5), "ref_log_prob": field(-4.2, 0.5), "advantages": field(0.0, 1.0)}
+    columns |= {
+        "old_log_probs": field(-4.2, 0.5),
+        "ref_log_prob": field(-4.2, 0.5),
+        "advantages": field(0.0, 1.0),
+    }
     columns |= {"rollout_is_weights": field(1.0, 0.1), "values": field(0.0, 0.5), "returns": field(0.5, 1.0)}
     columns["group_ids"] = torch.arange(len(LENGTHS)) // 2
     return DataProto.from_dict(columns, {"uid": [f"group {row // 2}" for row in range(len(LENGTHS))]})

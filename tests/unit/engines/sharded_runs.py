@@ -1,4 +1,6 @@
-"""The same training on one rank and on two: what is built, what it is fed, and what comes back to be compared."""
+"""The same training on one rank and on two: what is built, what it is fed, and what comes back to be
+compared.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,12 @@ def save_tiny(folder: Path, *, tied: bool) -> str:
     """A model folder, its weights in several files with an index where they are not tied."""
     model = tiny_llama(tied=tied, seed=3)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # norms that are not all ones, so that a mix-up shows
+        # norms that are not all ones, so that a mix-up shows
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+                parameter.add_(
+                    0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                )
     model.save_pretrained(folder, **({} if tied else {"max_shard_size": "12KB"}))
     return str(folder)
 
@@ -95,7 +100,11 @@ def loss_of(run: Run, rows: DataProto) -> LossFn:
     """Normalised by the counts of all rows."""
     scale = LossScale.count(rows.batch["loss_mask"])
     config = ActorConfig(entropy_coeff=0.1, loss_agg_mode="seq-mean-token-mean")
-    return policy_loss(config, scale, find_policy_loss(config)) if run.kind == "policy" else critic_loss(CriticConfig(), scale, None)
+    return (
+        policy_loss(config, scale, find_policy_loss(config))
+        if run.kind == "policy"
+        else critic_loss(CriticConfig(), scale, None)
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -106,7 +115,9 @@ def dealt(run: Run, engine: FSDPEngine) -> tuple[DataProto, LossFn]:
     """This rank's rows, and the loss over everyone's."""
     rows = training_rows(dtype=torch.float32)
     part = run.deal[0 if engine.mesh is None else engine.mesh.data_rank]
-    return rows.select_idxs(list(part)), loss_of(run, rows.select_idxs(sorted(row for part in run.deal for row in part)))
+    return rows.select_idxs(list(part)), loss_of(
+        run, rows.select_idxs(sorted(row for part in run.deal for row in part))
+    )
 
 
 def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
@@ -114,7 +125,9 @@ def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
 
 
 def train(rank: int, run: Run, world_size: int = 2) -> dict[str, Any]:
-    """Log-probs or values before, `steps` optimizer steps, and what came of them; run it on each rank, or with world_size 1 alone."""
+    """Log-probs or values before, `steps` optimizer steps, and what came of them; run it on each rank, or
+    with world_size 1 alone.
+    """
     engine = build(run, world_size)
     return go(engine, rank, run, world_size)
 
@@ -144,7 +157,15 @@ def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, An
         "losses": losses,
         "metrics": metrics,
         "weights": weights_of(engine),
-        "state": {name: {key: whole(value) for key, value in entry.items()} for name, entry in engine.state_dict()["optimizer"].items()},
-        "requires_grad": {name: parameter.requires_grad for name, parameter in engine.module.named_parameters()},
-        "shapes": {name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for name, p in engine.module.named_parameters()},
+        "state": {
+            name: {key: whole(value) for key, value in entry.items()}
+            for name, entry in engine.state_dict()["optimizer"].items()
+        },
+        "requires_grad": {
+            name: parameter.requires_grad for name, parameter in engine.module.named_parameters()
+        },
+        "shapes": {
+            name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
+            for name, p in engine.module.named_parameters()
+        },
     }

@@ -1,4 +1,6 @@
-"""A mini-batch's loss, gradients and step do not depend on how it is cut, padded or ordered (float64: to 1e-10). Every engine."""
+"""A mini-batch's loss, gradients and step do not depend on how it is cut, padded or ordered (float64: to
+1e-10). Every engine.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,18 @@ from typing import NamedTuple, get_args
 
 import pytest
 import torch
-from engine_zoo import ENGINES, EngineMaker, Gradients, ask_policy, ask_value, row_tokens, tiny_policy, tiny_value, training_rows, weights
+from engine_zoo import (
+    ENGINES,
+    EngineMaker,
+    Gradients,
+    ask_policy,
+    ask_value,
+    row_tokens,
+    tiny_policy,
+    tiny_value,
+    training_rows,
+    weights,
+)
 from torch import Tensor, nn
 
 from hybridflow.algorithms.aggregation import LossScale
@@ -31,7 +44,10 @@ CUTS = {
     "wider prompts": (lambda: training_rows(extra_prompt=5), WHOLE),
     "wider responses": (lambda: training_rows(extra_response=4), WHOLE),
     "another order": (lambda: training_rows().select_idxs(ORDER), WHOLE),
-    "all at once": (lambda: training_rows(extra_prompt=2, extra_response=3).select_idxs(ORDER), BatchLimits(20, max_rows=2)),
+    "all at once": (
+        lambda: training_rows(extra_prompt=2, extra_response=3).select_idxs(ORDER),
+        BatchLimits(20, max_rows=2),
+    ),
 }
 
 
@@ -57,11 +73,20 @@ CASES = {
     "entropy bonus": actor_case(replace(BASE, entropy_coeff=0.3)),
     "kl loss": actor_case(replace(BASE, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="low_var_kl")),
     "everything": actor_case(
-        replace(BASE, entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k3+", loss_agg_mode="seq-mean-token-mean")
+        replace(
+            BASE,
+            entropy_coeff=0.1,
+            use_kl_loss=True,
+            kl_loss_coef=0.5,
+            kl_loss_type="k3+",
+            loss_agg_mode="seq-mean-token-mean",
+        )
     ),
     "value": Case(tiny_value, ask_value, lambda scale: critic_loss(CriticConfig(), scale, None)),
     "value by rows": Case(
-        tiny_value, ask_value, lambda scale: critic_loss(CriticConfig(loss_agg_mode="seq-mean-token-sum-norm"), scale, 8.0)
+        tiny_value,
+        ask_value,
+        lambda scale: critic_loss(CriticConfig(loss_agg_mode="seq-mean-token-sum-norm"), scale, 8.0),
     ),
 }
 
@@ -121,14 +146,21 @@ def test_a_row_outside_the_loss_changes_nothing(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("limits", [WHOLE, BatchLimits(20), BatchLimits(1000, max_rows=2)])
 def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimits) -> None:
-    for module, forward in ((tiny_policy(torch.float64), ask_policy(with_entropy=True)), (tiny_value(torch.float64), ask_value)):
+    for module, forward in (
+        (tiny_policy(torch.float64), ask_policy(with_entropy=True)),
+        (tiny_value(torch.float64), ask_value),
+    ):
         tested = ENGINES[engine](module, None)
         rows = training_rows(extra_prompt=1, extra_response=2)
         together = tested.forward(rows, forward, limits)
         width = rows.batch["responses"].shape[1]
         attended = rows.batch["attention_mask"][:, -width:]
         for key, values in together.items():
-            assert values.dtype == torch.float64 and values.shape == attended.shape and not values.requires_grad
+            assert (
+                values.dtype == torch.float64 and values.shape == attended.shape and not values.requires_grad
+            )
             assert not values[~attended].any() and values[attended].abs().min() > 0
-            alone = torch.cat([tested.forward(rows.select_idxs([row]), forward, WHOLE)[key] for row in range(len(rows))])
+            alone = torch.cat(
+                [tested.forward(rows.select_idxs([row]), forward, WHOLE)[key] for row in range(len(rows))]
+            )
             assert (values - alone).abs().max() < TOLERANCE

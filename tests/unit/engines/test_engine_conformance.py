@@ -1,4 +1,6 @@
-"""What every training engine owes the workers. An engine joins by one line in `engine_zoo.ENGINES`; the tests know nothing else of it."""
+"""What every training engine owes the workers. An engine joins by one line in `engine_zoo.ENGINES`; the tests
+know nothing else of it.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,16 @@ def infinite_loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor,
     return outputs["log_probs"].sum() + float("inf"), Metrics()
 
 
-def step(engine: TrainEngine, rows: DataProto, loss: LossFn | None = None, limits: BatchLimits = WHOLE) -> dict[str, float]:
+def step(
+    engine: TrainEngine, rows: DataProto, loss: LossFn | None = None, limits: BatchLimits = WHOLE
+) -> dict[str, float]:
     return engine.train_mini_batch(rows, ask_policy(), loss or likelihood(rows), limits).to_floats()
 
 
-@pytest.mark.parametrize("limits", [BatchLimits(14), BatchLimits(20), BatchLimits(33, max_rows=2), BatchLimits(1000, max_rows=1), WHOLE])
+@pytest.mark.parametrize(
+    "limits",
+    [BatchLimits(14), BatchLimits(20), BatchLimits(33, max_rows=2), BatchLimits(1000, max_rows=1), WHOLE],
+)
 def test_no_forward_gets_more_than_the_limits(make: EngineMaker, limits: BatchLimits) -> None:
     rows, engine = training_rows(extra_prompt=9, extra_response=9), make(tiny_policy(), OPTIM)
     for train in (True, False):
@@ -89,7 +96,12 @@ SCATTERED = [0, 1, 0, 2, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
-    ("limits", "forwards"), [(BatchLimits(22, keep_groups=True), 3), (BatchLimits(45, keep_groups=True), 2), (BatchLimits(45, 3, True), 3)]
+    ("limits", "forwards"),
+    [
+        (BatchLimits(22, keep_groups=True), 3),
+        (BatchLimits(45, keep_groups=True), 2),
+        (BatchLimits(45, 3, True), 3),
+    ],
 )
 def test_groups_are_kept_in_one_forward(make: EngineMaker, limits: BatchLimits, forwards: int) -> None:
     batch, seen = training_rows(), list[list[int]]()
@@ -98,7 +110,9 @@ def test_groups_are_kept_in_one_forward(make: EngineMaker, limits: BatchLimits, 
 
     def noting(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         seen.append(micro.batch["group_ids"].tolist())
-        assert int(micro.batch["attention_mask"].sum()) <= limits.max_tokens and len(micro) <= (limits.max_rows or 7)
+        assert int(micro.batch["attention_mask"].sum()) <= limits.max_tokens and len(micro) <= (
+            limits.max_rows or 7
+        )
         return loss(outputs, micro)
 
     make(tiny_policy(), OPTIM).train_mini_batch(batch, ask_policy(), noting, limits)
@@ -113,7 +127,11 @@ def test_groups_are_kept_in_one_forward(make: EngineMaker, limits: BatchLimits, 
             BatchLimits(21, keep_groups=True),
             r"the 2 responses of the prompt in row 3 .*22 tokens.* hold 21: set \*_max_token_len.* least 22",
         ),
-        (BatchLimits(45, 2, True), r"the 3 responses of the prompt in row 0 .* hold 2 rows: set \*_micro_batch_size_per_gpu to at least 3"),
+        (
+            BatchLimits(45, 2, True),
+            r"the 3 responses of the prompt in row 0 .* hold 2 rows: set \*_micro_batch_size_per_gpu to at "
+            r"least 3",
+        ),
     ],
 )
 def test_a_group_over_the_limits_is_refused(make: EngineMaker, limits: BatchLimits, says: str) -> None:
@@ -128,7 +146,10 @@ def test_memory_that_runs_out_names_the_keys(make: EngineMaker) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     engine, rows = make(tiny_policy(), OPTIM), training_rows()
-    for run in (lambda: engine.forward(rows, too_much, WHOLE), lambda: engine.train_mini_batch(rows, too_much, likelihood(rows), WHOLE)):
+    for run in (
+        lambda: engine.forward(rows, too_much, WHOLE),
+        lambda: engine.train_mini_batch(rows, too_much, likelihood(rows), WHOLE),
+    ):
         with pytest.raises(TrainingError, match=r"at most 1000 tokens: lower its \*_max_token_len_per_gpu"):
             run()
 
@@ -137,7 +158,9 @@ def test_forward_leaves_no_gradient_and_no_trace(make: EngineMaker) -> None:
     module = tiny_policy()
     engine, before = make(module, OPTIM), weights(module)
     engine.forward(training_rows(), ask_policy(), WHOLE)
-    assert all(parameter.grad is None for parameter in module.parameters()) and same_weights(weights(module), before)
+    assert all(parameter.grad is None for parameter in module.parameters()) and same_weights(
+        weights(module), before
+    )
 
 
 def test_rows_without_a_response_are_carried_along(make: EngineMaker) -> None:
@@ -151,15 +174,22 @@ def test_rows_without_a_response_are_carried_along(make: EngineMaker) -> None:
 
 
 def test_learning_lowers_the_loss(make: EngineMaker) -> None:
-    rows, engine = training_rows(dtype=torch.float32), make(tiny_policy(), OptimConfig(lr=1e-2), grad_clip=1.0)
+    rows, engine = (
+        training_rows(dtype=torch.float32),
+        make(tiny_policy(), OptimConfig(lr=1e-2), grad_clip=1.0),
+    )
     losses = [step(engine, rows)["train/loss"] for _ in range(15)]
     assert losses[-1] < 0.5 * losses[0]
 
 
 def test_gradients_are_clipped_to_the_limit_and_reported_before_it(make: EngineMaker) -> None:
-    """AdamW's first step forgets the size of a gradient, so the clip is seen in the second: it weighs like one of that size."""
+    """AdamW's first step forgets the size of a gradient, so the clip is seen in the second: it weighs like
+    one of that size.
+    """
 
-    def second_step(scale: float, grad_clip: float | None) -> tuple[dict[str, Tensor], dict[str, float], float]:
+    def second_step(
+        scale: float, grad_clip: float | None
+    ) -> tuple[dict[str, Tensor], dict[str, float], float]:
         module, rows = tiny_policy(torch.float64), training_rows()
         engine = make(module, OPTIM, grad_clip=grad_clip)
         base = likelihood(rows)
@@ -186,7 +216,9 @@ def test_gradients_are_clipped_to_the_limit_and_reported_before_it(make: EngineM
 
 
 @pytest.mark.parametrize("bad", [not_a_number, infinite_gradient, infinite_loss])
-def test_a_step_that_is_not_finite_changes_nothing_and_leaves_its_rows(make: EngineMaker, bad: LossFn, tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_and_leaves_its_rows(
+    make: EngineMaker, bad: LossFn, tmp_path: Path
+) -> None:
     module, rows = tiny_policy(), training_rows(dtype=torch.float32)
     engine = make(module, OPTIM, dump_dir=tmp_path / "nonfinite")
     step(engine, rows)
@@ -194,9 +226,14 @@ def test_a_step_that_is_not_finite_changes_nothing_and_leaves_its_rows(make: Eng
     metrics = step(engine, rows, bad, BatchLimits(20))
     assert same_weights(weights(module), before)
     assert all(
-        torch.equal(value, state[name][key]) for name, entry in engine.state_dict()["optimizer"].items() for key, value in entry.items()
+        torch.equal(value, state[name][key])
+        for name, entry in engine.state_dict()["optimizer"].items()
+        for key, value in entry.items()
     )
-    assert (metrics["actor/num_updates"], metrics["actor/num_skipped_steps"]) == (0.0, 1.0) and "actor/grad_norm" not in metrics
+    assert (metrics["actor/num_updates"], metrics["actor/num_skipped_steps"]) == (
+        0.0,
+        1.0,
+    ) and "actor/grad_norm" not in metrics
     (folder,) = folders(tmp_path / "nonfinite")
     kept = DataProto.load_from_disk(folder)
     assert torch.equal(kept.batch["input_ids"], rows.batch["input_ids"])
@@ -209,7 +246,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_leaves_its_rows(make: Eng
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run(make: EngineMaker, tmp_path: Path) -> None:
-    rows, engine = training_rows(dtype=torch.float32), make(tiny_policy(), OPTIM, max_nonfinite_steps=3, dump_dir=tmp_path)
+    rows, engine = (
+        training_rows(dtype=torch.float32),
+        make(tiny_policy(), OPTIM, max_nonfinite_steps=3, dump_dir=tmp_path),
+    )
     for _ in range(2):
         step(engine, rows, not_a_number)
     step(engine, rows)
@@ -236,12 +276,16 @@ def test_a_loaded_state_goes_on_to_the_bit(make: EngineMaker, dtype: torch.dtype
     for _ in range(2):
         assert step(first, rows) == step(second, rows)
     assert same_weights(weights(second.module), weights(first.module))
-    assert [parameter.data_ptr() for parameter in second.module.parameters()] == before, "whoever shares the module sees the new weights"
+    assert [parameter.data_ptr() for parameter in second.module.parameters()] == before, (
+        "whoever shares the module sees the new weights"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_a_state_can_be_loaded(make: EngineMaker, dtype: torch.dtype) -> None:
-    """`checkpoint.load_contents` chooses; a model taken alone must not be undone by masters that are left from before."""
+    """`checkpoint.load_contents` chooses; a model taken alone must not be undone by masters that are left
+    from before.
+    """
     rows = training_rows(dtype=torch.float32)
     first = make(tiny_policy(dtype, seed=7), OPTIM)
     step(first, rows)
@@ -276,7 +320,9 @@ def test_a_state_that_does_not_fit_is_refused_whole(make: EngineMaker) -> None:
     moved = {**state, "model": {name: value + 1 for name, value in state["model"].items()}}
     with pytest.raises(CheckpointError, match=r"other parameters.*'odd'"):
         engine.load_state_dict(change(moved, "model", "odd", torch.zeros(1)))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is \(2, 2\) in the checkpoint and \(64, 32\) here"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight is \(2, 2\) in the checkpoint and \(64, 32\) here"
+    ):
         engine.load_state_dict(change(moved, "model", "hf.lm_head.weight", torch.zeros(2, 2)))
     assert same_weights(weights(engine.module), before)
     with pytest.raises(CheckpointError, match=r"optimizer is for other parameters.*'odd'"):

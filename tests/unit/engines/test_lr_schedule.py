@@ -24,7 +24,9 @@ def test_constant_with_and_without_warm_up() -> None:
 def test_warm_up_as_a_share_of_all_steps() -> None:
     assert warmup_steps(OptimConfig(lr_warmup_steps_ratio=0.25), 10) == 2
     assert rates(4, 8, lr_warmup_steps_ratio=0.25) == [4.0, 8.0, 8.0, 8.0]
-    assert rates(2, 8, lr_warmup_steps_ratio=0.25, lr_warmup_steps=0) == [8.0, 8.0], "the absolute number wins"
+    assert rates(2, 8, lr_warmup_steps_ratio=0.25, lr_warmup_steps=0) == [8.0, 8.0], (
+        "the absolute number wins"
+    )
 
 
 def test_a_line_to_its_end_and_on() -> None:
@@ -42,8 +44,12 @@ def test_a_half_cosine() -> None:
 
 
 def test_several_cycles() -> None:
-    assert rates(5, 4, lr_scheduler_type="cosine", num_cycles=1.0) == pytest.approx([8.0, 4.0, 0.0, 4.0, 8.0], abs=1e-12)
-    assert rates(7, 6, lr_scheduler_type="cosine", num_cycles=1.5) == pytest.approx([8.0, 4.0, 0.0, 4.0, 8.0, 4.0, 0.0], abs=1e-12)
+    assert rates(5, 4, lr_scheduler_type="cosine", num_cycles=1.0) == pytest.approx(
+        [8.0, 4.0, 0.0, 4.0, 8.0], abs=1e-12
+    )
+    assert rates(7, 6, lr_scheduler_type="cosine", num_cycles=1.5) == pytest.approx(
+        [8.0, 4.0, 0.0, 4.0, 8.0, 4.0, 0.0], abs=1e-12
+    )
 
 
 def test_all_warm_up_and_no_steps_at_all() -> None:

@@ -50,7 +50,9 @@ def test_float32_equals_torch_to_the_bit() -> None:
         reference.step()
         reference.zero_grad()
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert all(optimizer.masters[name] is parameter for name, parameter in ours.named_parameters()), "no copy where none is needed"
+    assert all(optimizer.masters[name] is parameter for name, parameter in ours.named_parameters()), (
+        "no copy where none is needed"
+    )
 
 
 def test_only_matrices_decay() -> None:
@@ -72,11 +74,17 @@ def test_bfloat16_adds_gradients_up_in_float32() -> None:
     exact: dict[str, Tensor] = {}
     for part in range(parts):
         x = inputs(0, torch.bfloat16, part)
-        for name, gradient in zip(dict(net.named_parameters()), torch.autograd.grad(net(x).sum(), list(net.parameters())), strict=True):
+        for name, gradient in zip(
+            dict(net.named_parameters()),
+            torch.autograd.grad(net(x).sum(), list(net.parameters())),
+            strict=True,
+        ):
             exact[name] = exact.get(name, torch.zeros(())) + gradient.float()
         net(x).sum().backward()
     for name, master in optimizer.masters.items():
-        assert master.dtype == torch.float32 and master.grad is not None and master.grad.dtype == torch.float32
+        assert (
+            master.dtype == torch.float32 and master.grad is not None and master.grad.dtype == torch.float32
+        )
         assert torch.equal(master.grad, exact[name])
     assert all(parameter.grad is None for parameter in net.parameters())
     norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
@@ -97,21 +105,29 @@ def test_bfloat16_rounds_into_the_same_storage() -> None:
     reference = torch.optim.AdamW(groups, lr=1e-4, betas=(0.8, 0.95), eps=1e-7, fused=True)
     for step in range(5):
         loss = net(inputs(step, torch.bfloat16)).float().square().mean()
-        for master, gradient in zip(masters.values(), torch.autograd.grad(loss, list(net.parameters()), retain_graph=True), strict=True):
+        for master, gradient in zip(
+            masters.values(),
+            torch.autograd.grad(loss, list(net.parameters()), retain_graph=True),
+            strict=True,
+        ):
             master.grad = gradient.float()
         loss.backward()
         optimizer.step(1e-4)
         optimizer.zero_grad()
         reference.step()
         for name, parameter in net.named_parameters():
-            assert torch.equal(optimizer.masters[name], masters[name]), "steps too small for bfloat16 are not lost"
+            assert torch.equal(optimizer.masters[name], masters[name]), (
+                "steps too small for bfloat16 are not lost"
+            )
             assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, masters[name].bfloat16())
     assert [parameter.data_ptr() for parameter in net.parameters()] == pointers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tied_embeddings_have_one_master(dtype: torch.dtype) -> None:
-    tied, untied = (MasterAdamW(tiny_policy(dtype, tied=is_tied).named_parameters(), CONFIG) for is_tied in (True, False))
+    tied, untied = (
+        MasterAdamW(tiny_policy(dtype, tied=is_tied).named_parameters(), CONFIG) for is_tied in (True, False)
+    )
     assert set(untied.masters) - set(tied.masters) == {"hf.lm_head.weight"}
     model = tiny_policy(dtype)
     optimizer = MasterAdamW(model.named_parameters(), CONFIG)
@@ -154,9 +170,14 @@ def test_a_state_of_another_dtype_fits() -> None:
     wide_optimizer.step(1e-3)
     narrow.load_state_dict(wide.state_dict())
     narrow_optimizer.load_state_dict(wide_optimizer.state_dict())
-    assert all(torch.equal(master, narrow.get_parameter(name).float()) for name, master in narrow_optimizer.masters.items())
+    assert all(
+        torch.equal(master, narrow.get_parameter(name).float())
+        for name, master in narrow_optimizer.masters.items()
+    )
     wide_optimizer.load_state_dict(narrow_optimizer.state_dict())
-    assert all(torch.equal(parameter, narrow_optimizer.masters[name]) for name, parameter in wide.named_parameters())
+    assert all(
+        torch.equal(parameter, narrow_optimizer.masters[name]) for name, parameter in wide.named_parameters()
+    )
 
 
 def test_other_names_are_refused() -> None:

@@ -24,9 +24,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_activations_wait_and_parameters_stay(folder: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_wait_and_parameters_stay(
+    folder: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ActivationOffload, "smallest", 1)
-    run = Run(folder, activation_offload=True, model={"gradient_checkpointing": checkpointing}, deal=(tuple(range(7)),))
+    run = Run(
+        folder,
+        activation_offload=True,
+        model={"gradient_checkpointing": checkpointing},
+        deal=(tuple(range(7)),),
+    )
     engine = build(run, 1)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
     moved: list[tuple[int, ...]] = []
@@ -88,17 +95,31 @@ def test_an_optimizer_that_rests_steps_as_one_that_stays(dtype: torch.dtype) -> 
     for each in (engine, plain):
         batch, loss = dealt(run, each)
         each.train_mini_batch(batch, ask(run), loss, run.limits)
-    assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), plain.module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(engine.module.parameters(), plain.module.parameters(), strict=True)
+    )
 
 
-def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FSDPEngine(tiny_policy(torch.bfloat16), name="actor", optim=OptimConfig(), fsdp=FSDPConfig(optimizer_offload=True))
+def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FSDPEngine(
+        tiny_policy(torch.bfloat16),
+        name="actor",
+        optim=OptimConfig(),
+        fsdp=FSDPConfig(optimizer_offload=True),
+    )
     optimizer = engine.optimizer
     assert optimizer is not None
-    engine.residence.device = torch.device("meta")  # there is no second device to compute on: what would move says where it is
+    # there is no second device to compute on: what would move says where it is
+    engine.residence.device = torch.device("meta")
     where = {"masters": "cpu", "moments": "cpu"}
     monkeypatch.setattr(optimizer, "move_masters", lambda device: where.update(masters=str(device)))
-    monkeypatch.setattr(optimizer, "move_moments", lambda device: where.update(moments=where["masters"] if device is None else str(device)))
+    monkeypatch.setattr(
+        optimizer,
+        "move_moments",
+        lambda device: where.update(moments=where["masters"] if device is None else str(device)),
+    )
     at: dict[str, list[dict[str, str]]] = {"backward": [], "step": []}
     optimizer.adamw.register_step_pre_hook(lambda *_: at["step"].append(dict(where)))
     run = Run("", deal=(tuple(range(7)),))
@@ -112,7 +133,9 @@ def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(
         engine.train_mini_batch(batch, ask(run), noting, run.limits)
         assert where == {"masters": "cpu", "moments": "cpu"}
     assert at["step"] == [{"masters": "meta", "moments": "meta"}] * 2
-    assert len(at["backward"]) > 2 and all(each == {"masters": "meta", "moments": "cpu"} for each in at["backward"])
+    assert len(at["backward"]) > 2 and all(
+        each == {"masters": "meta", "moments": "cpu"} for each in at["backward"]
+    )
 
 
 def moments_of(optimizer: MasterAdamW) -> set[str]:
@@ -127,7 +150,9 @@ def optimizer_on_a_device(config: FSDPConfig) -> tuple[MasterAdamW, Residence]:
 
 def test_moments_that_came_while_parameters_rested_join_them_for_the_step() -> None:
     optimizer, residence = optimizer_on_a_device(FSDPConfig(param_offload=True))
-    optimizer.adamw.state = {master: {"exp_avg": torch.zeros(master.shape)} for master in optimizer.masters.values()}
+    optimizer.adamw.state = {
+        master: {"exp_avg": torch.zeros(master.shape)} for master in optimizer.masters.values()
+    }
     with residence.moments():
         assert moments_of(optimizer) == {"meta"}
 

@@ -33,7 +33,9 @@ def gathered(state: Any) -> Any:
 
 
 def visit(rank: int, run: Run, world_size: int, load: str | None, save: str | None) -> dict[str, Any]:
-    """Build, load, train where nothing was loaded, save, and take a step: what the state was, and the step's loss on this rank."""
+    """Build, load, train where nothing was loaded, save, and take a step: what the state was, and the step's
+    loss on this rank.
+    """
     engine = build(run, world_size)
     worker = StatefulWorker(engine)
     if load is None:
@@ -69,22 +71,30 @@ def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
         pytest.param({"sizes": {"tensor": 2}, "deal": EVERYONE}, id="tensor parallel"),
         pytest.param({"sizes": {"fsdp_size": 1}}, id="replicated", marks=pytest.mark.slow),
         pytest.param(
-            {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True), "kind": "value"}, id="offloaded value", marks=pytest.mark.slow
+            {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True), "kind": "value"},
+            id="offloaded value",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_from_two_to_one_and_back(two_ranks: Ranks, folder: str, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_from_two_to_one_and_back(
+    two_ranks: Ranks, folder: str, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     run = Run(folder, optim=SCHEDULED, steps=1, **changes)
     at_two = two_ranks.run(visit, run, 2, None, str(tmp_path / "two"))
     at_one = visit(0, run, 1, str(tmp_path / "two"), str(tmp_path / "one"))
     back = two_ranks.run(visit, run, 2, str(tmp_path / "one"), None)
     for other in (at_one, *back):
         assert_same(other["state"], at_two[0]["state"])
-    assert at_one["state"]["scheduler"]["num_steps"] == 1 and any(entry["exp_avg"].any() for entry in at_one["state"]["optimizer"].values())
+    assert at_one["state"]["scheduler"]["num_steps"] == 1 and any(
+        entry["exp_avg"].any() for entry in at_one["state"]["optimizer"].values()
+    )
     narrow = run.model.get("dtype") == "bfloat16"
     leaders = 1 if run.sizes.get("tensor") else 2
     losses = [sum(rank["loss"] for rank in ranks[:leaders]) for ranks in (at_two, [at_one], back)]
     assert losses[2] == losses[0] and abs(losses[1] - losses[0]) < (1e-2 if narrow else 1e-6)
     for name, tensor in at_two[0]["weights"].items():
         assert torch.equal(back[0]["weights"][name], tensor), name
-        assert (at_one["weights"][name].float() - tensor.float()).abs().max() < (2e-2 if narrow else 2e-6), name
+        assert (at_one["weights"][name].float() - tensor.float()).abs().max() < (2e-2 if narrow else 2e-6), (
+            name
+        )

@@ -55,16 +55,23 @@ def go_on(rank: int, run: Run, way: str) -> tuple[bool, list[str]]:
     step(first, run)
     step(second, run)
     state = first.state_dict()
-    kinds = sorted({type(value).__name__ for entry in state["optimizer"].values() for value in entry.values()})
+    kinds = sorted(
+        {type(value).__name__ for entry in state["optimizer"].values() for value in entry.values()}
+    )
     second.load_state_dict(copied(state) if way == "shards" else gathered(state))
     for _ in range(2):
         step(first, run)
         step(second, run)
     ours, theirs = gathered(first.state_dict()), gathered(second.state_dict())
     same = all(torch.equal(ours["model"][name], theirs["model"][name]) for name in ours["model"]) and all(
-        torch.equal(value, theirs["optimizer"][name][key]) for name, entry in ours["optimizer"].items() for key, value in entry.items()
+        torch.equal(value, theirs["optimizer"][name][key])
+        for name, entry in ours["optimizer"].items()
+        for key, value in entry.items()
     )
-    return same and ours["scheduler"] == theirs["scheduler"] == {"num_steps": 4, "nonfinite_in_a_row": 0}, kinds
+    return same and ours["scheduler"] == theirs["scheduler"] == {
+        "num_steps": 4,
+        "nonfinite_in_a_row": 0,
+    }, kinds
 
 
 @pytest.mark.parametrize(
@@ -78,7 +85,9 @@ def go_on(rank: int, run: Run, way: str) -> tuple[bool, list[str]]:
         ("shards", {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True), "kind": "value"}),
     ],
 )
-def test_a_loaded_state_goes_on_to_the_bit(two_ranks: Ranks, folder: str, way: str, changes: dict[str, Any]) -> None:
+def test_a_loaded_state_goes_on_to_the_bit(
+    two_ranks: Ranks, folder: str, way: str, changes: dict[str, Any]
+) -> None:
     run = Run(folder, optim=SCHEDULED, **changes)
     assert two_ranks.run(go_on, run, way) == [(True, ["DTensor", "Tensor"])] * 2
 
@@ -90,7 +99,10 @@ def take_over(rank: int, run: Run, state: dict[str, Any]) -> dict[str, Any]:
     step(engine, run)
     return {
         "names": {name: sorted(entry) for name, entry in fresh["optimizer"].items()},
-        "zero": all(not whole(entry["exp_avg"]).any() and float(entry["step"]) == 0 for entry in fresh["optimizer"].values()),
+        "zero": all(
+            not whole(entry["exp_avg"]).any() and float(entry["step"]) == 0
+            for entry in fresh["optimizer"].values()
+        ),
         "weights": weights_of(engine),
         "state": gathered(engine.state_dict()),
     }
@@ -105,7 +117,9 @@ def test_states_of_one_rank_and_of_two_fit_each_other(two_ranks: Ranks, folder: 
     state = copied(one.state_dict())
     step(one, everyone)
     ranks = two_ranks.run(take_over, run, state)
-    assert ranks[0]["zero"] and ranks[0]["names"] == {name: sorted(entry) for name, entry in state["optimizer"].items()}
+    assert ranks[0]["zero"] and ranks[0]["names"] == {
+        name: sorted(entry) for name, entry in state["optimizer"].items()
+    }
     bound = 2e-6 if dtype == "float32" else 0.02
     for name, tensor in weights_of(one).items():
         assert (ranks[0]["weights"][name].float() - tensor.float()).abs().max() < bound, name
@@ -114,7 +128,10 @@ def test_states_of_one_rank_and_of_two_fit_each_other(two_ranks: Ranks, folder: 
     for entry in ranks[0]["state"]["optimizer"].values():
         assert float(entry["step"]) == 2.0
     assert back.num_steps == 2
-    assert all(torch.equal(back.state_dict()["model"][name], tensor) for name, tensor in ranks[0]["state"]["model"].items())
+    assert all(
+        torch.equal(back.state_dict()["model"][name], tensor)
+        for name, tensor in ranks[0]["state"]["model"].items()
+    )
 
 
 def refuse(rank: int, run: Run) -> list[str]:
@@ -131,7 +148,9 @@ def refuse(rank: int, run: Run) -> list[str]:
 
 def test_states_that_do_not_fit_are_refused(two_ranks: Ranks, folder: str) -> None:
     for said in two_ranks.run(refuse, Run(folder)):
-        assert "'odd'" in said[0] and "hf.model.norm.weight is (2,) in the checkpoint and (32,) here" in said[1]
+        assert (
+            "'odd'" in said[0] and "hf.model.norm.weight is (2,) in the checkpoint and (32,) here" in said[1]
+        )
 
 
 def poison(rank: int, run: Run, dump: str, bad_rank: int) -> dict[str, Any]:
@@ -152,17 +171,33 @@ def poison(rank: int, run: Run, dump: str, bad_rank: int) -> dict[str, Any]:
             engine.train_mini_batch(batch, ask(run), broken, run.limits)
     except TrainingError as caught:
         error = str(caught)
-    return {"same": all(torch.equal(before[name], after[name]) for name in before), "metrics": metrics, "error": error}
+    return {
+        "same": all(torch.equal(before[name], after[name]) for name in before),
+        "metrics": metrics,
+        "error": error,
+    }
 
 
 @pytest.mark.parametrize("sizes", [{}, {"sequence": 2}])
-def test_all_ranks_skip_a_step_that_is_not_finite_on_one(two_ranks: Ranks, folder: str, tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(
+    two_ranks: Ranks, folder: str, tmp_path: Path, sizes: dict[str, int]
+) -> None:
     run = Run(folder, sizes=sizes, deal=(tuple(range(7)),) if sizes else EVEN)
     first, second = two_ranks.run(poison, run, str(tmp_path / "rows"), 0 if sizes else 1)
-    assert first["same"] and second["same"] and "3 in a row" in first["error"] and "3 in a row" in second["error"]
-    assert first["metrics"]["actor/num_skipped_steps"] == 1.0 and "actor/num_skipped_steps" not in second["metrics"]
+    assert (
+        first["same"]
+        and second["same"]
+        and "3 in a row" in first["error"]
+        and "3 in a row" in second["error"]
+    )
+    assert (
+        first["metrics"]["actor/num_skipped_steps"] == 1.0
+        and "actor/num_skipped_steps" not in second["metrics"]
+    )
     names = [path.name for path in folders(tmp_path / "rows")]
-    assert [name for name in names if "_1_" in name] == [f"actor_after_update_0_1_rank{rank}" for rank in ((0,) if sizes else (0, 1))]
+    assert [name for name in names if "_1_" in name] == [
+        f"actor_after_update_0_1_rank{rank}" for rank in ((0,) if sizes else (0, 1))
+    ]
     assert len(DataProto.load_from_disk(tmp_path / "rows" / names[0])) == len(run.deal[0])
 
 
@@ -195,9 +230,13 @@ def idle(rank: int, run: Run) -> list[str]:
     engine = build(run, 2)
     batch, loss = dealt(run, engine)
     engine.forward(batch, ask(run), run.limits)
-    found = [name for name, parameter in engine.module.named_parameters() if not isinstance(parameter, DTensor)]
+    found = [
+        name for name, parameter in engine.module.named_parameters() if not isinstance(parameter, DTensor)
+    ]
     engine.train_mini_batch(batch, ask(run), loss, run.limits)
-    return found + [name for name, parameter in engine.module.named_parameters() if not isinstance(parameter, DTensor)]
+    return found + [
+        name for name, parameter in engine.module.named_parameters() if not isinstance(parameter, DTensor)
+    ]
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -214,4 +253,7 @@ def test_one_rank_refuses_a_row_over_the_cap_itself(folder: str) -> None:
 
 def test_no_rows_on_one_rank_give_empty_outputs(folder: str) -> None:
     run = Run(folder, deal=((),), steps=0)
-    assert {name: tuple(values.shape) for name, values in train(0, run, 1)["before"].items()} == {"log_probs": (0, 9), "entropy": (0, 9)}
+    assert {name: tuple(values.shape) for name, values in train(0, run, 1)["before"].items()} == {
+        "log_probs": (0, 9),
+        "entropy": (0, 9),
+    }

@@ -1,4 +1,6 @@
-"""Two ranks train as one does: losses, gradient norms and weights, whatever is sharded, offloaded or recomputed."""
+"""Two ranks train as one does: losses, gradient norms and weights, whatever is sharded, offloaded or
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ CLOSE = 2e-6
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {name: save_tiny(tmp_path_factory.mktemp(name), tied=name == "tied") for name in ("tied", "untied")}
+    return {
+        name: save_tiny(tmp_path_factory.mktemp(name), tied=name == "tied") for name in ("tied", "untied")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +36,30 @@ def alone(folders: dict[str, str]) -> Any:
 
     def find(run: Run) -> dict[str, Any]:
         single = replace(run, fsdp=FSDPConfig(), sizes={}, activation_offload=False)
-        return known.setdefault(repr(single), train(0, single, 1)) if repr(single) not in known else known[repr(single)]
+        return (
+            known.setdefault(repr(single), train(0, single, 1))
+            if repr(single) not in known
+            else known[repr(single)]
+        )
 
     return find
 
 
 def compare(ranks: list[dict[str, Any]], one: dict[str, Any], bound: float = CLOSE) -> None:
     for step, expected in enumerate(one["losses"]):
-        found = ranks[0]["losses"][step] if ranks[0]["rows"] == ranks[1]["rows"] else sum(rank["losses"][step] for rank in ranks)
+        found = (
+            ranks[0]["losses"][step]
+            if ranks[0]["rows"] == ranks[1]["rows"]
+            else sum(rank["losses"][step] for rank in ranks)
+        )
         assert abs(found - expected) < bound
-        assert ranks[0]["metrics"][step]["actor/grad_norm"] == pytest.approx(one["metrics"][step]["actor/grad_norm"], rel=10 * bound)
+        assert ranks[0]["metrics"][step]["actor/grad_norm"] == pytest.approx(
+            one["metrics"][step]["actor/grad_norm"], rel=10 * bound
+        )
         assert ranks[0]["metrics"][step]["actor/num_updates"] == 1.0
-        assert not {"actor/num_updates", "actor/grad_norm", "actor/lr"} & set(ranks[1]["metrics"][step]), "said once, not by rank"
+        assert not {"actor/num_updates", "actor/grad_norm", "actor/lr"} & set(ranks[1]["metrics"][step]), (
+            "said once, not by rank"
+        )
     for rank in ranks:
         assert rank["weights"].keys() == one["weights"].keys() and rank["state"].keys() == one["state"].keys()
         for name, tensor in one["weights"].items():
@@ -51,7 +67,10 @@ def compare(ranks: list[dict[str, Any]], one: dict[str, Any], bound: float = CLO
         for name, entry in one["state"].items():
             assert rank["state"][name].keys() == entry.keys()
             for key, value in entry.items():
-                assert rank["state"][name][key].dtype == value.dtype and (rank["state"][name][key] - value).abs().max() < bound, (name, key)
+                assert (
+                    rank["state"][name][key].dtype == value.dtype
+                    and (rank["state"][name][key] - value).abs().max() < bound
+                ), (name, key)
         for key, values in one["before"].items():
             rows = [sorted(one["rows"]).index(row) for row in rank["rows"]]
             assert rank["before"][key].shape == (len(rows), values.shape[1])
@@ -71,12 +90,19 @@ CASES: dict[str, dict[str, Any]] = {
     "all on the CPU": {"fsdp": FSDPConfig(offload_policy=True)},
     "at rest between phases": {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True)},
     "recomputed": {"model": {"gradient_checkpointing": True}},
-    "recomputed, activations offloaded": {"model": {"gradient_checkpointing": True}, "activation_offload": True},
+    "recomputed, activations offloaded": {
+        "model": {"gradient_checkpointing": True},
+        "activation_offload": True,
+    },
     "activations offloaded": {"activation_offload": True, "folder": "untied"},
     "three rows": {"deal": ((0, 1), (2,))},
     "no rows on a rank": {"deal": ((0, 1, 3), ())},
     "one row a forward": {"limits": BatchLimits(1000, max_rows=1), "deal": ((0,), (1, 2, 3, 4, 5, 6))},
-    "tokens of a row on two ranks": {"sizes": {"sequence": 2}, "deal": (ALL,), "model": {"gradient_checkpointing": True}},
+    "tokens of a row on two ranks": {
+        "sizes": {"sequence": 2},
+        "deal": (ALL,),
+        "model": {"gradient_checkpointing": True},
+    },
     "whole groups": {"limits": BatchLimits(45, keep_groups=True), "deal": ((0, 1), (2, 3, 4, 5, 6))},
 }
 
@@ -88,13 +114,17 @@ def test_two_ranks_train_as_one(name: str, two_ranks: Ranks, folders: dict[str, 
     ranks = two_ranks.run(train, run)
     compare(ranks, alone(run))
     held = [sum(math.prod(shape) for shape in rank["shapes"].values()) for rank in ranks]
-    assert sum(held) == (2 if "fsdp_size" in run.sizes else 1) * sum(math.prod(shape) for shape in alone(run)["shapes"].values())
+    assert sum(held) == (2 if "fsdp_size" in run.sizes else 1) * sum(
+        math.prod(shape) for shape in alone(run)["shapes"].values()
+    )
     assert max(held) <= 0.51 * sum(held)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kind": "value", "model": {"gradient_checkpointing": True}}])
-def test_adapters_train_as_on_one_rank(two_ranks: Ranks, folders: dict[str, str], alone: Any, settings: dict[str, Any]) -> None:
+def test_adapters_train_as_on_one_rank(
+    two_ranks: Ranks, folders: dict[str, str], alone: Any, settings: dict[str, Any]
+) -> None:
     run = Run(folders["untied"], lora=LoraSettings(rank=4), **settings)
     ranks = two_ranks.run(train, run)
     compare(ranks, alone(run))
@@ -113,12 +143,20 @@ def test_bfloat16_stays_close(kind: str, two_ranks: Ranks, folders: dict[str, st
     run = Run(folders["tied"], kind=kind, model={"dtype": "bfloat16"}, steps=1)
     one, ranks = alone(run), two_ranks.run(train, run)
     assert sum(rank["losses"][0] for rank in ranks) == pytest.approx(one["losses"][0], abs=2e-3)
-    assert ranks[0]["metrics"][0]["actor/grad_norm"] == pytest.approx(one["metrics"][0]["actor/grad_norm"], rel=0.02)
+    assert ranks[0]["metrics"][0]["actor/grad_norm"] == pytest.approx(
+        one["metrics"][0]["actor/grad_norm"], rel=0.02
+    )
     for name, tensor in one["weights"].items():
-        assert ranks[0]["weights"][name].dtype == tensor.dtype, "a state has the same dtypes on any number of ranks"
+        assert ranks[0]["weights"][name].dtype == tensor.dtype, (
+            "a state has the same dtypes on any number of ranks"
+        )
         assert (ranks[0]["weights"][name].float() - tensor.float()).abs().max() < 0.03
-    assert {name: set(entry) for name, entry in ranks[0]["state"].items()} == {name: set(entry) for name, entry in one["state"].items()}
-    master = ranks[0]["state"]["hf.model.norm.weight" if kind == "policy" else "backbone.norm.weight"]["master"]
+    assert {name: set(entry) for name, entry in ranks[0]["state"].items()} == {
+        name: set(entry) for name, entry in one["state"].items()
+    }
+    master = ranks[0]["state"]["hf.model.norm.weight" if kind == "policy" else "backbone.norm.weight"][
+        "master"
+    ]
     assert master.dtype == torch.float32
 
 

@@ -30,7 +30,9 @@ from ranks import Ranks
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
+    return create_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1
+    )
 
 
 def trained(folder: Path, dtype: str = "float32") -> PolicyModel:
@@ -73,7 +75,9 @@ def test_a_state_in_one_file(tmp_path: Path, tiny_folder: Path) -> None:
     """As one process writes a state whole; with the names of the Hugging Face module."""
     policy = build_policy(tiny_folder, device="cpu", dtype="float32", probe=False)
     fill = {f"{ACTOR}/{HF_FOLDER}": lambda folder: save_config(policy, folder, None) and None}
-    step = CheckpointStore(tmp_path / "run").save(4, {ACTOR: {"model": dict(policy.hf.state_dict())}}, folders=fill)
+    step = CheckpointStore(tmp_path / "run").save(
+        4, {ACTOR: {"model": dict(policy.hf.state_dict())}}, folders=fill
+    )
     merged = load_file(merge(step / ACTOR, tmp_path / "merged") / "model.safetensors")
     original = load_file(tiny_folder / "model.safetensors")
     assert merged.keys() == original.keys(), "tied weights are written once, as transformers writes them"
@@ -107,7 +111,9 @@ def test_a_checkpoint_without_the_model(tmp_path: Path) -> None:
         merge(step, tmp_path / "merged")
 
 
-def test_merging_says_what_it_does(tmp_path: Path, tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_merging_says_what_it_does(
+    tmp_path: Path, tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     step = save(tmp_path / "run", trained(tiny_folder))
     with caplog.at_level("INFO", "hybridflow"):
         merge(step, tmp_path / "merged")
@@ -131,7 +137,12 @@ def test_the_command(tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFi
     assert "all equal bit for bit" in capsys.readouterr().out
     assert model_merger.main(["test", *source, "--test_hf_dir", str(tiny_folder)]) == 1
     assert "differs from the checkpoint's" in capsys.readouterr().err
-    assert model_merger.main(["merge", "--backend", "megatron", "--local_dir", str(step), "--target_dir", str(tmp_path / "x")]) == 1
+    assert (
+        model_merger.main(
+            ["merge", "--backend", "megatron", "--local_dir", str(step), "--target_dir", str(tmp_path / "x")]
+        )
+        == 1
+    )
     assert "use --backend fsdp" in capsys.readouterr().err
 
 
@@ -172,8 +183,14 @@ def test_adapters_are_kept(tmp_path: Path, tiny_folder: Path) -> None:
     assert probe_log_probs(again).equal(probe_log_probs(policy))
     assert compare(step, target) == "8 tensors, all equal bit for bit"
     weights = load_file(target / WEIGHTS)
-    save_file({name: tensor + 1 if "layers.1.mlp" in name else tensor for name, tensor in weights.items()}, target / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.lora_A\.weight in .* differs from the checkpoint's"):
+    save_file(
+        {name: tensor + 1 if "layers.1.mlp" in name else tensor for name, tensor in weights.items()},
+        target / WEIGHTS,
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"layers\.1\.mlp\.down_proj\.lora_A\.weight in .* differs from the checkpoint's",
+    ):
         compare(step, target)
 
 
@@ -181,7 +198,9 @@ def test_the_base_is_gone_or_another(tmp_path: Path, tiny_folder: Path) -> None:
     there = shutil.copytree(tiny_folder, tmp_path / "base")
     step = save(tmp_path / "run", with_adapters(there))
     there.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=rf"adapters of the model {there}, which is not there.*--base_model"):
+    with pytest.raises(
+        CheckpointError, match=rf"adapters of the model {there}, which is not there.*--base_model"
+    ):
         merge(step, tmp_path / "merged")
     merge(step, tmp_path / "merged", base_model=str(tmp_path / "moved"))
     assert merge(step, tmp_path / "kept", lora="keep", base_model=str(tiny_folder)).is_dir()
@@ -205,21 +224,30 @@ def test_what_is_not_merged(tmp_path: Path, tiny_folder: Path) -> None:
 def save_on_rank(rank: int, folder: str, source: str, adapters: bool) -> None:
     policy = with_adapters(Path(source)) if adapters else trained(Path(source))
     mesh, names = init_device_mesh("cpu", (2,)), saved_names(policy)
-    model = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in policy.state_dict().items()}
-    save_shards(Path(folder) / ACTOR, {"model": {name: model[name] for name in model if names is None or name in names}})
+    model = {
+        name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in policy.state_dict().items()
+    }
+    save_shards(
+        Path(folder) / ACTOR,
+        {"model": {name: model[name] for name in model if names is None or name in names}},
+    )
     if rank == 0:
         save_config(policy, Path(folder) / ACTOR / HF_FOLDER)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_what_two_ranks_saved_becomes_one_folder(two_ranks: Ranks, tmp_path: Path, tiny_folder: Path, adapters: bool) -> None:
+def test_what_two_ranks_saved_becomes_one_folder(
+    two_ranks: Ranks, tmp_path: Path, tiny_folder: Path, adapters: bool
+) -> None:
     two_ranks.run(save_on_rank, str(tmp_path), str(tiny_folder), adapters)
     again = build_policy(merge(tmp_path, tmp_path / "merged"), device="cpu", probe=False)
     live = with_adapters(tiny_folder) if adapters else trained(tiny_folder)
     assert torch.allclose(probe_log_probs(again), probe_log_probs(live), atol=1e-5)
 
 
-def test_weights_are_staged_in_pieces(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_staged_in_pieces(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hybridflow.merger.source.STAGED_BYTES", 4096)
     step = save(tmp_path / "run", trained(tiny_folder))
     assert compare(step, merge(step, tmp_path / "merged")).endswith("equal bit for bit")
@@ -235,9 +263,22 @@ def test_weights_are_staged_in_pieces(tmp_path: Path, tiny_folder: Path, monkeyp
     ],
 )
 def test_flags_of_the_command(
-    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str], flags: list[str], status: int, text: str
+    tmp_path: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    status: int,
+    text: str,
 ) -> None:
     step = save(tmp_path / "run", trained(tiny_folder))
-    source = ["merge", "--backend", "fsdp", "--local_dir", str(step / ACTOR), "--target_dir", str(tmp_path / "merged")]
+    source = [
+        "merge",
+        "--backend",
+        "fsdp",
+        "--local_dir",
+        str(step / ACTOR),
+        "--target_dir",
+        str(tmp_path / "merged"),
+    ]
     assert model_merger.main([*source, *flags]) == status
     assert text in capsys.readouterr().err and (tmp_path / "merged").exists() == (status == 0)

@@ -58,7 +58,9 @@ def test_unsupported_is_refused(model_type: str, settings: dict[str, object]) ->
 
 
 def test_hybrid_linear_attention_is_refused() -> None:
-    hf = tiny_hf("qwen3_next", layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2)
+    hf = tiny_hf(
+        "qwen3_next", layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2
+    )
     with pytest.raises(ModelError, match=r"not supported|layers call"):
         probe_policy(PolicyModel(hf))
 
@@ -89,12 +91,17 @@ def test_values_start_at_zero_and_learn() -> None:
 
 
 def test_probe_in_bfloat16_allows_for_rounding_and_finds_a_difference() -> None:
-    """Logits as large as those of a trained model: the worst of them is off by more than 0.3 through rounding alone."""
+    """Logits as large as those of a trained model: the worst of them is off by more than 0.3 through rounding
+    alone.
+    """
     policy = PolicyModel(tiny_hf("llama", torch.bfloat16))
     policy.head.weight.data.mul_(2.0)
     rows = _rows(policy)
     with torch.no_grad():
-        worst = max(float((a - b).abs().max()) for a, b in zip(_packed(policy, rows), _alone(policy, rows), strict=True))
+        worst = max(
+            float((a - b).abs().max())
+            for a, b in zip(_packed(policy, rows), _alone(policy, rows), strict=True)
+        )
     assert worst > 0.3 > probe_policy(policy)
     object.__setattr__(policy.transform, "scale", 1.5)
     with pytest.raises(ModelError, match="does not give the same log-probs"):

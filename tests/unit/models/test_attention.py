@@ -20,7 +20,8 @@ def _states(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(num_tokens)
     shapes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
     query, key, value = (
-        torch.randn(1, heads, num_tokens, dim, generator=draw, dtype=torch.float64).requires_grad_() for heads, dim in shapes
+        torch.randn(1, heads, num_tokens, dim, generator=draw, dtype=torch.float64).requires_grad_()
+        for heads, dim in shapes
     )
     return query, key, value
 
@@ -54,9 +55,12 @@ def _token_by_token(
 
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [9, 2, 4, 1, 9], [300, 6], [1]])
 @pytest.mark.parametrize(
-    ("window", "softcap", "with_sinks"), [(None, None, False), (3, None, False), (None, 0.8, False), (4, None, True), (2, 0.5, True)]
+    ("window", "softcap", "with_sinks"),
+    [(None, None, False), (3, None, False), (None, 0.8, False), (4, None, True), (2, 0.5, True)],
 )
-def test_against_a_loop_over_tokens(lengths: list[int], window: int | None, softcap: float | None, with_sinks: bool) -> None:
+def test_against_a_loop_over_tokens(
+    lengths: list[int], window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
     if sum(lengths) > 100 and softcap is not None:
         lengths = [90, 6]
     draw = torch.Generator().manual_seed(0)
@@ -70,7 +74,9 @@ def test_against_a_loop_over_tokens(lengths: list[int], window: int | None, soft
     inputs = [*states, *([sinks] if sinks is not None else [])]
     weights = torch.linspace(-1, 1, got.numel(), dtype=torch.float64).view_as(got)
     for ours, theirs in zip(
-        torch.autograd.grad((got * weights).sum(), inputs), torch.autograd.grad((wanted * weights).sum(), inputs), strict=True
+        torch.autograd.grad((got * weights).sum(), inputs),
+        torch.autograd.grad((wanted * weights).sum(), inputs),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
@@ -78,14 +84,18 @@ def test_against_a_loop_over_tokens(lengths: list[int], window: int | None, soft
 def test_default_scaling() -> None:
     states = _states(4)
     layout = PackedLayout.build([4])
-    torch.testing.assert_close(layout.attend(*states, Scores()), layout.attend(*states, Scores(scaling=1 / math.sqrt(DIM))))
+    torch.testing.assert_close(
+        layout.attend(*states, Scores()), layout.attend(*states, Scores(scaling=1 / math.sqrt(DIM)))
+    )
 
 
 def test_kv_sink_sees_every_layer_once() -> None:
     policy = PolicyModel(tiny_hf("llama"))
     packed = packed_rows(tiny_rows())
     seen: dict[int, tuple[torch.Size, torch.Size]] = {}
-    layout = PackedLayout.build(packed.lengths, kv_sink=lambda layer, key, value: seen.update({layer: (key.shape, value.shape)}))
+    layout = PackedLayout.build(
+        packed.lengths, kv_sink=lambda layer, key, value: seen.update({layer: (key.shape, value.shape)})
+    )
     policy.hidden(packed.input_ids[None], packed.position_ids[None], layout)
     shape = torch.Size((1, 2, len(packed.input_ids), 8))
     assert seen == {0: (shape, shape), 1: (shape, shape)}
@@ -97,7 +107,8 @@ def test_buckets_waste_little() -> None:
     assert sorted(row for bucket in buckets for row in bucket) == list(range(200))
     assert sum(len(bucket) * max(lengths[row] for row in bucket) for bucket in buckets) <= 1.15 * sum(lengths)
     assert len(buckets) < 30
-    assert make_buckets([3, 90, 1]) == [[2, 0], [1]]  # short rows share a bucket whatever they waste, but not with a long one
+    # short rows share a bucket whatever they waste, but not with a long one
+    assert make_buckets([3, 90, 1]) == [[2, 0], [1]]
 
 
 def _call(**changes: object) -> None:
@@ -106,7 +117,9 @@ def _call(**changes: object) -> None:
 
 
 def test_refusals() -> None:
-    _call(position_ids=torch.arange(3), use_cache=False, output_attentions=False, is_causal=True, anything=None)
+    _call(
+        position_ids=torch.arange(3), use_cache=False, output_attentions=False, is_causal=True, anything=None
+    )
     with pytest.raises(ModelError, match="without a layout"):
         _call(layout=None)
     with pytest.raises(ModelError, match="alibi_slopes=Tensor"):

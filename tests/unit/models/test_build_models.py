@@ -60,7 +60,9 @@ def test_export_and_reload(folder: Path, tmp_path: Path, dtype: torch.dtype) -> 
     wanted = policy.hf.state_dict()
     assert wanted.keys() == again.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in wanted.items())
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1 + 1") == AutoTokenizer.from_pretrained(folder).encode("1 + 1")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1 + 1") == AutoTokenizer.from_pretrained(
+        folder
+    ).encode("1 + 1")
 
 
 def test_value_of_a_folder(folder: Path) -> None:
@@ -72,7 +74,9 @@ def test_value_of_a_folder(folder: Path) -> None:
 
 def test_override_config_and_dropout(folder: Path) -> None:
     policy = build_policy(
-        folder, device="cpu", override_config={"attention_dropout": 0.1, "rope_parameters": {"rope_theta": 5000.0}}
+        folder,
+        device="cpu",
+        override_config={"attention_dropout": 0.1, "rope_parameters": {"rope_theta": 5000.0}},
     ).train()
     assert policy.config.rope_parameters["rope_theta"] == 5000.0
     packed = pack(DataProto.from_dict(make_rows([[2, 5, 9]], [[8, 7]], pad_id=1)))
@@ -97,9 +101,15 @@ def test_bad_folders(folder: Path, tmp_path: Path) -> None:
     pickled = _copy(folder, tmp_path / "c", "model.safetensors")
     (pickled / "pytorch_model.bin").write_bytes(b"x")
     cases["is a pickle, which is never loaded"] = pickled
-    for name, change in (("d", {"model_type": "no_such_model"}), ("e", {"num_hidden_layers": 3}), ("f", {"model_type": "t5"})):
+    for name, change in (
+        ("d", {"model_type": "no_such_model"}),
+        ("e", {"num_hidden_layers": 3}),
+        ("f", {"model_type": "t5"}),
+    ):
         changed = _copy(folder, tmp_path / name)
-        (changed / "config.json").write_text(json.dumps(json.loads((changed / "config.json").read_text()) | change))
+        (changed / "config.json").write_text(
+            json.dumps(json.loads((changed / "config.json").read_text()) | change)
+        )
         cases[{"d": "no_such_model", "e": "lacks 9 weights", "f": "no causal language model"}[name]] = changed
     broken = _copy(folder, tmp_path / "g")
     (broken / "model.safetensors").write_bytes(b"not safetensors at all")
@@ -131,7 +141,10 @@ def test_flops() -> None:
 def test_untied_head_counts_once() -> None:
     tied, untied = tiny_hf("qwen2"), tiny_hf("llama")
     assert PolicyModel(tied).num_parameters == sum(p.numel() for p in tied.parameters())
-    assert matmul_parameters(untied) == sum(p.numel() for p in untied.parameters()) - untied.get_input_embeddings().weight.numel()
+    assert (
+        matmul_parameters(untied)
+        == sum(p.numel() for p in untied.parameters()) - untied.get_input_embeddings().weight.numel()
+    )
 
 
 def test_device() -> None:

@@ -26,7 +26,10 @@ def test_pieces_see_their_slot_and_themselves(
     total = sum(lengths)
     owner = torch.tensor([row for row, length in enumerate(lengths) for _ in range(length)])
     positions = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths)])
-    key, value = torch.randn(1, 2, total, 6, dtype=torch.float64), torch.randn(1, 2, total, 5, dtype=torch.float64)
+    key, value = (
+        torch.randn(1, 2, total, 6, dtype=torch.float64),
+        torch.randn(1, 2, total, 5, dtype=torch.float64),
+    )
     query = torch.randn(1, 4, total, 6, dtype=torch.float64)
     scores = Scores(5, scaling=0.3, sliding_window=window, **special)  # type: ignore[arg-type]
     layout = ChunkLayout(cache, slots, starts, lengths, Places(torch.tensor(slots)[owner], positions))
@@ -38,8 +41,13 @@ def test_pieces_see_their_slot_and_themselves(
         assert torch.equal(cache.keys[5][slot, :, start : start + length], key[0, :, own])
         for step in range(length):
             first, end = 0 if window is None else max(0, start + step + 1 - window), start + step + 1
-            keys, values = cache.keys[5][slot : slot + 1, :, first:end], cache.values[5][slot : slot + 1, :, first:end]
-            wanted = masked_attention(query[:, :, offset + step : offset + step + 1], keys, values, None, scores)
+            keys, values = (
+                cache.keys[5][slot : slot + 1, :, first:end],
+                cache.values[5][slot : slot + 1, :, first:end],
+            )
+            wanted = masked_attention(
+                query[:, :, offset + step : offset + step + 1], keys, values, None, scores
+            )
             torch.testing.assert_close(out[:, offset + step], wanted[:, :, 0])
         offset += length
 

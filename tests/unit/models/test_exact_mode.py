@@ -45,20 +45,30 @@ def requests(count: int, temperature: float = 1.0) -> list[GenerationRequest]:
     return made
 
 
-def generate(policy: PolicyModel, asked: Sequence[GenerationRequest], **settings: int) -> dict[int, GenerationOutput]:
+def generate(
+    policy: PolicyModel, asked: Sequence[GenerationRequest], **settings: int
+) -> dict[int, GenerationOutput]:
     engine = NativeEngine(policy, eos_token_ids=(2,), **settings)  # type: ignore[arg-type]
     return {output.request_id: output for output in engine.generate(asked)}
 
 
 def trained(
-    policy: PolicyModel, asked: Sequence[GenerationRequest], outputs: dict[int, GenerationOutput], temperature: float
+    policy: PolicyModel,
+    asked: Sequence[GenerationRequest],
+    outputs: dict[int, GenerationOutput],
+    temperature: float,
 ) -> dict[int, list[float]]:
     """Log-probs by row as an update computes them, all in one micro-batch."""
     responses = [outputs[one.request_id].token_ids for one in asked]
-    packed = pack(DataProto.from_dict(make_rows([one.prompt_token_ids for one in asked], responses, pad_id=0)))
+    packed = pack(
+        DataProto.from_dict(make_rows([one.prompt_token_ids for one in asked], responses, pad_id=0))
+    )
     values = policy.train()(packed, temperature=temperature, with_entropy=True).log_probs
     assert values.requires_grad
-    return {one.request_id: part.tolist() for one, part in zip(asked, values.detach().split([len(row) for row in responses]))}
+    return {
+        one.request_id: part.tolist()
+        for one, part in zip(asked, values.detach().split([len(row) for row in responses]))
+    }
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -76,7 +86,9 @@ def check_agreement(kind: str, num_rows: int) -> None:
     asked = requests(num_rows, temperature)
     outputs = generate(policy, asked)
     together = trained(policy, asked, outputs, temperature)
-    alone = {one.request_id: trained(policy, [one], outputs, temperature)[one.request_id] for one in asked[:4]}
+    alone = {
+        one.request_id: trained(policy, [one], outputs, temperature)[one.request_id] for one in asked[:4]
+    }
     for row, output in outputs.items():
         assert output.log_probs == together[row]
         assert row not in alone or output.log_probs == alone[row]
@@ -141,10 +153,17 @@ def test_rows_that_join_late_or_were_put_aside_stay_exact() -> None:
         assert (output.token_ids, output.log_probs) == (outputs[row].token_ids, outputs[row].log_probs)
 
 
-@pytest.mark.parametrize("heads, kv_heads, dim, length, longest", [(12, 4, 80, 207, 173), (8, 4, 16, 252, 132), (2, 2, 32, 237, 135)])
-def test_how_many_keys_there_are_does_not_matter(heads: int, kv_heads: int, dim: int, length: int, longest: int) -> None:
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, length, longest",
+    [(12, 4, 80, 207, 173), (8, 4, 16, 252, 132), (2, 2, 32, 237, 135)],
+)
+def test_how_many_keys_there_are_does_not_matter(
+    heads: int, kv_heads: int, dim: int, length: int, longest: int
+) -> None:
     draw, scores, mode = torch.Generator().manual_seed(1), Scores(), ExactMode(32, 1, 8)
-    query, key, value = (torch.randn(1, count, length, dim, generator=draw) for count in (heads, kv_heads, kv_heads))
+    query, key, value = (
+        torch.randn(1, count, length, dim, generator=draw) for count in (heads, kv_heads, kv_heads)
+    )
     whole = mode.attend(query, key, value, torch.ones(length, length, dtype=torch.bool).tril(), scores)
     places = torch.tensor([longest - 1, 3, longest // 2])  # of three rows whose new tokens are these
     slots = [torch.zeros(3, kv_heads, 320, dim) for _ in range(2)]
@@ -161,13 +180,20 @@ def test_the_self_check_finds_a_mode_and_leaves_the_policy_as_it_was(kind: str) 
     engine = NativeEngine(policy, eos_token_ids=(2,))
     mode = choose_exact_mode(engine, policy, longest=100, temperature=0.7)
     assert isinstance(mode, ExactMode) and policy.exact is None
-    assert self_check(engine, policy, longest=100, temperature=0.7) is not None, "fast mode is not exact, so the check sees something"
+    assert self_check(engine, policy, longest=100, temperature=0.7) is not None, (
+        "fast mode is not exact, so the check sees something"
+    )
 
 
 def test_the_self_check_names_the_first_token_of_a_model_that_mixes_rows() -> None:
     policy = PolicyModel(zoo.tiny_hf("qwen3_moe"))  # the rows of an expert depend on the batch
     reason = choose_exact_mode(NativeEngine(policy, eos_token_ids=(2,)), policy, longest=64, temperature=1.0)
-    assert isinstance(reason, str) and "Qwen3MoeForCausalLM" in reason and "token" in reason and "log-prob" in reason
+    assert (
+        isinstance(reason, str)
+        and "Qwen3MoeForCausalLM" in reason
+        and "token" in reason
+        and "log-prob" in reason
+    )
 
 
 def test_half_precision_is_refused() -> None:
@@ -193,7 +219,9 @@ def test_the_exact_attention_is_the_plain_one() -> None:
         exact = policy(rows)
         exact.log_probs.sum().backward()
         torch.testing.assert_close(exact.log_probs, fast.log_probs, rtol=1e-4, atol=1e-4)
-        for parameter, grad in zip([p for p in policy.parameters() if p.grad is not None], wanted, strict=True):
+        for parameter, grad in zip(
+            [p for p in policy.parameters() if p.grad is not None], wanted, strict=True
+        ):
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-3)
 
 
@@ -212,4 +240,6 @@ def test_where_kernels_need_more_padding_the_check_takes_more(monkeypatch: pytes
     step = even_rows(policy.hf.base_model)
     assert [(mode.key_step, mode.row_step) for mode in tried] == [(32, step), (128, step), (128, 32)]
     wide = torch.nn.Linear(8, 384)  # whole vectors in any number of rows
-    assert [(mode.key_step, mode.row_step, mode.min_queries) for mode in ExactMode.choices(wide, 100)][:2] == [(32, 1, 4), (32, 1, 8)]
+    assert [(mode.key_step, mode.row_step, mode.min_queries) for mode in ExactMode.choices(wide, 100)][
+        :2
+    ] == [(32, 1, 4), (32, 1, 8)]

@@ -1,4 +1,6 @@
-"""A sharded model on two ranks, with adapters and without, becomes a folder that transformers reads; adapters under FSDP2."""
+"""A sharded model on two ranks, with adapters and without, becomes a folder that transformers reads; adapters
+under FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -59,17 +61,26 @@ def export(rank: int, kind: str, lora: bool, folder: str, max_file_bytes: int) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora", "max_file_bytes"), [("qwen2", False, 20_000), ("qwen3_moe", True, 20_000), ("llama", True, 2**30)]
+    ("kind", "lora", "max_file_bytes"),
+    [("qwen2", False, 20_000), ("qwen3_moe", True, 20_000), ("llama", True, 2**30)],
 )
-def test_transformers_reads_what_two_ranks_write(two_ranks: Ranks, tmp_path: Path, kind: str, lora: bool, max_file_bytes: int) -> None:
+def test_transformers_reads_what_two_ranks_write(
+    two_ranks: Ranks, tmp_path: Path, kind: str, lora: bool, max_file_bytes: int
+) -> None:
     live = two_ranks.run(export, kind, lora, str(tmp_path), max_file_bytes)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 1 if max_file_bytes == 2**30 else len(files) >= 3
     names = [name for path in files for name in safe_open(path, "pt").keys()]  # noqa: SIM118
-    assert len(names) == len(set(names)) and ("lm_head.weight" in names) == (kind != "qwen2"), "tied weights are written once"
-    assert any("experts.3.gate_proj" in name for name in names) == (kind == "qwen3_moe"), "experts are named as in its files elsewhere"
+    assert len(names) == len(set(names)) and ("lm_head.weight" in names) == (kind != "qwen2"), (
+        "tied weights are written once"
+    )
+    assert any("experts.3.gate_proj" in name for name in names) == (kind == "qwen3_moe"), (
+        "experts are named as in its files elsewhere"
+    )
     packed = packed_rows(tiny_rows())
-    assert torch.allclose(eager_log_probs(AutoModelForCausalLM.from_pretrained(tmp_path), packed), live[0], atol=2e-5)
+    assert torch.allclose(
+        eager_log_probs(AutoModelForCausalLM.from_pretrained(tmp_path), packed), live[0], atol=2e-5
+    )
     assert live[0].equal(live[1]) and torch.allclose(live[0], log_probs(built(kind, lora)), atol=1e-5)
     if lora:
         theirs = PeftModel.from_pretrained(tiny_hf(kind), tmp_path / "lora_adapter").merge_and_unload()

@@ -18,7 +18,9 @@ SHAPED_ALIKE = {"granite": {"residual_multiplier": 0.7}}
 
 
 def decoded(policy: PolicyModel, how: str, steps: int = 7) -> list[Tensor]:
-    """States [B, 1, H] of some steps of three rows of different lengths, by `policy.hidden` or `policy.decode`."""
+    """States [B, 1, H] of some steps of three rows of different lengths, by `policy.hidden` or
+    `policy.decode`.
+    """
     cache, draw = SlotCache(layer_shapes(policy), 3, 16), torch.Generator().manual_seed(3)
     for stored in (*cache.keys.values(), *cache.values.values()):
         stored.normal_(generator=draw)
@@ -26,7 +28,9 @@ def decoded(policy: PolicyModel, how: str, steps: int = 7) -> list[Tensor]:
     for step in range(steps):
         tokens = torch.randint(3, VOCABULARY, (3, 1), generator=draw)
         with torch.no_grad():
-            states.append(getattr(policy, how)(tokens, lengths[:, None], SlotLayout(cache, lengths, 6 + step)))
+            states.append(
+                getattr(policy, how)(tokens, lengths[:, None], SlotLayout(cache, lengths, 6 + step))
+            )
         lengths = lengths + 1
     return states
 

@@ -64,4 +64,6 @@ def test_value_model_in_float64() -> None:
     together = packed_rows(data)
     values = model(together)
     for row in range(len(data)):
-        torch.testing.assert_close(model(packed_rows(data, [row])), values[together.rows == row], atol=1e-10, rtol=0)
+        torch.testing.assert_close(
+            model(packed_rows(data, [row])), values[together.rows == row], atol=1e-10, rtol=0
+        )

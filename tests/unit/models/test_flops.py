@@ -16,7 +16,10 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(**SIZES), MistralConfig(**SIZES, sliding_window=4_096, max_position_embeddings=4_096)])
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SIZES), MistralConfig(**SIZES, sliding_window=4_096, max_position_embeddings=4_096)],
+)
 def test_the_workload_of_a_row_is_the_flops_of_its_forward_pass(config: PretrainedConfig) -> None:
     workload = workload_of(config, 10_000)
     for length in (1, 100, 2_000):

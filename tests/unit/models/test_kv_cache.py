@@ -24,23 +24,38 @@ def test_tokens_land_in_their_slot_and_position() -> None:
     cache = SlotCache(SHAPES, 5, 7)
     places = Places(torch.tensor([4, 0, 0]), torch.tensor([6, 2, 3]), source=torch.tensor([1, 0, 1]))
     for layer, shape in SHAPES.items():
-        key, value = torch.randn(2, shape.kv_heads, shape.key_dim), torch.randn(2, shape.kv_heads, shape.value_dim)
+        key, value = (
+            torch.randn(2, shape.kv_heads, shape.key_dim),
+            torch.randn(2, shape.kv_heads, shape.value_dim),
+        )
         cache.write(layer, key, value, places)
-        assert torch.equal(cache.keys[layer][4, :, 6], key[1]) and torch.equal(cache.keys[layer][0, :, 2], key[0])
+        assert torch.equal(cache.keys[layer][4, :, 6], key[1]) and torch.equal(
+            cache.keys[layer][0, :, 2], key[0]
+        )
         assert torch.equal(cache.values[layer][0, :, 3], value[1])
         assert cache.values[layer].count_nonzero() == 3 * shape.kv_heads * shape.value_dim
 
 
 def test_pieces_go_to_each_of_their_slots() -> None:
     places = Places.of_pieces([2, 3], [0, 4], [[5, 1], [0]])
-    assert places.slots.tolist() == [5, 5, 1, 1, 0, 0, 0] and places.positions.tolist() == [0, 1, 0, 1, 4, 5, 6]
+    assert places.slots.tolist() == [5, 5, 1, 1, 0, 0, 0] and places.positions.tolist() == [
+        0,
+        1,
+        0,
+        1,
+        4,
+        5,
+        6,
+    ]
     assert places.source is not None and places.source.tolist() == [0, 1, 0, 1, 2, 3, 4]
 
 
 def test_moving_and_forking_copy_whole_slots_up_to_a_length() -> None:
     cache, before = filled(), filled()
     cache.move([4, 3], [0, 2])
-    assert torch.equal(cache.keys[0][0], before.keys[0][4]) and torch.equal(cache.values[3][2], before.values[3][3])
+    assert torch.equal(cache.keys[0][0], before.keys[0][4]) and torch.equal(
+        cache.values[3][2], before.values[3][3]
+    )
     assert torch.equal(cache.values[3][1], before.values[3][1])
     cache.fork(4, [1, 2, 3], length=6)
     assert all(torch.equal(cache.keys[3][slot, :, :6], before.keys[3][4, :, :6]) for slot in (1, 2, 3))
@@ -48,19 +63,29 @@ def test_moving_and_forking_copy_whole_slots_up_to_a_length() -> None:
 
 def test_bytes_are_counted_by_layer() -> None:
     cache = SlotCache(SHAPES, 5, 7)
-    assert cache.nbytes == 5 * 7 * sum(shape.bytes_per_token for shape in SHAPES.values()) == 5 * 7 * (2 * 8 + 11) * 4
+    assert (
+        cache.nbytes
+        == 5 * 7 * sum(shape.bytes_per_token for shape in SHAPES.values())
+        == 5 * 7 * (2 * 8 + 11) * 4
+    )
 
 
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("special", [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decoding_attends_to_the_own_slot_up_to_the_new_token(window: int | None, special: dict[str, object], dtype: torch.dtype) -> None:
+def test_decoding_attends_to_the_own_slot_up_to_the_new_token(
+    window: int | None, special: dict[str, object], dtype: torch.dtype
+) -> None:
     shapes = {0: LayerShape(2, 6, 5, dtype)}
     cache = SlotCache(shapes, 4, 9)
     cache.keys[0].normal_()
     cache.values[0].normal_()
     lengths = torch.tensor([2, 7, 0])
-    query, key, value = torch.randn(3, 4, 1, 6, dtype=dtype), torch.randn(3, 2, 1, 6, dtype=dtype), torch.randn(3, 2, 1, 5, dtype=dtype)
+    query, key, value = (
+        torch.randn(3, 4, 1, 6, dtype=dtype),
+        torch.randn(3, 2, 1, 6, dtype=dtype),
+        torch.randn(3, 2, 1, 5, dtype=dtype),
+    )
     scores = Scores(scaling=0.3, sliding_window=window, **special)  # type: ignore[arg-type]
     out = SlotLayout(cache, lengths, 7).attend(query, key, value, scores)
     assert out.shape == (3, 1, 4, 5) and out.dtype == dtype
@@ -83,7 +108,10 @@ def test_another_size_keeps_what_is_told() -> None:
     assert (cache.num_slots, cache.capacity, tuple(cache.values[3].shape)) == (3, 11, (3, 1, 11, 5))
     for stored, old in ((cache.keys, before.keys), (cache.values, before.values)):
         for layer in SHAPES:
-            assert torch.equal(stored[layer][:, :, :6], old[layer][[0, 1, 4], :, :6]) and not stored[layer][:, :, 6:].any()
+            assert (
+                torch.equal(stored[layer][:, :, :6], old[layer][[0, 1, 4], :, :6])
+                and not stored[layer][:, :, 6:].any()
+            )
     with pytest.raises(AssertionError, match="are to stay"):
         cache.resize(2, 11, rows=2, length=6, last=True)
 
@@ -95,8 +123,14 @@ def test_sizes_change_within_the_memory_that_is_there() -> None:
     for capacity in (20, 9, 17):
         cache.resize(5, capacity, rows=4, length=min(7, capacity))
         assert all(x.is_contiguous() for x in (*cache.keys.values(), *cache.values.values()))
-        assert torch.equal(cache.keys[0][:4, :, :7], before.keys[0][:4, :, :7]) and not cache.keys[0][:4, :, 7:].any()
-        assert torch.equal(cache.values[3][:4, :, :7], before.values[3][:4, :, :7]) and not cache.values[3][:4, :, 7:].any()
+        assert (
+            torch.equal(cache.keys[0][:4, :, :7], before.keys[0][:4, :, :7])
+            and not cache.keys[0][:4, :, 7:].any()
+        )
+        assert (
+            torch.equal(cache.values[3][:4, :, :7], before.values[3][:4, :, :7])
+            and not cache.values[3][:4, :, 7:].any()
+        )
     assert cache.nbytes == 100 * bytes_per_token(SHAPES)  # and one spare piece of each size
     pieces = [x.data_ptr() for x in (*cache.keys.values(), *cache.values.values())]
     cache.resize(10, 10)

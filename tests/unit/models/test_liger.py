@@ -1,4 +1,6 @@
-"""`use_liger`: which model gets other kernels, and where it is refused. A stand-in plays the package, whose kernels need CUDA."""
+"""`use_liger`: which model gets other kernels, and where it is refused. A stand-in plays the package, whose
+kernels need CUDA.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def never(*args: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def package(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A package `liger_kernel` that patches as the real one does: the instance, and names of the architecture's module."""
+    """A package `liger_kernel` that patches as the real one does: the instance, and names of the
+    architecture's module.
+    """
     asked: dict[str, Any] = {}
 
     def apply(model: PreTrainedModel, **options: Any) -> None:
@@ -52,7 +56,10 @@ def package(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         for layer in model.base_model.layers:
             layer.mlp.forward = MethodType(gated, layer.mlp)
 
-    parts = {name: ModuleType(name) for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")}
+    parts = {
+        name: ModuleType(name)
+        for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
+    }
     patch: Any = parts["liger_kernel.transformers.monkey_patch"]
     patch.MODEL_TYPE_TO_APPLY_LIGER_FN, patch._apply_liger_kernel_to_instance = {"llama": apply}, apply
     for name, part in parts.items():
@@ -72,7 +79,9 @@ def test_a_model_is_patched_and_no_other(package: dict[str, Any]) -> None:
     assert package == {"cross_entropy": False, "fused_linear_cross_entropy": False}
     assert has_liger(policy) and not has_liger(plain)
     assert [getattr(modeling_llama, name) for name in NAMES[1:]] == classes
-    assert torch.equal(probe_log_probs(plain), before) and torch.allclose(probe_log_probs(policy), before, atol=1e-5)
+    assert torch.equal(probe_log_probs(plain), before) and torch.allclose(
+        probe_log_probs(policy), before, atol=1e-5
+    )
 
 
 def test_rotary_positions_are_patched_once_however_many_models_there_are() -> None:
@@ -93,7 +102,9 @@ def test_a_patched_model_is_not_decoded_without_its_patches() -> None:
 def test_the_twin_that_generates_computes_alike() -> None:
     policy = PolicyModel(tiny_hf("llama"))
     patch_liger(policy.hf)
-    twin = Twin(policy, dtypes={name: parameter.dtype for name, parameter in policy.named_parameters()}, device=CPU)
+    twin = Twin(
+        policy, dtypes={name: parameter.dtype for name, parameter in policy.named_parameters()}, device=CPU
+    )
     assert has_liger(twin.policy)
 
 
@@ -106,9 +117,13 @@ def test_kernels_that_compute_something_else_are_refused() -> None:
 
 
 def test_where_it_cannot_run_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="a model on cpu: Liger's kernels are Triton programs, which run on CUDA only"):
+    with pytest.raises(
+        ConfigError, match="a model on cpu: Liger's kernels are Triton programs, which run on CUDA only"
+    ):
         check_liger(CPU)
     check_liger(torch.device("cuda"))
     monkeypatch.delitem(sys.modules, "liger_kernel")
-    with pytest.raises(ConfigError, match="needs liger-kernel, which is not installed: install the extra 'liger'"):
+    with pytest.raises(
+        ConfigError, match="needs liger-kernel, which is not installed: install the extra 'liger'"
+    ):
         check_liger(torch.device("cuda"))

@@ -17,13 +17,25 @@ M, H, V = 23, 8, 31
 
 def _inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(3)
-    hidden, weight, bias = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((M, H), (V, H), (V,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((M, H), (V, H), (V,))
+    )
     targets = torch.randint(0, V, (M,), generator=draw)
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_(), targets
+    return (
+        hidden.to(dtype).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        bias.to(dtype).requires_grad_(),
+        targets,
+    )
 
 
 def _plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, transform: LogitTransform
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    transform: LogitTransform,
 ) -> tuple[Tensor, Tensor]:
     z = hidden @ weight.T + (0 if bias is None else bias)
     z = z * transform.scale
@@ -37,7 +49,9 @@ def _plain(
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, 3.0)])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("rows_per_chunk", [1, 5, 1000])
-def test_values_and_gradients(temperature: float, transform: LogitTransform, with_bias: bool, rows_per_chunk: int) -> None:
+def test_values_and_gradients(
+    temperature: float, transform: LogitTransform, with_bias: bool, rows_per_chunk: int
+) -> None:
     weights = torch.linspace(-1, 2, M, dtype=torch.float64)
     results = []
     for chunked in (True, False):
@@ -64,7 +78,12 @@ def test_without_entropy_and_in_float32() -> None:
     log_probs.sum().backward()
     plain = _inputs()
     _plain(plain[0], plain[1], None, targets, 1.0, LogitTransform())[0].sum().backward()
-    assert hidden.grad is not None and plain[0].grad is not None and weight.grad is not None and plain[1].grad is not None
+    assert (
+        hidden.grad is not None
+        and plain[0].grad is not None
+        and weight.grad is not None
+        and plain[1].grad is not None
+    )
     torch.testing.assert_close(hidden.grad.double(), plain[0].grad, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(weight.grad.double(), plain[1].grad, atol=1e-5, rtol=1e-5)
 
@@ -102,7 +121,9 @@ def test_same_function_as_from_logits() -> None:
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("rows_per_chunk", [1, 5, 1000])
 def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -> None:
-    """In float64 as by a plain softmax, without gradient, and it changes neither the other outputs nor their gradients."""
+    """In float64 as by a plain softmax, without gradient, and it changes neither the other outputs nor their
+    gradients.
+    """
     transform, results = LogitTransform(0.5, 3.0), []
     for asked in (True, False):
         hidden, weight, bias, targets = _inputs()
@@ -119,7 +140,9 @@ def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -
         assert out.sum_pi_squared is not None and not out.sum_pi_squared.requires_grad
         torch.testing.assert_close(out.sum_pi_squared, p.square().sum(-1), atol=1e-14, rtol=1e-12)
     (with_it, *ours), (without, *theirs) = results
-    assert torch.equal(with_it.log_probs, without.log_probs) and (with_it.entropy is None) == (not with_entropy)
+    assert torch.equal(with_it.log_probs, without.log_probs) and (with_it.entropy is None) == (
+        not with_entropy
+    )
     assert with_it.entropy is None or torch.equal(with_it.entropy, without.entropy)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -127,7 +150,9 @@ def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -
 def test_sum_of_squared_probabilities_in_bfloat16_is_float32() -> None:
     hidden, weight, bias, targets = _inputs(torch.bfloat16)
     out = token_log_probs(hidden, weight, bias, targets, with_sum_pi_squared=True)
-    assert out.entropy is None and out.sum_pi_squared is not None and out.sum_pi_squared.dtype == torch.float32
+    assert (
+        out.entropy is None and out.sum_pi_squared is not None and out.sum_pi_squared.dtype == torch.float32
+    )
     assert bool((out.sum_pi_squared > 1 / V).all()) and bool((out.sum_pi_squared <= 1).all())
 
 
@@ -159,7 +184,9 @@ def test_logits_of_all_tokens_never_exist() -> None:
     budget = 50 * vocabulary * 4
     assert chunk_tokens(vocabulary, torch.float32, budget) == 50
     with _Largest() as mode:
-        log_probs, entropy, _ = token_log_probs(hidden, weight, None, targets, with_entropy=True, chunk_bytes=budget)
+        log_probs, entropy, _ = token_log_probs(
+            hidden, weight, None, targets, with_entropy=True, chunk_bytes=budget
+        )
         assert entropy is not None
         (log_probs + entropy).sum().backward()
     assert hidden.grad is not None and mode.largest == 50 * vocabulary

@@ -1,4 +1,6 @@
-"""Adapters: which layers, the same first values everywhere, off for the reference, folded and in peft's format for everyone else."""
+"""Adapters: which layers, the same first values everywhere, off for the reference, folded and in peft's
+format for everyone else.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ SETTINGS = LoraSettings(rank=4, alpha=8, seed=3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
+    return create_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1
+    )
 
 
 def learned(folder: Path, settings: LoraSettings = SETTINGS) -> PolicyModel:
@@ -76,7 +80,9 @@ def test_every_architecture_starts_as_its_base_and_folds_into_it(kind: str) -> N
     add_lora(policy, SETTINGS)
     assert torch.random.get_rng_state().equal(stream), "the first values are keyed"
     assert log_probs(policy).equal(before)
-    assert not any(name.endswith(("lm_head", "embed_out")) for name in adapted_layers(policy)), "the head has no adapter"
+    assert not any(name.endswith(("lm_head", "embed_out")) for name in adapted_layers(policy)), (
+        "the head has no adapter"
+    )
     stir(policy)
     policy(packed_rows(tiny_rows())).log_probs.sum().backward()
     for name, parameter in policy.named_parameters():
@@ -97,7 +103,9 @@ def test_settings_from_the_configuration() -> None:
     assert LoraSettings.from_config(ModelConfig()) is None
     given = ModelConfig(lora_rank=8, lora_alpha=32, target_modules=["q_proj"], exclude_modules="k_proj")
     assert LoraSettings.from_config(given, seed=5) == LoraSettings(8, 32, ("q_proj",), "k_proj", None, 5)
-    assert LoraSettings.from_config(ModelConfig(lora_adapter_path="here")) == LoraSettings(0, adapter_path="here")
+    assert LoraSettings.from_config(ModelConfig(lora_adapter_path="here")) == LoraSettings(
+        0, adapter_path="here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,11 +125,14 @@ def test_which_layers(folder: Path, settings: dict[str, object], wanted: int) ->
     add_lora(policy, LoraSettings(2, **settings))  # type: ignore[arg-type]
     assert len(adapted_layers(policy)) == wanted
     assert (
-        saved_names(policy) == {name for name in policy.state_dict() if is_adapter(name)} and len(saved_names(policy) or ()) == 2 * wanted
+        saved_names(policy) == {name for name in policy.state_dict() if is_adapter(name)}
+        and len(saved_names(policy) or ()) == 2 * wanted
     )
     value = ValueModel(build_policy(folder, device="cpu", probe=False).hf)
     add_lora(value, LoraSettings(2, **settings))  # type: ignore[arg-type]
-    assert set(adapted_layers(value)) == set(adapted_layers(policy)), "names are those of the causal language model"
+    assert set(adapted_layers(value)) == set(adapted_layers(policy)), (
+        "names are those of the causal language model"
+    )
     assert {name for name, p in value.named_parameters() if p.requires_grad} == saved_names(value)
     assert {"head.weight", "head.bias"} < (saved_names(value) or set())
 
@@ -166,7 +177,9 @@ def test_on_meta_first_and_the_dtype(folder: Path) -> None:
     later.to_empty(device="cpu")
     init_lora(later, SETTINGS)
     own, wanted = later.state_dict(), policy.state_dict()
-    assert own.keys() == wanted.keys() and all(own[name].equal(wanted[name]) for name in saved_names(later) or ())
+    assert own.keys() == wanted.keys() and all(
+        own[name].equal(wanted[name]) for name in saved_names(later) or ()
+    )
 
 
 def test_gradients_are_those_without_checkpointing(folder: Path) -> None:
@@ -189,16 +202,24 @@ def test_adapters_off_leaves_gradients_asked_for(folder: Path) -> None:
         assert {name: p.requires_grad for name, p in policy.named_parameters()} == wanted
         raise RuntimeError("in the middle")
     assert {name: p.requires_grad for name, p in policy.named_parameters()} == wanted
-    assert not log_probs(policy).equal(log_probs(build_policy(folder, device="cpu", probe=False))), "they are on again"
+    assert not log_probs(policy).equal(log_probs(build_policy(folder, device="cpu", probe=False))), (
+        "they are on again"
+    )
 
 
 def test_peft_reads_what_we_write_and_we_go_on_from_it(tmp_path: Path, folder: Path) -> None:
     policy = learned(folder, LoraSettings(4, 8, ("q_proj", "down_proj")))
     save_adapter(policy, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
-    assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (4, 8, ["down_proj", "q_proj"])
+    assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (
+        4,
+        8,
+        ["down_proj", "q_proj"],
+    )
     assert config["base_model_name_or_path"] == str(folder.resolve())
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").merge_and_unload()
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter"
+    ).merge_and_unload()
     assert torch.allclose(eager_log_probs(theirs, packed_rows(tiny_rows())), log_probs(policy), atol=1e-5)
     again = build_policy(folder, device="cpu", probe=False)
     add_lora(again, LoraSettings(0, adapter_path=str(tmp_path / "adapter")))
@@ -206,9 +227,13 @@ def test_peft_reads_what_we_write_and_we_go_on_from_it(tmp_path: Path, folder: P
     whole = tmp_path / "whole"
     save_hf(policy, whole)
     assert torch.allclose(
-        eager_log_probs(AutoModelForCausalLM.from_pretrained(whole), packed_rows(tiny_rows())), log_probs(policy), atol=1e-5
+        eager_log_probs(AutoModelForCausalLM.from_pretrained(whole), packed_rows(tiny_rows())),
+        log_probs(policy),
+        atol=1e-5,
     )
-    assert load_file(whole / "lora_adapter" / WEIGHTS).keys() == load_file(tmp_path / "adapter" / WEIGHTS).keys()
+    assert (
+        load_file(whole / "lora_adapter" / WEIGHTS).keys() == load_file(tmp_path / "adapter" / WEIGHTS).keys()
+    )
     save_config(policy, tmp_path / "config")
     assert sorted(path.name for path in (tmp_path / "config" / "lora_adapter").iterdir()) >= [CONFIG]
     assert not (tmp_path / "config" / "lora_adapter" / WEIGHTS).exists()
@@ -219,7 +244,9 @@ def test_adapters_that_do_not_fit(tmp_path: Path, folder: Path) -> None:
     other = create_tiny_model(tmp_path / "other", hidden=16, intermediate=64, heads=2, kv_heads=1, layers=2)
     with pytest.raises(ModelError, match=r"has a part of \(4, 32\) there and of \(4, 16\) here"):
         add_lora(build_policy(other, device="cpu", probe=False), LoraSettings(0, adapter_path=str(tmp_path)))
-    with pytest.raises(ModelError, match=r"is for 2 layers that this model has not, such as 'model.layers.0.mlp.up_proj'"):
+    with pytest.raises(
+        ModelError, match=r"is for 2 layers that this model has not, such as 'model.layers.0.mlp.up_proj'"
+    ):
         add_lora(PolicyModel(tiny_hf("gpt_neox")), LoraSettings(0, adapter_path=str(tmp_path)))
     config = json.loads((tmp_path / CONFIG).read_text())
     for change, text in (
@@ -229,7 +256,9 @@ def test_adapters_that_do_not_fit(tmp_path: Path, folder: Path) -> None:
     ):
         (tmp_path / CONFIG).write_text(json.dumps({**config, **change}))
         with pytest.raises(ModelError, match=text):
-            add_lora(build_policy(folder, device="cpu", probe=False), LoraSettings(0, adapter_path=str(tmp_path)))
+            add_lora(
+                build_policy(folder, device="cpu", probe=False), LoraSettings(0, adapter_path=str(tmp_path))
+            )
     (tmp_path / CONFIG).write_text(json.dumps(config))
     (tmp_path / WEIGHTS).rename(tmp_path / "adapter_model.bin")
     with pytest.raises(ModelError, match="pickles are never loaded"):
@@ -258,7 +287,13 @@ def fold_on_shards(rank: int) -> bool:
     weight, a, b = (torch.rand(*shape, generator=draw) for shape in ((5, 7), (3, 7), (5, 3)))
     parts = [distribute_tensor(each, mesh, [Shard(0)]) for each in (weight, a, b)]
     folded = fold(*parts, 0.5)
-    turned = fold(distribute_tensor(weight.T.contiguous(), mesh, [Shard(0)]), *parts[1:], 0.5, transposed=True)
+    turned = fold(
+        distribute_tensor(weight.T.contiguous(), mesh, [Shard(0)]), *parts[1:], 0.5, transposed=True
+    )
     plain = fold(weight, a, b, 0.5)
     placed = folded.placements == turned.placements == parts[0].placements
-    return bool(placed and folded.full_tensor().allclose(plain, atol=1e-6) and turned.full_tensor().allclose(plain.T, atol=1e-6))
+    return bool(
+        placed
+        and folded.full_tensor().allclose(plain, atol=1e-6)
+        and turned.full_tensor().allclose(plain.T, atol=1e-6)
+    )

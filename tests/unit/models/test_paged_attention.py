@@ -1,4 +1,6 @@
-"""The kernel that reads blocks: how it is called, by the real signature and by an attention that keeps the same contract."""
+"""The kernel that reads blocks: how it is called, by the real signature and by an attention that keeps the
+same contract.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def reference(
     """What torch says of `varlen_attn`, a row at a time: key and value are blocks [pages, tokens, KV, D]."""
     assert block_table is not None and seqused_k is not None and cu_seq_k is not None
     assert {x.dtype for x in (cu_seq_q, cu_seq_k, seqused_k, block_table)} == {torch.int32}
-    assert cu_seq_q.shape == cu_seq_k.shape == (len(seqused_k) + 1,) and block_table.shape[0] == len(seqused_k)
+    assert cu_seq_q.shape == cu_seq_k.shape == (len(seqused_k) + 1,) and block_table.shape[0] == len(
+        seqused_k
+    )
     assert block_table.stride(-1) == 1 and key.is_contiguous() and query.dim() == 3
     assert enable_gqa == (query.shape[1] != key.shape[2])
     out = torch.empty_like(query)
@@ -45,20 +49,26 @@ def reference(
         first, stop = cu_seq_q[row : row + 2].tolist()
         assert used <= max_k and stop - first <= max_q and used <= cu_seq_k[row + 1] - cu_seq_k[row]
         keys, values = (
-            x[block_table[row].long()].flatten(0, 1)[:used].repeat_interleave(query.shape[1] // x.shape[2], 1) for x in (key, value)
+            x[block_table[row].long()].flatten(0, 1)[:used].repeat_interleave(query.shape[1] // x.shape[2], 1)
+            for x in (key, value)
         )
-        places = torch.arange(used - (stop - first), used)[:, None] - torch.arange(used)  # the newest query sees the newest key
+        # the newest query sees the newest key
+        places = torch.arange(used - (stop - first), used)[:, None] - torch.arange(used)
         allowed = torch.ones_like(places, dtype=torch.bool)
         for side, bound in ((places, window_size[0]), (-places, window_size[1])):
             if bound >= 0:
                 allowed &= side <= bound
-        raw = torch.einsum("qhd,khd->hqk", query[first:stop], keys) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        raw = torch.einsum("qhd,khd->hqk", query[first:stop], keys) * (
+            query.shape[-1] ** -0.5 if scale is None else scale
+        )
         weights = raw.masked_fill(~allowed, -float("inf")).softmax(-1, dtype=torch.float32).to(values.dtype)
         out[first:stop] = torch.einsum("hqk,khd->qhd", weights, values)
     return out
 
 
-def filled(lengths: list[int], block_size: int, dtype: torch.dtype, heads: int = 2) -> tuple[PagedCache, SlotCache]:
+def filled(
+    lengths: list[int], block_size: int, dtype: torch.dtype, heads: int = 2
+) -> tuple[PagedCache, SlotCache]:
     """The same keys and values in blocks, of which none lie side by side, and in slots."""
     shapes = {0: LayerShape(heads, 8, 8, dtype)}
     paged = PagedCache(shapes, len(lengths) + 1, 40, block_size)
@@ -73,7 +83,10 @@ def filled(lengths: list[int], block_size: int, dtype: torch.dtype, heads: int =
     return paged, slots
 
 
-@pytest.mark.parametrize("scores", [Scores(), Scores(sliding_window=5, scaling=0.3), Scores(sliding_window=1), Scores(sliding_window=40)])
+@pytest.mark.parametrize(
+    "scores",
+    [Scores(), Scores(sliding_window=5, scaling=0.3), Scores(sliding_window=1), Scores(sliding_window=40)],
+)
 @pytest.mark.parametrize("heads", [2, 6])
 def test_kernel_gathered_blocks_and_slots_agree(scores: Scores, heads: int) -> None:
     torch.manual_seed(0)
@@ -82,10 +95,14 @@ def test_kernel_gathered_blocks_and_slots_agree(scores: Scores, heads: int) -> N
     query = torch.randn(4, heads, 1, 8, dtype=torch.float64)
     key, value = torch.randn(2, 4, 2, 1, 8, dtype=torch.float64).unbind()
     wanted = SlotLayout(slots, torch.tensor(lengths), 23).attend(query, key, value, scores)
-    assert torch.allclose(PagedLayout(paged, torch.tensor(lengths), 23).attend(query, key, value, scores), wanted)
+    assert torch.allclose(
+        PagedLayout(paged, torch.tensor(lengths), 23).attend(query, key, value, scores), wanted
+    )
     paged.kernel = reference
     for num_keys in (None, 24):
-        assert torch.allclose(PagedLayout(paged, torch.tensor(lengths), 23, num_keys).attend(query, key, value, scores), wanted)
+        assert torch.allclose(
+            PagedLayout(paged, torch.tensor(lengths), 23, num_keys).attend(query, key, value, scores), wanted
+        )
 
 
 def test_blocks_that_only_wiped_slots_share_are_wiped_too() -> None:
@@ -97,7 +114,9 @@ def test_blocks_that_only_wiped_slots_share_are_wiped_too() -> None:
     shared = cache.blocks[0][0]
     assert cache.blocks[1] == cache.blocks[2] == [shared]
     cache.wipe([0, 1])
-    assert not cache.keys[0][[0, cache.blocks[0][1]]].any() and cache.keys[0][shared].isnan().all(), "slot 2 has it, too"
+    assert not cache.keys[0][[0, cache.blocks[0][1]]].any() and cache.keys[0][shared].isnan().all(), (
+        "slot 2 has it, too"
+    )
     cache.wipe([0, 1, 2])
     assert not cache.keys[0][shared].any() and not cache.values[0][shared].any()
 
@@ -113,7 +132,9 @@ def test_what_the_kernel_does_not_know_is_gathered() -> None:
     query, key = torch.randn(2, 4, 1, 8, dtype=torch.float64), torch.randn(2, 2, 1, 8, dtype=torch.float64)
     for scores in (Scores(softcap=2.0), Scores(sinks=torch.randn(4), sliding_window=3)):
         wanted = SlotLayout(slots, torch.tensor([9, 3]), 9).attend(query, key, key, scores)
-        assert torch.allclose(PagedLayout(paged, torch.tensor([9, 3]), 9).attend(query, key, key, scores), wanted)
+        assert torch.allclose(
+            PagedLayout(paged, torch.tensor([9, 3]), 9).attend(query, key, key, scores), wanted
+        )
 
 
 @pytest.mark.skipif(varlen_kernel() is None, reason="this torch has no attention that reads blocks")
@@ -126,14 +147,21 @@ def test_torchs_own_kernel_takes_the_call() -> None:
     def on_no_device(*args: Any, **settings: Any) -> Tensor:
         inspect.signature(kernel).bind(*args, **settings)
         meta = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
-        out = kernel(*meta, **{name: x.to("meta") if isinstance(x, Tensor) else x for name, x in settings.items()})
+        out = kernel(
+            *meta, **{name: x.to("meta") if isinstance(x, Tensor) else x for name, x in settings.items()}
+        )
         calls.append(out.shape)
         return reference(*args, **settings)
 
     paged.kernel = on_no_device
     query, key = torch.randn(3, 4, 1, 8).bfloat16(), torch.randn(3, 2, 1, 8).bfloat16()
     for scores in (Scores(), Scores(sliding_window=4)):
-        assert PagedLayout(paged, torch.tensor([9, 3, 12]), 12).attend(query, key, key, scores).shape == (3, 1, 4, 8)
+        assert PagedLayout(paged, torch.tensor([9, 3, 12]), 12).attend(query, key, key, scores).shape == (
+            3,
+            1,
+            4,
+            8,
+        )
     assert calls == [(3, 4, 8)] * 2
 
 
@@ -170,6 +198,8 @@ def test_a_kernel_is_used_where_it_is_right(monkeypatch: pytest.MonkeyPatch) -> 
         (SHAPE, Scores(), 16, "multiple of 256"),
     ],
 )
-def test_what_no_kernel_can_do(shape: LayerShape, scores: Scores, block_size: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_kernel_can_do(
+    shape: LayerShape, scores: Scores, block_size: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(paged_layout, "varlen_kernel", lambda: reference)
     assert told in (kernel_problem({0: shape}, {0: scores}, torch.device("cpu"), block_size) or "")

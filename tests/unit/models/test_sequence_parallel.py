@@ -35,14 +35,18 @@ def _weighted(outputs: Any) -> Tensor:
     return total
 
 
-def _run(model: nn.Module, packed: PackedBatch, settings: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _run(
+    model: nn.Module, packed: PackedBatch, settings: dict[str, Any]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     model.zero_grad()
     outputs = model(packed, **settings)
     _weighted(outputs).backward()
     values = [outputs] if isinstance(outputs, Tensor) else [x for x in outputs if x is not None]
     assert all(x.requires_grad for x in values[:2])
     assert len(values) < 3 or not values[2].requires_grad
-    return [x.detach() for x in values], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return [x.detach() for x in values], {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def _summed(grad: Tensor) -> Tensor:
@@ -59,7 +63,12 @@ def _shard(model: nn.Module) -> None:
 
 
 def cut_against_uncut(
-    rank: int, kind: str, model_type: str, changes: dict[str, Any], rows: tuple[tuple[int, int], ...], options: dict[str, Any]
+    rank: int,
+    kind: str,
+    model_type: str,
+    changes: dict[str, Any],
+    rows: tuple[tuple[int, int], ...],
+    options: dict[str, Any],
 ) -> tuple[float, float, int]:
     """Largest differences of outputs and of summed gradients, and how many gradients there are."""
     hf = tiny_hf(model_type, options.get("dtype", torch.float64), **changes)
@@ -76,10 +85,17 @@ def cut_against_uncut(
         _shard(model)
     got, grads = _run(model, packed, settings)
     assert grads.keys() == wanted_grads.keys(), "every rank has every gradient"
-    grads = {name: grad.full_tensor() if isinstance(grad, DTensor) else _summed(grad) for name, grad in grads.items()}
+    grads = {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else _summed(grad)
+        for name, grad in grads.items()
+    }
     scale = max(float(grad.abs().max()) for grad in wanted_grads.values())
     apart = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
-    return apart, max(float((grads[name] - wanted_grads[name]).abs().max()) for name in grads) / scale, len(grads)
+    return (
+        apart,
+        max(float((grads[name] - wanted_grads[name]).abs().max()) for name in grads) / scale,
+        len(grads),
+    )
 
 
 def _check(ranks: Ranks, kind: str, model_type: str, tolerance: float = 1e-10, **options: Any) -> None:
@@ -88,21 +104,32 @@ def _check(ranks: Ranks, kind: str, model_type: str, tolerance: float = 1e-10, *
         assert apart < tolerance and grads_apart < tolerance and count > 10
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe", "gemma3_text", "mistral", "phi3", "deepseek_v3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3_moe", "gemma3_text", "mistral", "phi3", "deepseek_v3", "gpt_neox"]
+)
 def test_architectures(two_ranks: Ranks, model_type: str) -> None:
     _check(two_ranks, "policy", model_type)
 
 
 @pytest.mark.parametrize(
     ("model_type", "heads", "kv_heads"),
-    [("llama", 4, 1), ("gpt_oss", 4, 1), ("qwen3", 6, 3), ("gemma2", 3, 3), ("gpt_oss", 3, 1), ("llama", 5, 5)],
+    [
+        ("llama", 4, 1),
+        ("gpt_oss", 4, 1),
+        ("qwen3", 6, 3),
+        ("gemma2", 3, 3),
+        ("gpt_oss", 3, 1),
+        ("llama", 5, 5),
+    ],
 )
 def test_heads_that_do_not_divide(two_ranks: Ranks, model_type: str, heads: int, kv_heads: int) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
     _check(two_ranks, "policy", model_type, changes=changes)
 
 
-@pytest.mark.parametrize("rows", [((1, 1),), ((1, 1), (2, 1), (1, 1)), ((2, 9),), ((20, 1),), ((9, 2), (1, 30))])
+@pytest.mark.parametrize(
+    "rows", [((1, 1),), ((1, 1), (2, 1), (1, 1)), ((2, 9),), ((20, 1),), ((9, 2), (1, 30))]
+)
 def test_rows_of_any_size(two_ranks: Ranks, rows: tuple[tuple[int, int], ...]) -> None:
     """One target for two ranks; parts without a predicting token; an odd number of tokens."""
     _check(two_ranks, "policy", "mistral", rows=rows)
@@ -119,7 +146,15 @@ def test_values(two_ranks: Ranks) -> None:
 
 
 def test_float32_and_checkpointing(two_ranks: Ranks) -> None:
-    _check(two_ranks, "policy", "llama", 1e-6, dtype=torch.float32, changes={"initializer_range": 0.1}, checkpointing=True)
+    _check(
+        two_ranks,
+        "policy",
+        "llama",
+        1e-6,
+        dtype=torch.float32,
+        changes={"initializer_range": 0.1},
+        checkpointing=True,
+    )
     _check(two_ranks, "policy", "gpt_oss", checkpointing=True)
 
 
@@ -140,12 +175,22 @@ def three_ranks() -> Iterator[Ranks]:
 def test_three_ranks(three_ranks: Ranks) -> None:
     """Neither 4 heads, nor 2 key-value heads, nor 38 tokens, nor 2 tokens divide by three."""
     _check(three_ranks, "policy", "gpt_oss")
-    _check(three_ranks, "policy", "qwen3", changes={"num_attention_heads": 6, "hidden_size": 48}, rows=((1, 1),))
+    _check(
+        three_ranks, "policy", "qwen3", changes={"num_attention_heads": 6, "hidden_size": 48}, rows=((1, 1),)
+    )
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "wanted"),
-    [(8, 4, 2, (8, 4)), (8, 1, 4, (8, 4)), (8, 2, 4, (8, 4)), (6, 3, 2, (6, 6)), (6, 2, 4, (8, 8)), (3, 1, 2, (4, 4)), (12, 3, 2, (12, 6))],
+    [
+        (8, 4, 2, (8, 4)),
+        (8, 1, 4, (8, 4)),
+        (8, 2, 4, (8, 4)),
+        (6, 3, 2, (6, 6)),
+        (6, 2, 4, (8, 8)),
+        (3, 1, 2, (4, 4)),
+        (12, 3, 2, (12, 6)),
+    ],
 )
 def test_divide_heads(heads: int, kv_heads: int, size: int, wanted: tuple[int, int]) -> None:
     """Each rank's query heads find their own key-value heads among the rank's."""
@@ -162,7 +207,9 @@ def test_rotary_embeddings_that_depend_on_the_longest_row() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = tiny_hf("phi3", rope_parameters=rope, original_max_position_embeddings=16).config
     check_positions(config, [16, 3])
-    with pytest.raises(ModelError, match=r"17 tokens.*'longrope' change past 16.*ulysses_sequence_parallel_size=1"):
+    with pytest.raises(
+        ModelError, match=r"17 tokens.*'longrope' change past 16.*ulysses_sequence_parallel_size=1"
+    ):
         check_positions(config, [17, 3])
     check_positions(tiny_hf("llama").config, [1000])
 

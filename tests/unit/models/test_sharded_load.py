@@ -1,4 +1,6 @@
-"""Models built without memory and filled from the files slice by slice: the same model that is loaded whole, and the same refusals."""
+"""Models built without memory and filled from the files slice by slice: the same model that is loaded whole,
+and the same refusals.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,13 @@ def save(hf: Any, folder: Path, *, several: bool = False) -> Path:
     return folder
 
 
-def load(path: Path, kind: Any = "policy", dtype: torch.dtype = torch.float32, **settings: Any) -> PolicyModel | ValueModel:
+def load(
+    path: Path, kind: Any = "policy", dtype: torch.dtype = torch.float32, **settings: Any
+) -> PolicyModel | ValueModel:
     meta = meta_model(kind, path, dtype=dtype, **settings)
-    assert all(parameter.is_meta for parameter in meta.module.parameters()) and not any(b.is_meta for b in meta.module.buffers())
+    assert all(parameter.is_meta for parameter in meta.module.parameters()) and not any(
+        b.is_meta for b in meta.module.buffers()
+    )
     materialise(meta.module, CPU, CPU)
     load_weights(meta)
     return meta.module
@@ -46,7 +52,9 @@ def same(ours: nn.Module, theirs: nn.Module, but: tuple[str, ...] = ()) -> bool:
     parts = [({**dict(m.named_parameters()), **dict(m.named_buffers())}) for m in (ours, theirs)]
     assert parts[0].keys() == parts[1].keys()
     return all(
-        torch.equal(parts[0][name], value) and parts[0][name].dtype == value.dtype for name, value in parts[1].items() if name not in but
+        torch.equal(parts[0][name], value) and parts[0][name].dtype == value.dtype
+        for name, value in parts[1].items()
+        if name not in but
     )
 
 
@@ -85,7 +93,9 @@ def test_end_tokens_and_switches_are_read(tmp_path: Path) -> None:
     folder = save(hf, tmp_path / "model")
     policy = load(folder, override_config={"attention_dropout": 0.5}, gradient_checkpointing=True)
     assert isinstance(policy, PolicyModel) and policy.hf.generation_config.eos_token_id == [2, 5]
-    assert policy.config.attention_dropout == 0.0 and policy.hf.is_gradient_checkpointing and not policy.training
+    assert (
+        policy.config.attention_dropout == 0.0 and policy.hf.is_gradient_checkpointing and not policy.training
+    )
 
 
 def change(folder: Path, target: Path, **weights: Tensor | None) -> Path:
@@ -104,8 +114,14 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
     folder = save(tiny_hf("llama"), tmp_path / "model")
     cases: list[tuple[Path, str]] = [
         (change(folder, tmp_path / "a", model__norm__weight=None), r"lacks 1 weights .* 'model.norm.weight'"),
-        (change(folder, tmp_path / "b", model__norm__weight=torch.ones(3)), "of another shape|size mismatch|mismatch"),
-        (change(folder, tmp_path / "c", model__norm__weight=torch.full((32,), torch.nan)), r"model.norm.weight holds NaN or infinity"),
+        (
+            change(folder, tmp_path / "b", model__norm__weight=torch.ones(3)),
+            "of another shape|size mismatch|mismatch",
+        ),
+        (
+            change(folder, tmp_path / "c", model__norm__weight=torch.full((32,), torch.nan)),
+            r"model.norm.weight holds NaN or infinity",
+        ),
     ]
     broken = change(folder, tmp_path / "d")
     (broken / "model.safetensors").write_bytes(b"not safetensors at all")
@@ -156,7 +172,10 @@ def read_shards(rank: int, path: str) -> tuple[int, int, bool]:
     finally:
         sharded_load._file_reader = make
     expected = dict(build_policy(path, device="cpu", probe=False).named_parameters())
-    right = all(torch.equal(parameter.full_tensor(), expected[name]) for name, parameter in meta.module.named_parameters())  # type: ignore[attr-defined]
+    right = all(
+        torch.equal(parameter.full_tensor(), expected[name])
+        for name, parameter in meta.module.named_parameters()
+    )  # type: ignore[attr-defined]
     return sum(numels), sum(p.to_local().numel() for p in meta.module.parameters()), right  # type: ignore[attr-defined]
 
 
@@ -167,7 +186,10 @@ def test_a_rank_reads_its_own_slices_only(two_ranks: Ranks, tmp_path: Path, seve
     assert (folder / "model.safetensors.index.json").is_file() == several
     total = sum(parameter.numel() for parameter in hf.parameters())
     ranks = two_ranks.run(read_shards, str(folder))
-    assert all(read == held and right for read, held, right in ranks) and sum(read for read, _, _ in ranks) == total
+    assert (
+        all(read == held and right for read, held, right in ranks)
+        and sum(read for read, _, _ in ranks) == total
+    )
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
@@ -188,7 +210,9 @@ def test_the_twin_has_every_kind_of_layer() -> None:
 
 def test_the_twin_finds_attention_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = PackedLayout.attend
-    monkeypatch.setattr(PackedLayout, "attend", lambda self, q, k, v, scores: attend(self, q, k.roll(1, 2), v, scores))
+    monkeypatch.setattr(
+        PackedLayout, "attend", lambda self, q, k, v, scores: attend(self, q, k.roll(1, 2), v, scores)
+    )
     with pytest.raises(ModelError, match="does not give the same log-probs"):
         probe_twin(tiny_hf("llama", initializer_range=0.02).config, CPU)
 
@@ -203,18 +227,24 @@ def test_blocks_are_found(model_type: str) -> None:
     hf = tiny_hf(model_type)
     for model in (PolicyModel(hf), ValueModel(hf)):
         blocks = decoder_blocks(model)
-        assert len(blocks) == 2 and sum(p.numel() for block in blocks for p in block.parameters()) > 0.5 * matrices(hf)
+        assert len(blocks) == 2 and sum(
+            p.numel() for block in blocks for p in block.parameters()
+        ) > 0.5 * matrices(hf)
 
 
 def matrices(hf: nn.Module) -> int:
-    return sum(p.numel() for name, p in hf.named_parameters() if "embed" not in name and "lm_head" not in name)
+    return sum(
+        p.numel() for name, p in hf.named_parameters() if "embed" not in name and "lm_head" not in name
+    )
 
 
 @pytest.mark.slow
 def test_compiled_blocks_keep_names_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced but not turned into machine code, which takes minutes here."""
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: compiler(function, backend="eager", **settings))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **settings: compiler(function, backend="eager", **settings)
+    )
     policy, packed = PolicyModel(tiny_hf("llama")), packed_rows(tiny_rows())
     names, expected = list(policy.state_dict()), policy(packed).log_probs
     compile_blocks(policy, decoder_blocks(policy))
@@ -224,7 +254,9 @@ def test_compiled_blocks_keep_names_and_values(monkeypatch: pytest.MonkeyPatch) 
         found = policy(packed_rows(tiny_rows(lengths))).log_probs
     assert torch.allclose(found, expected, atol=1e-6)
     counters = torch._dynamo.utils.counters
-    assert counters["frames"]["ok"] == counters["frames"]["total"] > 0 and len(counters["graph_break"]) == 1, "the attention, nothing else"
+    assert (
+        counters["frames"]["ok"] == counters["frames"]["total"] > 0 and len(counters["graph_break"]) == 1
+    ), "the attention, nothing else"
     torch._dynamo.reset()
 
 

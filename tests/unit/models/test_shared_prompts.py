@@ -21,9 +21,15 @@ GROUPS = {(4, 5, 6): (3, 7, 1), (9, 8): (2, 2), (7,): (5,), (4, 5): (6, 3)}
 def _rows() -> DataProto:
     draw = torch.Generator().manual_seed(0)
     prompts = [list(prompt) for prompt, lengths in GROUPS.items() for _ in lengths]
-    responses = [torch.randint(3, VOCABULARY, (length,), generator=draw).tolist() for lengths in GROUPS.values() for length in lengths]
+    responses = [
+        torch.randint(3, VOCABULARY, (length,), generator=draw).tolist()
+        for lengths in GROUPS.values()
+        for length in lengths
+    ]
     order = torch.randperm(len(prompts), generator=draw).tolist()
-    return DataProto.from_dict(make_rows([prompts[row] for row in order], [responses[row] for row in order], pad_id=0))
+    return DataProto.from_dict(
+        make_rows([prompts[row] for row in order], [responses[row] for row in order], pad_id=0)
+    )
 
 
 def _computed(policy: PolicyModel, packed: PackedBatch) -> tuple[Tensor, list[Tensor]]:
@@ -39,7 +45,11 @@ def test_same_log_probs_and_gradients(model_type: str) -> None:
     policy = PolicyModel(tiny_hf(model_type, torch.float64))
     packed = pack(_rows())
     shared = share_prompts(packed)
-    assert shared.num_tokens == sum(len(prompt) + sum(lengths) for prompt, lengths in GROUPS.items()) < packed.num_tokens
+    assert (
+        shared.num_tokens
+        == sum(len(prompt) + sum(lengths) for prompt, lengths in GROUPS.items())
+        < packed.num_tokens
+    )
     assert torch.equal(shared.shared_predict_index, shared.predict_index)
     alone, gradients = _computed(policy, packed)
     together, others = _computed(policy, shared)
@@ -66,7 +76,8 @@ def test_rows_of_a_prompt_meet_as_far_as_they_fit() -> None:
     prompts = [[4, 5, 6]] * 4 + [[7, 8, 9]] * 2
     rows = DataProto.from_dict(make_rows(prompts[::2] + prompts[1::2], [[1] * 3] * 6, pad_id=0))
     micros = plan(rows, BatchLimits(18, share_prompts=True), torch.device("cpu"), None)
-    assert sum(micro.packed.num_tokens for micro in micros) == 3 * 3 + 6 * 3  # one prompt in two parts: 3 rows of 6 tokens fit
+    # one prompt in two parts: 3 rows of 6 tokens fit
+    assert sum(micro.packed.num_tokens for micro in micros) == 3 * 3 + 6 * 3
     assert sorted(row for micro in micros for row in micro.indices or []) == list(range(6))
     apart = plan(rows, BatchLimits(18), torch.device("cpu"), None)
     assert sum(micro.packed.num_tokens for micro in apart) == 36

@@ -29,11 +29,17 @@ def _gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     outputs = model(packed_rows(tiny_rows()))
     values = outputs if isinstance(outputs, Tensor) else outputs.log_probs
     (torch.linspace(-1, 2, len(values), dtype=values.dtype) * values + 0.3 * values.square()).sum().backward()
-    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return values.detach(), {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    grads = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    return values.detach(), {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()
+    }
 
 
-def _build(kind: str, model_type: str, changes: dict[str, Any], dtype: torch.dtype) -> PolicyModel | ValueModel:
+def _build(
+    kind: str, model_type: str, changes: dict[str, Any], dtype: torch.dtype
+) -> PolicyModel | ValueModel:
     model = (PolicyModel if kind == "policy" else ValueModel)(tiny_hf(model_type, dtype, **changes)).train()
     if isinstance(model, ValueModel):
         nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(3))
@@ -45,7 +51,9 @@ def _blocks(model: PolicyModel | ValueModel) -> nn.ModuleList:
 
 
 def _cut(model: PolicyModel | ValueModel, mesh: DeviceMesh, *, shard: bool, meta: bool) -> None:
-    """Tensor parallel, and FSDP on the other dimension; `meta`: placements first, then weights slice by slice."""
+    """Tensor parallel, and FSDP on the other dimension; `meta`: placements first, then weights slice by
+    slice.
+    """
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     if meta:
@@ -71,9 +79,16 @@ def _cut(model: PolicyModel | ValueModel, mesh: DeviceMesh, *, shard: bool, meta
 
 
 def cut_against_whole(
-    rank: int, kind: str, model_type: str, changes: dict[str, Any], dtype: torch.dtype, options: dict[str, Any]
+    rank: int,
+    kind: str,
+    model_type: str,
+    changes: dict[str, Any],
+    dtype: torch.dtype,
+    options: dict[str, Any],
 ) -> tuple[float, float, float, int]:
-    """Largest differences of outputs, of gradients, and of gradients between the two ranks; how many gradients there are."""
+    """Largest differences of outputs, of gradients, and of gradients between the two ranks; how many
+    gradients there are.
+    """
     wanted, wanted_grads = _gradients(_build(kind, model_type, changes, dtype))
     model = _build(kind, model_type, changes, dtype)
     if options.get("checkpointing"):
@@ -93,16 +108,24 @@ def cut_against_whole(
     return float((got - wanted).abs().max()), apart, between, len(grads)
 
 
-def _check(ranks: Ranks, model_type: str, changes: dict[str, Any] | None = None, kind: str = "policy", **options: Any) -> None:
+def _check(
+    ranks: Ranks, model_type: str, changes: dict[str, Any] | None = None, kind: str = "policy", **options: Any
+) -> None:
     dtype = options.pop("dtype", torch.float64)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-6
-    for apart, grads_apart, between, count in ranks.run(cut_against_whole, kind, model_type, changes or {}, dtype, options):
+    for apart, grads_apart, between, count in ranks.run(
+        cut_against_whole, kind, model_type, changes or {}, dtype, options
+    ):
         assert apart < tolerance and grads_apart < tolerance and between == 0.0 and count > 10
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "cohere", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "cohere", "gpt_neox"]
+)
 def test_architectures(two_ranks: Ranks, model_type: str) -> None:
-    """Among them biases, norms of heads, tied embeddings, fused projections that are gathered, soft-caps and windows."""
+    """Among them biases, norms of heads, tied embeddings, fused projections that are gathered, soft-caps and
+    windows.
+    """
     _check(two_ranks, model_type)
 
 
@@ -139,21 +162,30 @@ def collectives(rank: int, model_type: str) -> tuple[int, int]:
 
 
 def test_two_sums_a_block_each_way(two_ranks: Ranks) -> None:
-    """One after attention and one after the MLP; in the backward pass one before each, not one for each of its five layers."""
+    """One after attention and one after the MLP; in the backward pass one before each, not one for each of
+    its five layers.
+    """
     assert two_ranks.run(collectives, "llama") == [(4, 4), (4, 4)]
-    assert two_ranks.run(collectives, "qwen3") == [(4, 8), (4, 8)]  # and one for each norm of heads, of one head's size
+    # and one for each norm of heads, of one head's size
+    assert two_ranks.run(collectives, "qwen3") == [(4, 8), (4, 8)]
 
 
 def own_sizes(rank: int) -> dict[str, tuple[int, ...]]:
     hf = tiny_hf("llama", **BIASED)
     apply_tensor_parallel(PolicyModel(hf), init_device_mesh("cpu", (2,)))
-    return {name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for name, p in hf.named_parameters()}
+    return {
+        name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
+        for name, p in hf.named_parameters()
+    }
 
 
 def test_slices_tell_what_is_cut(two_ranks: Ranks) -> None:
     hf = tiny_hf("llama", **BIASED)
     slices = tensor_slices(hf)
-    assert slices["model.layers.1.self_attn.k_proj.bias"] == 0 and slices["model.layers.0.mlp.down_proj.weight"] == 1
+    assert (
+        slices["model.layers.1.self_attn.k_proj.bias"] == 0
+        and slices["model.layers.0.mlp.down_proj.weight"] == 1
+    )
     assert len(slices) == 2 * (5 * 2 + 2)
     for name, shape in two_ranks.run(own_sizes)[1].items():
         wanted = list(hf.get_parameter(name).shape)
@@ -184,7 +216,9 @@ def sizes_that_do_not_divide(rank: int, changes: dict[str, int]) -> str:
     model = PolicyModel(tiny_hf("llama", **changes))
     with pytest.raises(ModelError) as caught:
         apply_tensor_parallel(model, init_device_mesh("cpu", (2,)))
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "refused before anything is cut"
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), (
+        "refused before anything is cut"
+    )
     return str(caught.value)
 
 
@@ -192,10 +226,16 @@ def sizes_that_do_not_divide(rank: int, changes: dict[str, int]) -> str:
     ("changes", "said"),
     [
         ({"num_key_value_heads": 1}, "num_key_value_heads=1"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, "num_attention_heads=3, num_key_value_heads=3"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
+            "num_attention_heads=3, num_key_value_heads=3",
+        ),
         ({"intermediate_size": 45}, "intermediate_size=45"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(two_ranks: Ranks, changes: dict[str, int], said: str) -> None:
     for text in two_ranks.run(sizes_that_do_not_divide, changes):
-        assert f"fsdp_config.tensor_parallel_size=2 does not divide {said} of this 'llama' model; set it to 1" in text
+        assert (
+            f"fsdp_config.tensor_parallel_size=2 does not divide {said} of this 'llama' model; set it to 1"
+            in text
+        )

@@ -20,7 +20,9 @@ TEXTS = [
 
 
 @pytest.fixture(params=["made", "loaded"], scope="module")
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> PreTrainedTokenizerFast:
     if request.param == "made":
         return create_tiny_tokenizer()
     folder = create_tiny_model(tmp_path_factory.mktemp("tiny"))
@@ -41,8 +43,20 @@ def test_size_and_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode(tokenizer.encode("7<|im_end|><|pad|>"), skip_special_tokens=True) == "7"
 
 
-def test_arithmetic_is_short_and_digits_are_the_same_token_everywhere(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(QUESTION)) == ["3", " + ", "4", " - ", "2", " + ", "5", " = ", "?"]
+def test_arithmetic_is_short_and_digits_are_the_same_token_everywhere(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(QUESTION)) == [
+        "3",
+        " + ",
+        "4",
+        " - ",
+        "2",
+        " + ",
+        "5",
+        " = ",
+        "?",
+    ]
     assert len(tokenizer.encode(ANSWER + "<|im_end|>")) == 23
     assert tokenizer.encode("15")[1] == tokenizer.encode("5 + 1")[0]
 
@@ -64,4 +78,6 @@ def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     learned = [token for token, keep in zip(told["input_ids"], told["assistant_masks"], strict=True) if keep]
     assert tokenizer.decode(learned) == "10<|im_end|>4 = 4<|im_end|>"
     text = tokenizer.apply_chat_template(long, tokenize=False)
-    assert text.startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n") and text.endswith("4 = 4<|im_end|>\n")
+    assert text.startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n") and text.endswith(
+        "4 = 4<|im_end|>\n"
+    )

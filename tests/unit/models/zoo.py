@@ -35,7 +35,13 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 10,
     "head_dim": 4,
 }
-ROUTED: dict[str, Any] = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 GEMMA: dict[str, Any] = {"sliding_window": 4, "query_pre_attn_scalar": 16}
 ALTERNATING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 SUPPORTED: dict[str, dict[str, Any]] = {
@@ -55,7 +61,9 @@ SUPPORTED: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_hf(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def tiny_hf(
+    model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """A random model whose attention really matters (large initial weights, random sinks)."""
     settings = {**BASE, **SUPPORTED.get(model_type, {}), **changes}
     if "head_dim" in changes and changes["head_dim"] is None:  # falcon computes it
@@ -65,15 +73,21 @@ def tiny_hf(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, 
         torch.manual_seed(seed)
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         for name, parameter in hf.named_parameters():
-            if parameter.dim() == 1 or name.endswith("sinks"):  # norms, biases and sinks start at 0 or 1, which would hide mistakes
+            # norms, biases and sinks start at 0 or 1, which would hide mistakes
+            if parameter.dim() == 1 or name.endswith("sinks"):
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return hf.to(dtype).eval()
 
 
-def tiny_rows(lengths: tuple[tuple[int, int], ...] = ((3, 6), (7, 5), (2, 1), (5, 9)), seed: int = 1) -> DataProto:
+def tiny_rows(
+    lengths: tuple[tuple[int, int], ...] = ((3, 6), (7, 5), (2, 1), (5, 9)), seed: int = 1
+) -> DataProto:
     """Rows of (prompt, response) lengths with random tokens."""
     draw = torch.Generator().manual_seed(seed)
-    prompts, responses = ([torch.randint(3, VOCABULARY, (pair[i],), generator=draw).tolist() for pair in lengths] for i in (0, 1))
+    prompts, responses = (
+        [torch.randint(3, VOCABULARY, (pair[i],), generator=draw).tolist() for pair in lengths]
+        for i in (0, 1)
+    )
     return DataProto.from_dict(make_rows(prompts, responses, pad_id=0))
 
 
@@ -85,5 +99,7 @@ def packed_rows(data: DataProto, order: list[int] | None = None) -> PackedBatch:
 def eager_log_probs(hf: PreTrainedModel, packed: PackedBatch) -> Tensor:
     """[M]: each row run alone by transformers with its eager attention."""
     hf.set_attn_implementation("eager")
-    logits = torch.cat([hf(input_ids=row[None], use_cache=False).logits[0] for row in packed.input_ids.split(packed.lengths)])
+    logits = torch.cat(
+        [hf(input_ids=row[None], use_cache=False).logits[0] for row in packed.input_ids.split(packed.lengths)]
+    )
     return logits.log_softmax(-1)[packed.predict_index].gather(-1, packed.targets[:, None])[:, 0]

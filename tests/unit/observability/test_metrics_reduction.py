@@ -107,5 +107,8 @@ def test_timer_nests_repeats_and_survives_exceptions() -> None:
 
 
 def test_importing_metrics_loads_no_torch() -> None:
-    code = "import sys, hybridflow.observability.metrics, hybridflow.observability.timing; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, hybridflow.observability.metrics, hybridflow.observability.timing; sys.exit('torch' "
+        "in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -55,7 +55,13 @@ def make_run(folder: Path) -> Path:
     with build_trackers("jsonl", folder) as trackers:
         trackers.log({"val-core/sums/acc/mean@1": 0.25}, 0)
         trackers.log({"critic/rewards/mean": 1 / 3, "actor/grad_norm": math.nan}, 1)
-    row = {"uid": "a", "prompt": NASTY, "response": "4", "score": math.nan, "tokens": {"text": ["4", NASTY], "advantages": [1.0, math.inf]}}
+    row = {
+        "uid": "a",
+        "prompt": NASTY,
+        "response": "4",
+        "score": math.nan,
+        "tokens": {"text": ["4", NASTY], "advantages": [1.0, math.inf]},
+    }
     SampleWriter(folder / "samples").write([row], 1)
     (folder / "config.yaml").write_text("trainer: {project_name: p, experiment_name: e}\n")
     (folder / "summary.json").write_text('{"greedy_before": 0.5, "greedy_after": NaN}')
@@ -86,7 +92,9 @@ def test_page_holds_everything_and_asks_nothing_of_the_network(tmp_path: Path) -
     (row,) = step["rows"]
     assert row["prompt"] == NASTY and row["score"] == "NaN"
     assert row["tokens"] == {"text": ["4", NASTY], "advantages": [1.0, "Infinity"]}
-    assert data["notes"] == ["No validation/*.jsonl in the run folder, so there are no validation samples to read."]
+    assert data["notes"] == [
+        "No validation/*.jsonl in the run folder, so there are no validation samples to read."
+    ]
 
 
 def test_page_has_no_placeholder_left(tmp_path: Path) -> None:
@@ -118,18 +126,26 @@ def test_samples_are_capped_and_the_page_says_so(tmp_path: Path) -> None:
     data = collect(tmp_path)
     steps = [item["step"] for item in data["samples"]["samples"]]
     assert len(steps) == MAX_SAMPLE_STEPS and (steps[0], steps[-1]) == (1, 100)
-    assert {(len(item["rows"]), item["total"]) for item in data["samples"]["samples"]} == {(MAX_ROWS, MAX_ROWS + 2)}
-    assert any("20 of 100 steps" in note for note in data["notes"]) and any(f"first {MAX_ROWS} rows" in note for note in data["notes"])
+    assert {(len(item["rows"]), item["total"]) for item in data["samples"]["samples"]} == {
+        (MAX_ROWS, MAX_ROWS + 2)
+    }
+    assert any("20 of 100 steps" in note for note in data["notes"]) and any(
+        f"first {MAX_ROWS} rows" in note for note in data["notes"]
+    )
     (row,) = data["samples"]["validation"][0]["rows"]
     assert (
-        row["tokens_cut"] == 3 and len(row["tokens"]["text"]) == MAX_TOKENS and row["prompt"].endswith(f"{MAX_TEXT + 1} characters in all)")
+        row["tokens_cut"] == 3
+        and len(row["tokens"]["text"]) == MAX_TOKENS
+        and row["prompt"].endswith(f"{MAX_TEXT + 1} characters in all)")
     )
 
 
 def test_long_runs_are_thinned_but_keep_their_validations(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(1, MAX_POINTS + 1002):
-            file.write(json.dumps({"step": step, "a": 1.0} | ({"val/loss": 2.0} if step == 500 else {})) + "\n")
+            file.write(
+                json.dumps({"step": step, "a": 1.0} | ({"val/loss": 2.0} if step == 500 else {})) + "\n"
+            )
     data = collect(tmp_path)
     assert len(data["steps"]) <= MAX_POINTS and {1, 500, MAX_POINTS + 1001} <= set(data["steps"])
     assert any("one in 2" in note and f"of {MAX_POINTS + 1001} steps" in note for note in data["notes"])

@@ -66,7 +66,12 @@ def test_rows_hold_text_scores_and_no_padding(batch: DataProto) -> None:
         "ground_truth": "2",
         "acc": 1.0,
     }
-    assert (second["prompt"], second["response"], second["score"], second["ground_truth"]) == ("9=", "9", 0.25, 9)
+    assert (second["prompt"], second["response"], second["score"], second["ground_truth"]) == (
+        "9=",
+        "9",
+        0.25,
+        9,
+    )
 
 
 def test_token_level_columns_are_as_long_as_the_response(batch: DataProto) -> None:
@@ -77,7 +82,12 @@ def test_token_level_columns_are_as_long_as_the_response(batch: DataProto) -> No
         "advantages": [1.0, 1.0],
         "response_mask": [1, 1],
     }
-    assert second["tokens"] == {"text": ["9"], "rollout_log_probs": [-0.5], "advantages": [-1.0], "response_mask": [1]}
+    assert second["tokens"] == {
+        "text": ["9"],
+        "rollout_log_probs": [-0.5],
+        "advantages": [-1.0],
+        "response_mask": [1],
+    }
 
 
 def test_writer_makes_one_file_a_step_and_replaces_it(batch: DataProto, tmp_path: Path) -> None:
@@ -90,7 +100,9 @@ def test_writer_makes_one_file_a_step_and_replaces_it(batch: DataProto, tmp_path
 
 
 def test_writer_holds_numpy_values(tmp_path: Path) -> None:
-    path = SampleWriter(tmp_path).write([{"a": np.float32(0.5), "b": np.arange(2), "c": torch.tensor(1), "d": Path("x")}], 1)
+    path = SampleWriter(tmp_path).write(
+        [{"a": np.float32(0.5), "b": np.arange(2), "c": torch.tensor(1), "d": Path("x")}], 1
+    )
     assert json.loads(path.read_text()) == {"step": 1, "a": 0.5, "b": [0, 1], "c": 1, "d": "x"}
 
 
@@ -119,11 +131,16 @@ def test_setup_logging_replaces_its_handler_and_knows_its_levels() -> None:
 
 def test_log_lines_go_to_stderr_and_third_parties_stay_quiet() -> None:
     code = (
-        "import logging; from hybridflow.observability.logging_setup import setup_logging; setup_logging('INFO');"
+        "import logging; from hybridflow.observability.logging_setup import setup_logging; "
+        "setup_logging('INFO');"
         "logging.getLogger('hybridflow.x').info('ours'); logging.getLogger('transformers').warning('theirs')"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRANSFORMERS", "HF_"))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TRANSFORMERS", "HF_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert "INFO hybridflow.x: ours" in done.stderr and "theirs" not in done.stderr and done.stdout == ""
 
 

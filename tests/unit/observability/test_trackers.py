@@ -57,7 +57,11 @@ def test_jsonl_after_a_resume_holds_each_step_once(tmp_path: Path) -> None:
     second.log({"val": 1.0}, 2)  # validation before training goes to the step of the checkpoint
     second.log({"a": 30.0}, 3)
     second.close()
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0, "val": 1.0}, {"step": 3, "a": 30.0}]
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "a": 1.0},
+        {"step": 2, "a": 2.0, "val": 1.0},
+        {"step": 3, "a": 30.0},
+    ]
 
 
 def test_jsonl_of_a_fresh_run_moves_the_old_file_aside(tmp_path: Path) -> None:
@@ -96,7 +100,10 @@ def test_console_line_on_a_pipe(tmp_path: Path) -> None:
     tracker.log({**STEP, "actor/entropy": math.nan}, 2)
     tracker.close()
     first, second = text_of(console).splitlines()
-    assert first == "step  1/70 · reward +0.531 · kl 0.0012 · entropy 0.830 · length 41.2 · tok/s 12.3k · time 3.0s · left 3m 27s"
+    assert first == (
+        "step  1/70 · reward +0.531 · kl 0.0012 · entropy 0.830 · length 41.2 · tok/s 12.3k · time 3.0s "
+        "· left 3m 27s"
+    )
     assert "entropy nan" in second and second.endswith("left 3m 31s")
 
 
@@ -105,7 +112,11 @@ def test_console_on_a_pipe_leaves_out_steps_that_follow_quickly(tmp_path: Path) 
     tracker = ConsoleTracker(RunInfo(tmp_path, total_steps=70), console, clock=lambda: next(clock))
     for step in range(1, 71):
         tracker.log({**STEP, **({"val/loss": 0.5} if step == 30 else {})}, step)
-    shown = [int(line.split("/")[0].removeprefix("step")) for line in text_of(console).splitlines() if line.startswith("step")]
+    shown = [
+        int(line.split("/")[0].removeprefix("step"))
+        for line in text_of(console).splitlines()
+        if line.startswith("step")
+    ]
     assert shown == [1, 21, 30, 50, 70]
 
 
@@ -123,12 +134,20 @@ def test_console_validation_table_shows_changes(tmp_path: Path) -> None:
 def test_names_of_metrics_stay_whole_in_a_log_file() -> None:
     code = (
         "from pathlib import Path; from hybridflow.observability.trackers.base import RunInfo; "
-        "from hybridflow.observability.trackers.console import ConsoleTracker; tracker = ConsoleTracker(RunInfo(Path('.'))); "
-        "metrics = {'val-core/arithmetic_chain/reward/mean@1': 0.5, 'val-aux/response_length/clip_ratio': 1.0}; "
+        "from hybridflow.observability.trackers.console import ConsoleTracker; tracker = "
+        "ConsoleTracker(RunInfo(Path('.'))); "
+        "metrics = {'val-core/arithmetic_chain/reward/mean@1': 0.5, 'val-aux/response_length/clip_ratio': "
+        "1.0}; "
         "[tracker.log(metrics, step) for step in (1, 2)]"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout.count("response_length/clip_ratio") == 2
 
 
@@ -137,14 +156,20 @@ def test_console_bar_on_a_terminal(tmp_path: Path) -> None:
     tracker = ConsoleTracker(RunInfo(tmp_path, total_steps=4, resume_step=2), console)
     tracker.log(STEP, 3)
     tracker.close()
-    assert "training" in text_of(console) and "3/4" in text_of(console) and "reward +0.531" in text_of(console)
+    assert (
+        "training" in text_of(console) and "3/4" in text_of(console) and "reward +0.531" in text_of(console)
+    )
 
 
 def test_console_samples_keep_markup_as_text(tmp_path: Path) -> None:
     console = console_of(force_terminal=False)
     row = {"prompt": "[bold]1 + 1", "response": "x" * 500, "ground_truth": 2, "score": 1.0}
     ConsoleTracker(RunInfo(tmp_path), console).log_samples([row], 5)
-    assert "[bold]1 + 1" in text_of(console) and "(500 characters)" in text_of(console).replace("\n", " ") and "1.00" in text_of(console)
+    assert (
+        "[bold]1 + 1" in text_of(console)
+        and "(500 characters)" in text_of(console).replace("\n", " ")
+        and "1.00" in text_of(console)
+    )
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(8.44, "8.4s"), (185, "3m 05s"), (7620, "2h 07m")])
@@ -167,15 +192,21 @@ def test_build_refuses_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_a_missing_library_names_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_its_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"install the extra '{name}'"):
         build_trackers([name], tmp_path)
 
 
-def test_missing_tensorboard_is_skipped_only_when_it_was_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorboard_is_skipped_only_when_it_was_a_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    names = [type(tracker).__name__ for tracker in build_trackers(["console", "tensorboard"], tmp_path).trackers]
+    names = [
+        type(tracker).__name__ for tracker in build_trackers(["console", "tensorboard"], tmp_path).trackers
+    ]
     assert names == ["JsonlTracker", "ConsoleTracker"]
     for options in ({"names": ["tensorboard"]}, {"names": ["console", "tensorboard"], "explicit": True}):
         with pytest.raises(ConfigError, match="install the extra 'tensorboard'"):
@@ -221,17 +252,29 @@ def run_tracker(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **op
     return library
 
 
-def test_wandb_is_offline_by_default_and_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_offline_by_default_and_resumes_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = run_tracker("wandb", tmp_path, monkeypatch)
     ((_, init),) = library.named("init")
-    assert (init["mode"], init["project"], init["name"], init["id"]) == ("offline", "project", "experiment", None)
+    assert (init["mode"], init["project"], init["name"], init["id"]) == (
+        "offline",
+        "project",
+        "experiment",
+        None,
+    )
     assert library.named("log")[0] == (({"val-core/x/acc/mean@4": 0.5},), {"step": 3})
-    assert library.named("Table")[0][1] == {"columns": ["prompt", "response", "score"], "data": [["1+1", "2", "1.0"]]}
+    assert library.named("Table")[0][1] == {
+        "columns": ["prompt", "response", "score"],
+        "data": [["1+1", "2", "1.0"]],
+    }
     assert len(library.named("finish")) == 1
     assert run_tracker("wandb", tmp_path, monkeypatch, resume_step=2).named("init")[0][1]["id"] == "abc"
 
 
-def test_mlflow_is_local_by_default_and_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_is_local_by_default_and_resumes_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = run_tracker("mlflow", tmp_path, monkeypatch)
     assert library.named("MlflowClient")[0][1]["tracking_uri"] == f"sqlite:///{tmp_path.resolve()}/mlflow.db"
     params, metrics = (kwargs for _, kwargs in library.named("log_batch"))

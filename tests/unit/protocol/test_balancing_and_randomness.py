@@ -42,8 +42,12 @@ def test_nothing_to_split() -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 50), max_size=25), st.integers(50, 120), st.one_of(st.none(), st.integers(1, 6)))
-def test_every_row_once_and_never_above_a_cap(lengths: list[int], max_tokens: int, max_rows: int | None) -> None:
+@given(
+    st.lists(st.integers(0, 50), max_size=25), st.integers(50, 120), st.one_of(st.none(), st.integers(1, 6))
+)
+def test_every_row_once_and_never_above_a_cap(
+    lengths: list[int], max_tokens: int, max_rows: int | None
+) -> None:
     bins = split_micro_batches(lengths, max_tokens=max_tokens, max_rows=max_rows)
     assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
     assert all(rows == sorted(rows) and rows for rows in bins) and bins == sorted(bins)
@@ -63,7 +67,9 @@ def test_karmarkar_karp_known_cases() -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 5))
-def test_karmarkar_karp_deals_every_row_and_differs_by_at_most_the_largest(weights: list[int], k: int) -> None:
+def test_karmarkar_karp_deals_every_row_and_differs_by_at_most_the_largest(
+    weights: list[int], k: int
+) -> None:
     parts = karmarkar_karp(weights, k)
     assert len(parts) == k and sorted(itertools.chain(*parts)) == list(range(len(weights)))
     sums = [sum(weights[row] for row in part) for part in parts]
@@ -82,7 +88,16 @@ def test_whole_groups_leave_ranks_about_even_where_it_says_so() -> None:
 
 def test_seeds_are_fixed_for_ever_and_differ_by_every_part_of_the_key() -> None:
     assert derive_seed(1, "a", 2) == 235641625469331391  # a change of this number would change every run
-    keys = [(1, "a", 2), (2, "a", 2), (1, "b", 2), (1, "a", 3), (1, "a"), (1, "a", 2, 0), (1, "a2"), (12, "a")]
+    keys = [
+        (1, "a", 2),
+        (2, "a", 2),
+        (1, "b", 2),
+        (1, "a", 3),
+        (1, "a"),
+        (1, "a", 2, 0),
+        (1, "a2"),
+        (12, "a"),
+    ]
     seeds = [derive_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys) and all(0 <= seed < 2**63 for seed in seeds)
 

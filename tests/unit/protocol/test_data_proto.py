@@ -54,7 +54,9 @@ def test_a_batch_of_only_objects_has_a_length() -> None:
     assert len(data) == 3 and [len(part) for part in data.chunk(2)] == [2, 1]
 
 
-@pytest.mark.parametrize(("chunks", "sizes"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (5, [1] * 5), (7, [1, 1, 1, 1, 1, 0, 0])])
+@pytest.mark.parametrize(
+    ("chunks", "sizes"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (5, [1] * 5), (7, [1, 1, 1, 1, 1, 0, 0])]
+)
 def test_chunk_is_even_to_one_row_and_concat_undoes_it(chunks: int, sizes: list[int]) -> None:
     parts = rows().chunk(chunks)
     assert [len(part) for part in parts] == sizes
@@ -84,7 +86,9 @@ def test_indexing_rows(item: object, expected: list[int]) -> None:
 
 def test_an_integer_gives_one_row() -> None:
     item = rows(kind="train")[-1]
-    assert item["x"] == 40 and item["uid"] == "g2" and item.meta_info == {"kind": "train"} and "nope" not in item
+    assert (
+        item["x"] == 40 and item["uid"] == "g2" and item.meta_info == {"kind": "train"} and "nope" not in item
+    )
 
 
 @pytest.mark.parametrize("item", [5, [0, 5], [True, False], [[0, 1]], [0.5]])
@@ -110,7 +114,13 @@ def test_select_pop_and_rename() -> None:
     chosen = data.select(["x"], [], ["a"])
     assert set(chosen.batch.keys()) == {"x"} and not chosen.non_tensor_batch and chosen.meta_info == {"a": 1}
     popped = data.pop(["m"], ["tags"], ["b"])
-    assert "m" in popped and "tags" in popped and "m" not in data and "tags" not in data and data.meta_info == {"a": 1}
+    assert (
+        "m" in popped
+        and "tags" in popped
+        and "m" not in data
+        and "tags" not in data
+        and data.meta_info == {"a": 1}
+    )
     data.rename(["x", "uid"], ["y", "group"])
     assert data.batch["y"].tolist() == [0, 10, 20, 30, 40] and "group" in data and "x" not in data
     with pytest.raises(BatchError, match="already there"):
@@ -121,7 +131,11 @@ def test_select_pop_and_rename() -> None:
 
 def test_union_adds_fields_and_accepts_equal_ones_nan_included() -> None:
     data = DataProto.from_dict({"v": torch.tensor([1.0, float("nan")])}, {"s": [float("nan"), {"k": [1]}]})
-    other = DataProto.from_dict({"v": torch.tensor([1.0, float("nan")]), "w": torch.zeros(2)}, {"s": [float("nan"), {"k": [1]}]}, {"f": 1})
+    other = DataProto.from_dict(
+        {"v": torch.tensor([1.0, float("nan")]), "w": torch.zeros(2)},
+        {"s": [float("nan"), {"k": [1]}]},
+        {"f": 1},
+    )
     data |= other
     assert "w" in data and data.meta_info == {"f": 1}
 
@@ -157,7 +171,15 @@ def test_union_into_an_empty_batch() -> None:
 
 def test_meta_info_is_never_shared() -> None:
     data = rows(facts={"seen": [1]})
-    results = [data[:2], data.select(), data[[0]], *data.chunk(2), data.to("cpu"), data.repeat(2), DataProto().union(data)]
+    results = [
+        data[:2],
+        data.select(),
+        data[[0]],
+        *data.chunk(2),
+        data.to("cpu"),
+        data.repeat(2),
+        DataProto().union(data),
+    ]
     results += [DataProto.concat([data]), DataProto.from_dict({}, {}, data.meta_info)]
     for result in results:
         result.meta_info["facts"]["seen"].append(2)
@@ -172,7 +194,9 @@ def test_concat_refuses_what_differs_and_collects_metrics() -> None:
     with pytest.raises(BatchError, match=r"parts 0 and 1 .*\['m'\]"):
         DataProto.concat([rows(2), rows(2).select(["x", "row_id"])])
     with pytest.raises(BatchError, match=r"field 'w'.*pad them"):
-        DataProto.concat([DataProto.from_dict({"w": torch.zeros(1, 2)}), DataProto.from_dict({"w": torch.zeros(1, 3)})])
+        DataProto.concat(
+            [DataProto.from_dict({"w": torch.zeros(1, 2)}), DataProto.from_dict({"w": torch.zeros(1, 3)})]
+        )
     with pytest.raises(BatchError, match="no parts"):
         DataProto.concat([])
 
@@ -198,9 +222,13 @@ def test_fresh_row_ids_keep_the_first_of_each() -> None:
 def test_narrow_loss_mask_only_narrows() -> None:
     response = torch.tensor([[True, True, False]])
     data = DataProto.from_dict({"response_mask": response})
-    data.narrow_loss_mask(torch.tensor([[False, True, True]])).narrow_loss_mask(torch.tensor([[True, True, True]]))
+    data.narrow_loss_mask(torch.tensor([[False, True, True]])).narrow_loss_mask(
+        torch.tensor([[True, True, True]])
+    )
     assert data.batch["loss_mask"].tolist() == [[False, True, False]]
-    assert data.batch["response_mask"] is not data.batch["loss_mask"] and response.tolist() == [[True, True, False]]
+    assert data.batch["response_mask"] is not data.batch["loss_mask"] and response.tolist() == [
+        [True, True, False]
+    ]
     with pytest.raises(BatchError, match="keep must be bool"):
         data.narrow_loss_mask(torch.ones(1, 3))
 

@@ -39,7 +39,9 @@ def test_4096_rows_over_8_ranks(workload: Workload) -> None:
     assert sorted(itertools.chain(*parts)) == list(range(4_096))
     assert over_mean(parts, lengths, workload) < 1.02
     assert seconds < 1.0  # 0.06 s on a quiet machine
-    assert over_mean(deal_in_order(4_096, 8), lengths, workload) > 1.02, "rows of these lengths are not balanced by themselves"
+    assert over_mean(deal_in_order(4_096, 8), lengths, workload) > 1.02, (
+        "rows of these lengths are not balanced by themselves"
+    )
     for part in parts:
         held = [lengths[row] for row in part]
         micro_batches = split_micro_batches(held, max_tokens=CAP)

@@ -40,14 +40,25 @@ def test_the_table_is_the_one_agreed_on() -> None:
 
 
 def test_dtypes_exist_in_torch() -> None:
-    assert all(line.dtype == "object" or isinstance(getattr(torch, line.dtype), torch.dtype) for line in FIELDS.values())
+    assert all(
+        line.dtype == "object" or isinstance(getattr(torch, line.dtype), torch.dtype)
+        for line in FIELDS.values()
+    )
 
 
 def test_rows_as_made_agree_with_the_table() -> None:
     data = DataProto.from_dict(make_rows([[1, 2, 3], [4]], [[5, 6], [7]], 0)).fresh_row_ids()
     data.narrow_loss_mask(data.batch["response_mask"])
     sizes = {"B": 2, "P": 3, "R": 2, "T": 5}
-    assert set(data.batch.keys()) == {"prompts", "responses", "input_ids", "attention_mask", "response_mask", "loss_mask", "row_id"}
+    assert set(data.batch.keys()) == {
+        "prompts",
+        "responses",
+        "input_ids",
+        "attention_mask",
+        "response_mask",
+        "loss_mask",
+        "row_id",
+    }
     for name, tensor in data.batch.items():
         assert tuple(tensor.shape) == tuple(sizes[axis] for axis in field(name).axes.split(",")), name
         assert tensor.dtype == getattr(torch, field(name).dtype), name

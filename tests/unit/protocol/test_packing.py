@@ -17,7 +17,10 @@ def test_make_rows_pads_prompts_left_and_responses_right() -> None:
     assert made["prompts"].tolist() == [[7, 1, 2], [7, 7, 5]]
     assert made["responses"].tolist() == [[3, 4, 9], [7, 7, 7]]
     assert made["input_ids"].tolist() == [[7, 1, 2, 3, 4, 9], [7, 7, 5, 7, 7, 7]]
-    assert made["attention_mask"].tolist() == [[False, True, True, True, True, True], [False, False, True, False, False, False]]
+    assert made["attention_mask"].tolist() == [
+        [False, True, True, True, True, True],
+        [False, False, True, False, False, False],
+    ]
     assert made["response_mask"].tolist() == [[True, False, True], [False, False, False]]
 
 
@@ -32,10 +35,17 @@ def test_make_rows_refuses_what_does_not_fit() -> None:
 
 def test_pack_a_known_case() -> None:
     # a tool token (mask 0) is predicted as well: the mask decides later what is learned
-    packed = pack(DataProto.from_dict(make_rows([[1, 2], [5]], [[3, 4], [6]], 0, response_masks=[[1, 0], [1]])))
+    packed = pack(
+        DataProto.from_dict(make_rows([[1, 2], [5]], [[3, 4], [6]], 0, response_masks=[[1, 0], [1]]))
+    )
     assert packed.input_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
-    assert packed.lengths == (4, 2) and packed.num_predicted == (2, 1) and packed.shape == (2, 2) and packed.num_tokens == 6
+    assert (
+        packed.lengths == (4, 2)
+        and packed.num_predicted == (2, 1)
+        and packed.shape == (2, 2)
+        and packed.num_tokens == 6
+    )
     assert packed.targets.tolist() == [3, 4, 6] and packed.predict_index.tolist() == [1, 2, 4]
     assert packed.unpack(torch.tensor([0.5, 1.5, 2.5]), fill=-1.0).tolist() == [[0.5, 1.5], [2.5, -1.0]]
 
@@ -70,13 +80,21 @@ def test_pack_refuses_rows_it_cannot_predict() -> None:
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(TOKENS, st.lists(st.integers(0, 99), max_size=4)), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(TOKENS, st.lists(st.integers(0, 99), max_size=4)), min_size=1, max_size=5),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
 def test_padding_changes_nothing_and_every_target_follows_its_predictor(
     pairs: list[tuple[list[int], list[int]]], more_left: int, more_right: int
 ) -> None:
     prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
     tight = pack(DataProto.from_dict(make_rows(prompts, responses, 0)))
-    wide = pack(DataProto.from_dict(make_rows(prompts, responses, 5, prompt_width=4 + more_left, response_width=4 + more_right)))
+    wide = pack(
+        DataProto.from_dict(
+            make_rows(prompts, responses, 5, prompt_width=4 + more_left, response_width=4 + more_right)
+        )
+    )
     for name in ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns"):
         assert torch.equal(getattr(tight, name), getattr(wide, name)), name
     assert tight.lengths == wide.lengths == tuple(len(p) + len(r) for p, r in pairs)

@@ -23,21 +23,39 @@ def test_round_trip(tmp_path: Path) -> None:
             "mask": torch.tensor([True, False]),
             "half": torch.ones(2, dtype=torch.bfloat16),
         },
-        {"uid": ["é", "b"], "n": np.array([1, 2]), "mixed": [None, {"k": [1.5, True]}], "array": [np.arange(2), np.float32(0.5)]},
+        {
+            "uid": ["é", "b"],
+            "n": np.array([1, 2]),
+            "mixed": [None, {"k": [1.5, True]}],
+            "array": [np.arange(2), np.float32(0.5)],
+        },
         {"step": np.int64(3), "nested": {"x": (1, 2)}, "nan": float("nan")},
     )
     data.save_to_disk(tmp_path / "new" / "folder")
-    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == ["meta.json", "tensors.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == [
+        "meta.json",
+        "tensors.safetensors",
+    ]
     back = DataProto.load_from_disk(tmp_path / "new" / "folder")
     for name, tensor in data.batch.items():
         assert torch.equal(back.batch[name], tensor) and back.batch[name].dtype == tensor.dtype
-    assert back.non_tensor_batch["uid"].tolist() == ["é", "b"] and back.non_tensor_batch["n"].tolist() == [1, 2]
+    assert back.non_tensor_batch["uid"].tolist() == ["é", "b"] and back.non_tensor_batch["n"].tolist() == [
+        1,
+        2,
+    ]
     assert back.non_tensor_batch["mixed"].tolist() == [None, {"k": [1.5, True]}]
     assert back.non_tensor_batch["array"].tolist() == [[0, 1], 0.5]
-    assert back.meta_info["step"] == 3 and back.meta_info["nested"] == {"x": [1, 2]} and np.isnan(back.meta_info["nan"])
+    assert (
+        back.meta_info["step"] == 3
+        and back.meta_info["nested"] == {"x": [1, 2]}
+        and np.isnan(back.meta_info["nan"])
+    )
 
 
-@pytest.mark.parametrize("data", [DataProto(), DataProto.from_dict({}, {"uid": ["a"]}), DataProto.from_dict({"x": torch.zeros(0, 4)})])
+@pytest.mark.parametrize(
+    "data",
+    [DataProto(), DataProto.from_dict({}, {"uid": ["a"]}), DataProto.from_dict({"x": torch.zeros(0, 4)})],
+)
 def test_empty_batches_survive(tmp_path: Path, data: DataProto) -> None:
     data.save_to_disk(tmp_path)
     back = DataProto.load_from_disk(tmp_path)

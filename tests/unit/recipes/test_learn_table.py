@@ -1,4 +1,6 @@
-"""The learn table's arithmetic and its memory of what is done, and the pages of the algorithms: no training here."""
+"""The learn table's arithmetic and its memory of what is done, and the pages of the algorithms: no training
+here.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def result(name: str, seed: int, before: float, after: float, **more: Any) -> di
 
 
 def test_gain_and_its_standard_error() -> None:
-    row = make_row("grpo", [result("grpo", 0, 0.3, 0.5), result("grpo", 1, 0.4, 0.5), result("grpo", 2, 0.2, 0.5)])
+    row = make_row(
+        "grpo", [result("grpo", 0, 0.3, 0.5), result("grpo", 1, 0.4, 0.5), result("grpo", 2, 0.2, 0.5)]
+    )
     assert row["sampled"]["gain"] == pytest.approx(0.2) and row["met"]
     assert row["sampled"]["error"] == pytest.approx(0.1 / 3**0.5)  # gains 0.2, 0.1, 0.3: deviation 0.1
     assert "0.300 → 0.500 | +0.200 ± 0.058" in table_line(row)
@@ -72,7 +76,9 @@ def test_a_finished_cell_is_known_again_until_its_settings_change(tmp_path: Path
     write_json(result_path(tmp_path, cell), result("grpo", 0, 0.3, 0.5))
     assert finished(tmp_path, cell, SETTINGS) and not finished(tmp_path, cell, replace(SETTINGS, budget=1))
     assert Cell("grpo", 1).digest(SETTINGS) == cell.digest(SETTINGS) != Cell(CONTROL, 0).digest(SETTINGS)
-    write_json(result_path(tmp_path, Cell("rloo", 0)), {"name": "rloo", "seed": 0, "failed": "failed: boom (log: x)"})
+    write_json(
+        result_path(tmp_path, Cell("rloo", 0)), {"name": "rloo", "seed": 0, "failed": "failed: boom (log: x)"}
+    )
     results, problems = collect(["grpo", "rloo", "remax"], [0], tmp_path, SETTINGS)
     assert list(results) == ["grpo"] and problems == ["rloo_0: failed: boom (log: x)", "remax_0: not run yet"]
     assert collect(["grpo"], [0], tmp_path, replace(SETTINGS, max_steps=1))[1] == [
@@ -86,8 +92,13 @@ def test_the_page_names_what_was_outside_the_budget_and_what_is_missing() -> Non
         make_row("on_policy_distillation", [result("on_policy_distillation", 0, 0.3, 0.6, teacher=teacher)]),
         make_row("ppo", [result("ppo", 0, 0.3, 0.6, critic_steps=2, critic_tokens=22_000)]),
     ]
-    text = page(rows, {"date": "2026-01-01", "command": "c", "machine": "m"}, SETTINGS, ["rloo_0: not run yet"])
-    assert "greedy accuracy of 0.91 (300 SFT steps)" in text and "2 steps of the critic alone (22 k tokens)" in text
+    text = page(
+        rows, {"date": "2026-01-01", "command": "c", "machine": "m"}, SETTINGS, ["rloo_0: not run yet"]
+    )
+    assert (
+        "greedy accuracy of 0.91 (300 SFT steps)" in text
+        and "2 steps of the critic alone (22 k tokens)" in text
+    )
     assert "- rloo_0: not run yet" in text and "437,000 tokens" in text
 
 

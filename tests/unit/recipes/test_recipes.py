@@ -1,4 +1,6 @@
-"""Each recipe says only what differs, passes every check, and has a twin on the tiny task that needs nothing but a model."""
+"""Each recipe says only what differs, passes every check, and has a twin on the tiny task that needs nothing
+but a model.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def prepared(recipe: str, folder: Path, *overrides: str) -> PPOConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_runs_on_a_users_data(name: str, tmp_path: Path) -> None:
     config = prepared(name, tmp_path, "data.task.name=arithmetic_chain")
-    assert config.trainer.total_training_steps is None and config.trainer.num_threads is None, "nothing of the tiny task is in it"
+    assert config.trainer.total_training_steps is None and config.trainer.num_threads is None, (
+        "nothing of the tiny task is in it"
+    )
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -46,7 +50,10 @@ def test_each_recipe_has_its_twin() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_twin_keeps_the_algorithm(name: str, tmp_path: Path) -> None:
     """What decides which maths runs is the same in both: estimator, loss, filters, correction."""
-    whole, tiny = prepared(name, tmp_path, "data.task.name=arithmetic_chain"), prepared(f"tiny/{name}", tmp_path)
+    whole, tiny = (
+        prepared(name, tmp_path, "data.task.name=arithmetic_chain"),
+        prepared(f"tiny/{name}", tmp_path),
+    )
     for config in (whole, tiny):
         assert config.critic.enable is (name in ("ppo", "pf_ppo", "vapo"))
     a, b = whole.algorithm, tiny.algorithm
@@ -63,7 +70,9 @@ def test_a_recipe_says_what_it_is_and_repeats_no_default(name: str) -> None:
     if "/" not in name:
         assert re.search(r"^# .*arXiv \d{4}\.\d{5}", text), "the header names the paper"
     if name != "tiny/base":
-        assert re.search(rf"^# hybridflow (train|sft) --recipe {name} ", text, re.MULTILINE), "the header has the command"
+        assert re.search(rf"^# hybridflow (train|sft) --recipe {name} ", text, re.MULTILINE), (
+            "the header has the command"
+        )
     own = yaml.safe_load(text)
     parents = own.pop("defaults", [])
     if parents:

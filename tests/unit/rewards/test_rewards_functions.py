@@ -22,9 +22,13 @@ from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.result import normalize_result
 
 
-def score_of(config: RewardConfig, response: str, truth: Any = "1", source: str = "x", **extra_info: Any) -> tuple[float, dict[str, Any]]:
+def score_of(
+    config: RewardConfig, response: str, truth: Any = "1", source: str = "x", **extra_info: Any
+) -> tuple[float, dict[str, Any]]:
     function = resolve(config, seed=7)
-    return normalize_result(function(data_source=source, solution_str=response, ground_truth=truth, extra_info=extra_info))
+    return normalize_result(
+        function(data_source=source, solution_str=response, ground_truth=truth, extra_info=extra_info)
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,9 @@ def test_the_form_of_an_arithmetic_chain(response: str, wanted: float) -> None:
 
 
 def test_length_rises_over_its_buffer() -> None:
-    scores = [length.compute_score("x", "a" * n, None, max_chars=10, buffer_chars=4) for n in (10, 11, 14, 99)]
+    scores = [
+        length.compute_score("x", "a" * n, None, max_chars=10, buffer_chars=4) for n in (10, 11, 14, 99)
+    ]
     assert scores == [0.0, 0.25, 1.0, 1.0]
     assert length.compute_score("x", "a" * 11, None, max_chars=10) == 1.0
 
@@ -158,7 +164,10 @@ def test_random_depends_on_seed_index_and_text_alone() -> None:
     assert draws != [draw(2, index, text) for index in range(50) for text in "abcdefghij"]
     assert abs(sum(draws) / len(draws) - 0.5) < 0.1
     assert random.compute_score("x", "a", None, None, probability=1.0) == 1.0
-    scores = {score_of(RewardConfig(function="random"), str(n)) == score_of(RewardConfig(function="random"), str(n)) for n in range(9)}
+    scores = {
+        score_of(RewardConfig(function="random"), str(n)) == score_of(RewardConfig(function="random"), str(n))
+        for n in range(9)
+    }
     assert scores == {True}
 
 
@@ -175,7 +184,11 @@ def test_reasoning_gym_scores_by_the_rows_entry() -> None:
 
 @pytest.mark.parametrize(
     ("source", "response", "truth"),
-    [("openai/gsm8k", "#### 5", "5"), ("HuggingFaceH4/MATH-500", r"\boxed{5}", "5"), ("arithmetic_chain", "#### 5", "5")],
+    [
+        ("openai/gsm8k", "#### 5", "5"),
+        ("HuggingFaceH4/MATH-500", r"\boxed{5}", "5"),
+        ("arithmetic_chain", "#### 5", "5"),
+    ],
 )
 def test_auto_goes_by_data_source(source: str, response: str, truth: str) -> None:
     score, extras = score_of(RewardConfig(), response, truth, source)
@@ -183,25 +196,36 @@ def test_auto_goes_by_data_source(source: str, response: str, truth: str) -> Non
 
 
 def test_auto_refuses_an_unknown_source_and_names_the_ways_out() -> None:
-    with pytest.raises(RewardError, match=r"'my/data'.*reward.function.*custom_reward_function.path.*data.reward_fn_key"):
+    with pytest.raises(
+        RewardError, match=r"'my/data'.*reward.function.*custom_reward_function.path.*data.reward_fn_key"
+    ):
         score_of(RewardConfig(), "5", "5", "my/data")
 
 
 def test_terms_are_summed_and_kept(tmp_path: Path) -> None:
     (tmp_path / "polite.py").write_text(
-        "async def please(data_source, solution_str, ground_truth, extra_info, bonus=1):\n    return bonus * ('please' in solution_str)\n"
+        "async def please(data_source, solution_str, ground_truth, extra_info, bonus=1):\n    return bonus "
+        "* ('please' in solution_str)\n"
     )
     terms: list[dict[str, Any]] = [
         {"name": "gsm8k"},
         {"name": "length", "weight": -0.5, "max_chars": 3},
         {"name": "format", "weight": 2, "pattern": "^please", "key": "form"},
     ]
-    assert score_of(RewardConfig(terms=terms), "please #### 1") == (2.5, {"acc": 1.0, "gsm8k": 1.0, "length": 1.0, "form": 1.0})
+    assert score_of(RewardConfig(terms=terms), "please #### 1") == (
+        2.5,
+        {"acc": 1.0, "gsm8k": 1.0, "length": 1.0, "form": 1.0},
+    )
 
     import asyncio
 
-    function = resolve(RewardConfig(terms=[*terms, {"name": f"{tmp_path}/polite.py:please", "weight": 10, "bonus": 2}]), seed=0)
-    result = asyncio.run(function(data_source="x", solution_str="please #### 1", ground_truth="1", extra_info={}))
+    function = resolve(
+        RewardConfig(terms=[*terms, {"name": f"{tmp_path}/polite.py:please", "weight": 10, "bonus": 2}]),
+        seed=0,
+    )
+    result = asyncio.run(
+        function(data_source="x", solution_str="please #### 1", ground_truth="1", extra_info={})
+    )
     assert result == {"acc": 1.0, "gsm8k": 1.0, "length": 1.0, "form": 1.0, "please": 2.0, "score": 22.5}
 
 
@@ -249,7 +273,10 @@ def test_a_users_function_by_path_and_name(user_file: str) -> None:
         (lambda file: RewardConfig(function="gsm8k", terms=[{"name": "math"}]), "each choose the reward"),
         (lambda file: RewardConfig(terms=["gsm8k"]), "wanted {name"),  # type: ignore[list-item]
         (lambda file: RewardConfig(terms=[{"name": "gsm8k", "weight": "much"}]), "wanted a number"),
-        (lambda file: RewardConfig(terms=[{"name": "length", "max_char": 3}]), "no option max_char; it has: max_chars"),
+        (
+            lambda file: RewardConfig(terms=[{"name": "length", "max_char": 3}]),
+            "no option max_char; it has: max_chars",
+        ),
         (lambda file: RewardConfig(terms=[{"name": "gsm8k"}, {"name": "gsm8k"}]), "its own `key`"),
         (lambda file: RewardConfig(terms=[{"name": "nothing"}]), r"reward.terms\[0\]: got 'nothing'"),
     ],
@@ -259,13 +286,17 @@ def test_a_wrong_choice_is_refused_when_it_is_loaded(config: Any, message: str, 
         resolve(config(user_file), seed=0)
 
 
-@pytest.mark.parametrize("result", [1, 1.0, True, np.float32(1), np.int64(1), np.array([1.0]), {"score": np.bool_(True)}])
+@pytest.mark.parametrize(
+    "result", [1, 1.0, True, np.float32(1), np.int64(1), np.array([1.0]), {"score": np.bool_(True)}]
+)
 def test_results_that_are_scores(result: Any) -> None:
     assert normalize_result(result) == (1.0, {})
 
 
 def test_extra_values_become_plain() -> None:
-    _, extras = normalize_result({"score": 0, "a": np.int64(3), "b": np.array([1, 2]), "c": {"d": (1, None)}, "e": {1}})
+    _, extras = normalize_result(
+        {"score": 0, "a": np.int64(3), "b": np.array([1, 2]), "c": {"d": (1, None)}, "e": {1}}
+    )
     assert extras == {"a": 3, "b": [1, 2], "c": {"d": [1, None]}, "e": "{1}"} and type(extras["a"]) is int
 
 
@@ -291,5 +322,13 @@ def test_results_that_are_none_say_so(result: Any, got: str) -> None:
 
 
 def test_importing_the_room_loads_nothing_heavy() -> None:
-    code = "import hybridflow.rewards.worker, hybridflow.rewards.build, sys; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    code = (
+        "import hybridflow.rewards.worker, hybridflow.rewards.build, sys; print({'torch', 'ray', "
+        "'transformers'} & set(sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "set()"
+    )

@@ -1,4 +1,6 @@
-"""Reward functions that misbehave, in workers and in process: counted and survived, or refused with what to set."""
+"""Reward functions that misbehave, in workers and in process: counted and survived, or refused with what to
+set.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 def reapable(pid: int) -> bool:
-    """All threads of a child of ours have ended: a zombie whose threads are still ending may hold its pipe open."""
+    """All threads of a child of ours have ended: a zombie whose threads are still ending may hold its pipe
+    open.
+    """
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -143,13 +147,17 @@ def test_every_bad_sample_is_blamed_and_the_others_score(pool: RewardPool) -> No
 
 def test_the_same_in_process(bad_file: str, capfd: pytest.CaptureFixture[str]) -> None:
     with build_reward_manager(config_of(bad_file, num_workers=0), seed=0) as manager:
-        for response, outcome in zip(HARMLESS, manager.outcomes([request(response) for response in HARMLESS]), strict=True):
+        for response, outcome in zip(
+            HARMLESS, manager.outcomes([request(response) for response in HARMLESS]), strict=True
+        ):
             kind, text = HARMLESS[response]
             assert (response, outcome.error) == (response, kind) and text in outcome.detail
 
 
 def test_results_come_in_request_order_from_both_workers(pool: RewardPool) -> None:
-    outcomes = pool.score([request("slow" if number % 7 == 0 else "number", float(number)) for number in range(50)])
+    outcomes = pool.score(
+        [request("slow" if number % 7 == 0 else "number", float(number)) for number in range(50)]
+    )
     assert [outcome.score for outcome in outcomes] == [float(number) for number in range(50)]
     assert pool.score([]) == []
 
@@ -185,7 +193,8 @@ def test_large_requests_travel(pool: RewardPool) -> None:
 def test_async_samples_run_together_and_each_has_its_deadline(async_pool: RewardPool) -> None:
     started = time.monotonic()
     outcomes = async_pool.score(
-        [request("awaits", float(number)) for number in range(20)] + [request("awaits_forever"), request("own_timeout")]
+        [request("awaits", float(number)) for number in range(20)]
+        + [request("awaits_forever"), request("own_timeout")]
     )
     assert [outcome.score for outcome in outcomes[:20]] == [float(number) for number in range(20)]
     assert [outcome.error for outcome in outcomes[20:]] == ["timeout", "TimeoutError"]
@@ -208,12 +217,16 @@ def test_what_a_blocked_async_worker_had_beside_the_blocking_sample_scores(async
 
 
 def test_async_in_process_keeps_its_deadline(bad_file: str) -> None:
-    with build_reward_manager(config_of(bad_file, "async_score", num_workers=0, timeout=0.3), seed=0) as manager:
+    with build_reward_manager(
+        config_of(bad_file, "async_score", num_workers=0, timeout=0.3), seed=0
+    ) as manager:
         outcomes = manager.outcomes([request("awaits", 4.0), request("awaits_forever"), request("raises")])
     assert [outcome.error for outcome in outcomes] == ["", "timeout", "ZeroDivisionError"]
 
 
-def in_process(file: str, on_error: str, response: str = "raises") -> tuple[RewardManager, list[ScoreRequest]]:
+def in_process(
+    file: str, on_error: str, response: str = "raises"
+) -> tuple[RewardManager, list[ScoreRequest]]:
     manager = build_reward_manager(config_of(file, num_workers=0, on_error=on_error), seed=0)
     return manager, [request("number", 2.0), request(response), request("raises"), request("pid")]
 
@@ -222,12 +235,22 @@ def test_on_error_raise_names_row_source_cause_and_way_out(bad_file: str) -> Non
     manager, rows = in_process(bad_file, "raise")
     with pytest.raises(RewardError) as refusal:
         manager.score(rows)
-    for part in ("row 1", "'mine'", "ZeroDivisionError: division by zero", "bad.py", "reward.on_error=zero", "drop", "reward-test"):
+    for part in (
+        "row 1",
+        "'mine'",
+        "ZeroDivisionError: division by zero",
+        "bad.py",
+        "reward.on_error=zero",
+        "drop",
+        "reward-test",
+    ):
         assert part in str(refusal.value)
 
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
-def test_on_error_zero_and_drop_count_and_show_the_first_once(bad_file: str, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_on_error_zero_and_drop_count_and_show_the_first_once(
+    bad_file: str, on_error: str, caplog: pytest.LogCaptureFixture
+) -> None:
     manager, rows = in_process(bad_file, on_error, "nan")
     with caplog.at_level(logging.WARNING, "hybridflow.rewards"):
         batch = manager.score(rows)
@@ -235,22 +258,34 @@ def test_on_error_zero_and_drop_count_and_show_the_first_once(bad_file: str, on_
     assert batch.scores == [2.0, 0.0, 0.0, 1.0]
     assert batch.dropped == [False, on_error == "drop", on_error == "drop", False]
     assert (batch.num_errors, batch.num_timeouts) == (2, 0)
-    assert batch.metrics["reward/num_errors"] == 2.0 and batch.metrics["reward/num_errors/ZeroDivisionError"] == 1.0
+    assert (
+        batch.metrics["reward/num_errors"] == 2.0
+        and batch.metrics["reward/num_errors/ZeroDivisionError"] == 1.0
+    )
     assert batch.first_traceback is not None and "returned nan" in batch.first_traceback
     assert [("returned nan" in record.getMessage()) for record in caplog.records] == [True, False]
-    assert math.isnan(batch.extras["pid"][0]) and batch.extras["main"][0] is None and batch.extras["torch"][3] in (0.0, 1.0)
+    assert (
+        math.isnan(batch.extras["pid"][0])
+        and batch.extras["main"][0] is None
+        and batch.extras["torch"][3] in (0.0, 1.0)
+    )
 
 
 def test_a_zeroed_row_counts_as_wrong(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 1 / ground_truth, 'acc': 1}\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 1 / "
+        "ground_truth, 'acc': 1}\n"
     )
-    manager = build_reward_manager(config_of(str(tmp_path / "half.py"), num_workers=0, on_error="zero"), seed=0)
+    manager = build_reward_manager(
+        config_of(str(tmp_path / "half.py"), num_workers=0, on_error="zero"), seed=0
+    )
     assert manager.score([ScoreRequest("x", "", 1), ScoreRequest("x", "", 0)]).extras == {"acc": [1.0, 0.0]}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_function_that_cannot_be_loaded_is_refused_at_build(bad_file: str, num_workers: int, tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_loaded_is_refused_at_build(
+    bad_file: str, num_workers: int, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="no name 'absent'"):
         build_reward_manager(config_of(bad_file, "absent", num_workers=num_workers), seed=0)
     (tmp_path / "broken.py").write_text("import no_such_module_at_all\n")
@@ -260,7 +295,9 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_build(bad_file: str, num
 
 def test_a_worker_that_does_not_start_ends_in_a_named_refusal(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
-    with pytest.raises(RewardError, match=r"did not finish loading .*slow.py:compute_score within 0.5 seconds"):
+    with pytest.raises(
+        RewardError, match=r"did not finish loading .*slow.py:compute_score within 0.5 seconds"
+    ):
         RewardPool(config_of(str(tmp_path / "slow.py"), num_workers=1), seed=0, start_timeout=0.5)
     (tmp_path / "dead.py").write_text("import os\nos._exit(4)\n")
     with pytest.raises(RewardError, match=r"ended with exit code 4 while it loaded .*dead.py"):
@@ -293,7 +330,9 @@ pool.score([ScoreRequest("x", "hangs", None)])
 def test_workers_end_with_a_killed_parent_even_while_busy(bad_file: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(ORPHAN)
-    parent = subprocess.run([sys.executable, str(script), bad_file], capture_output=True, text=True, timeout=30)
+    parent = subprocess.run(
+        [sys.executable, str(script), bad_file], capture_output=True, text=True, timeout=30
+    )
     pids = [int(pid) for pid in parent.stdout.split()]
     assert parent.returncode == -signal.SIGKILL and len(pids) == 2
     assert wait_until(lambda: all(gone(pid) for pid in pids))
@@ -302,8 +341,18 @@ def test_workers_end_with_a_killed_parent_even_while_busy(bad_file: str, tmp_pat
 def test_dry_run_lists_scores_and_errors() -> None:
     config = RewardConfig(num_workers=0)
     rows = [
-        {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}, "extra_info": {"index": 0}, "answer": "#### 71"},
-        {"data_source": "elsewhere", "reward_model": {"ground_truth": "1"}, "extra_info": None, "answer": "1"},
+        {
+            "data_source": "openai/gsm8k",
+            "reward_model": {"ground_truth": "72"},
+            "extra_info": {"index": 0},
+            "answer": "#### 71",
+        },
+        {
+            "data_source": "elsewhere",
+            "reward_model": {"ground_truth": "1"},
+            "extra_info": None,
+            "answer": "1",
+        },
         {"data_source": "math", "reward_model": {"ground_truth": "x"}, "extra_info": {}, "answer": "x"},
     ]
     with build_reward_manager(config, seed=0) as manager:

@@ -1,4 +1,6 @@
-"""A session without a model: each row says what its script says, a token a step; failures and slowness on order."""
+"""A session without a model: each row says what its script says, a token a step; failures and slowness on
+order.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,22 @@ LOG_PROB = -0.5
 class FakeSession:
     """Serves `max_rows` rows at once; `version` is what each token carries."""
 
-    def __init__(self, script: Script, *, end: int = -1, max_rows: int = 1_000, seconds: float = 0.0, dies_at: int | None = None) -> None:
-        self.script, self.end, self.max_rows, self.seconds, self.dies_at = script, end, max_rows, seconds, dies_at
+    def __init__(
+        self,
+        script: Script,
+        *,
+        end: int = -1,
+        max_rows: int = 1_000,
+        seconds: float = 0.0,
+        dies_at: int | None = None,
+    ) -> None:
+        self.script, self.end, self.max_rows, self.seconds, self.dies_at = (
+            script,
+            end,
+            max_rows,
+            seconds,
+            dies_at,
+        )
         self.version = self.steps = self.num_added = 0
         self.closed = False
         self.threads: set[int] = set()
@@ -40,7 +56,12 @@ class FakeSession:
         self.num_added += len(requests)
         bad = [request for request in requests if request.prompt_token_ids == (0,)]
         self._waiting += [request for request in requests if request not in bad]
-        return [GenerationOutput(request.request_id, [], [], "error", [], f"request {request.request_id}: a bad prompt") for request in bad]
+        return [
+            GenerationOutput(
+                request.request_id, [], [], "error", [], f"request {request.request_id}: a bad prompt"
+            )
+            for request in bad
+        ]
 
     def step(self) -> list[GenerationOutput]:
         self.threads.add(threading.get_ident())
@@ -78,8 +99,16 @@ class FakeSession:
     def _leave(self, request: GenerationRequest, reason: FinishReason) -> GenerationOutput:
         return self._output(self._rows.pop(request.request_id), reason)
 
-    def _output(self, row: tuple[GenerationRequest, list[int], list[int]], reason: FinishReason) -> GenerationOutput:
+    def _output(
+        self, row: tuple[GenerationRequest, list[int], list[int]], reason: FinishReason
+    ) -> GenerationOutput:
         request, tokens, versions = row[0], list(row[1]), list(row[2])
-        tops = [[(token, LOG_PROB), (token + 1, -2.0)] for token in tokens] if request.sampling.top_log_probs else None
+        tops = (
+            [[(token, LOG_PROB), (token + 1, -2.0)] for token in tokens]
+            if request.sampling.top_log_probs
+            else None
+        )
         stop = tokens[-1] if reason == "stop" else None
-        return GenerationOutput(request.request_id, tokens, [LOG_PROB] * len(tokens), reason, versions, None, stop, tops)
+        return GenerationOutput(
+            request.request_id, tokens, [LOG_PROB] * len(tokens), reason, versions, None, stop, tops
+        )

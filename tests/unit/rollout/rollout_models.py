@@ -17,7 +17,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 5},
-    "gemma2": {"sliding_window": 5, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
+    "gemma2": {
+        "sliding_window": 5,
+        "final_logit_softcapping": 5.0,
+        "attn_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
     "gpt_oss": {
         "sliding_window": 5,
         "num_local_experts": 4,
@@ -61,14 +66,18 @@ def tiny_hf(kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: 
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**settings, **KINDS[kind], **changes}))
+        hf = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **{**settings, **KINDS[kind], **changes})
+        )
         for name, parameter in hf.named_parameters():
             if parameter.dim() == 1 or name.endswith("sinks"):
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return hf.to(dtype).eval()
 
 
-def tiny_engine(kind: str = "llama", dtype: torch.dtype = torch.float32, *, eos: tuple[int, ...] = (EOS,), **settings: Any) -> NativeEngine:
+def tiny_engine(
+    kind: str = "llama", dtype: torch.dtype = torch.float32, *, eos: tuple[int, ...] = (EOS,), **settings: Any
+) -> NativeEngine:
     """A native engine on such a model; `settings` are the engine's."""
     return NativeEngine(PolicyModel(tiny_hf(kind, dtype)), eos_token_ids=eos, **settings)
 
@@ -85,7 +94,11 @@ def requests_for(
 ) -> list[GenerationRequest]:
     """`n` requests for each prompt; request ids count up from 0 and are the seeds too (times 1000)."""
     sampling = sampling or SamplingParams(**{"max_tokens": 12, **params})
-    return [GenerationRequest(i * n + j, prompt, sampling, seed=1000 * (i * n + j)) for i, prompt in enumerate(token_ids) for j in range(n)]
+    return [
+        GenerationRequest(i * n + j, prompt, sampling, seed=1000 * (i * n + j))
+        for i, prompt in enumerate(token_ids)
+        for j in range(n)
+    ]
 
 
 def run(engine: NativeEngine, requests: list[GenerationRequest]) -> dict[int, GenerationOutput]:

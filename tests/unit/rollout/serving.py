@@ -25,7 +25,8 @@ TOKENIZER = create_tiny_tokenizer()
 TOOL_TEMPLATE = (
     "{% for tool in tools or [] %}T{{ tool.function.name }} {% endfor %}"
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments.a }}</tool_call>{% endfor %};{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments.a "
+    "}}</tool_call>{% endfor %};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -60,7 +61,11 @@ class Served:
     def wait_idle(self, seconds: float = 10.0) -> None:
         """Until no response is in work anywhere."""
         ends = time.monotonic() + seconds
-        while self.service.open_choices or self.service.client.load or any(replica.load for replica in self.service.client.replicas):
+        while (
+            self.service.open_choices
+            or self.service.client.load
+            or any(replica.load for replica in self.service.client.replicas)
+        ):
             assert time.monotonic() < ends, f"{self.service.open_choices} responses are still open"
             time.sleep(0.005)
 
@@ -94,11 +99,18 @@ def serve_client(client: LLMClient, model: ServedModel, limits: Limits | None = 
 
 @contextmanager
 def serve_script(
-    script: Any = echoes, *, replicas: int = 1, limits: Limits | None = None, model: dict[str, Any] | None = None, **options: Any
+    script: Any = echoes,
+    *,
+    replicas: int = 1,
+    limits: Limits | None = None,
+    model: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[Served]:
     """A server over sessions that say what `script` says."""
     sessions = [FakeSession(script, end=TOKENIZER.eos_token_id, **options) for _ in range(replicas)]
-    client = LLMClient([EngineReplica(lambda own=own: own, name=f"native-{n}") for n, own in enumerate(sessions)])
+    client = LLMClient(
+        [EngineReplica(lambda own=own: own, name=f"native-{n}") for n, own in enumerate(sessions)]
+    )
     with serve_client(client, tiny_model(**(model or {})), limits) as served:
         served.sessions.extend(sessions)
         yield served

@@ -1,6 +1,8 @@
-"""What the engine says to SGLang and SGLang answers: recorded from a real server once, and answered again from the record.
+"""What the engine says to SGLang and SGLang answers: recorded from a real server once, and answered again
+from the record.
 
-python tests/unit/rollout/sglang_recording.py     in the environment of scripts/setup_sglang.sh: writes recorded/sglang.json
+python tests/unit/rollout/sglang_recording.py     in the environment of scripts/setup_sglang.sh: writes
+recorded/sglang.json
 """
 
 from __future__ import annotations
@@ -41,13 +43,20 @@ READ = {
 Entry = dict[str, Any]
 
 
-def scenario(engine: SGLangEngine, weights: Callable[[int], Iterable[tuple[str, Tensor]]]) -> list[dict[str, Any]]:
+def scenario(
+    engine: SGLangEngine, weights: Callable[[int], Iterable[tuple[str, Tensor]]]
+) -> list[dict[str, Any]]:
     """Two pushes, and requests of every kind; what came out."""
     outputs = []
 
     def run(*sampling: SamplingParams) -> None:
-        requests = [GenerationRequest(number, (5, 6, 7 + number), one, seed=11 + number) for number, one in enumerate(sampling)]
-        outputs.extend(asdict(each) for each in sorted(engine.generate(requests), key=lambda output: output.request_id))
+        requests = [
+            GenerationRequest(number, (5, 6, 7 + number), one, seed=11 + number)
+            for number, one in enumerate(sampling)
+        ]
+        outputs.extend(
+            asdict(each) for each in sorted(engine.generate(requests), key=lambda output: output.request_id)
+        )
 
     every = SamplingParams(
         8,
@@ -66,7 +75,8 @@ def scenario(engine: SGLangEngine, weights: Callable[[int], Iterable[tuple[str, 
     assert not any(output["error"] for output in outputs), outputs
     third = outputs[0]["token_ids"][2]
     run(
-        SamplingParams(60, greedy=True, ignore_eos=True, stop_token_ids=(third,)), SamplingParams(4, stop=tuple(f"w{n}" for n in range(40)))
+        SamplingParams(60, greedy=True, ignore_eos=True, stop_token_ids=(third,)),
+        SamplingParams(4, stop=tuple(f"w{n}" for n in range(40))),
     )
     engine.update_weights(weights(1), 2)
     run(SamplingParams(6, greedy=True))
@@ -130,10 +140,23 @@ def recording(target: Address, entries: list[Entry]) -> Iterator[str]:
 
     def answer(handler: Handler, method: str, body: dict[str, Any] | None) -> None:
         connection = http.client.HTTPConnection(target.host, target.port)
-        connection.request(method, handler.path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            method,
+            handler.path,
+            None if body is None else json.dumps(body),
+            {"Content-Type": "application/json"},
+        )
         response = connection.getresponse()
         said: list[str] = []
-        entries.append({"method": method, "path": handler.path, "body": plain(body), "status": response.status, "answer": said})
+        entries.append(
+            {
+                "method": method,
+                "path": handler.path,
+                "body": plain(body),
+                "status": response.status,
+                "answer": said,
+            }
+        )
         handler.begin(response.status)
         try:
             for line in response:
@@ -149,7 +172,9 @@ def recording(target: Address, entries: list[Entry]) -> Iterator[str]:
 
 
 class Replay:
-    """Answers what was recorded; `unexpected`: requests that were not. Pushes really arrive, at `loader.load`."""
+    """Answers what was recorded; `unexpected`: requests that were not. Pushes really arrive, at
+    `loader.load`.
+    """
 
     def __init__(self, entries: list[Entry], received: dict[str, Tensor]) -> None:
         self.left: dict[str, deque[Entry]] = defaultdict(deque)
@@ -209,7 +234,11 @@ def main() -> None:
                 outputs = scenario(connect(url), lambda seed: weights(tiny(seed)))
         finally:
             process.stop()
-    record = {"sglang": sglang.__version__, "entries": [shortened(entry) for entry in entries], "outputs": outputs}
+    record = {
+        "sglang": sglang.__version__,
+        "entries": [shortened(entry) for entry in entries],
+        "outputs": outputs,
+    }
     RECORD.parent.mkdir(exist_ok=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{len(entries)} requests recorded in {RECORD}")

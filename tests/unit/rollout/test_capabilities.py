@@ -1,4 +1,6 @@
-"""The table of engines and features: its tests exist, its page is fresh, and what an engine cannot do is refused."""
+"""The table of engines and features: its tests exist, its page is fresh, and what an engine cannot do is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ import engine_docs  # noqa: E402
 def functions(file: Path) -> dict[str, str]:
     """Source of each function of a file."""
     text = file.read_text(encoding="utf-8")
-    return {node.name: ast.get_source_segment(text, node) or "" for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name: ast.get_source_segment(text, node) or ""
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_each_cell_is_there_and_each_yes_has_its_test() -> None:
@@ -54,19 +60,34 @@ def test_the_page_is_fresh() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["name=hf", "tensor_model_parallel_size=2"], ["tensor_model_parallel_size=2", "name=hf", "native, vllm, sglang"]),
+        (
+            ["name=hf", "tensor_model_parallel_size=2"],
+            ["tensor_model_parallel_size=2", "name=hf", "native, vllm, sglang"],
+        ),
         (["quantization=fp8"], ["quantization=fp8", "name=native", "vllm"]),
         (["name=hf", "exact=true"], ["exact=true", "name=hf", "native"]),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_with_the_engines_that_can(overrides: list[str], says: list[str]) -> None:
-    config = load_config(PPOConfig, [f"actor_rollout_ref.rollout.{override}" for override in overrides]).config
+def test_what_an_engine_cannot_do_is_refused_with_the_engines_that_can(
+    overrides: list[str], says: list[str]
+) -> None:
+    config = load_config(
+        PPOConfig, [f"actor_rollout_ref.rollout.{override}" for override in overrides]
+    ).config
     (problem,) = engine_problems(config)
     assert all(word in problem for word in says), problem
 
 
 def test_every_feature_that_keys_ask_for_is_in_the_table() -> None:
-    rollout = ["top_k=3", "top_p=0.5", "min_p=0.1", "repetition_penalty=1.1", "stop=[x]", "stop_token_ids=[5]", "ignore_eos=true"]
+    rollout = [
+        "top_k=3",
+        "top_p=0.5",
+        "min_p=0.1",
+        "repetition_penalty=1.1",
+        "stop=[x]",
+        "stop_token_ids=[5]",
+        "ignore_eos=true",
+    ]
     rollout += ["exact=true", "quantization=fp8", "tensor_model_parallel_size=2"]
     overrides = [f"actor_rollout_ref.rollout.{one}" for one in rollout] + [
         "actor_rollout_ref.model.lora_rank=2",

@@ -1,4 +1,6 @@
-"""LLMClient over replicas: routing, streams, cancellation, deadlines, pauses for a weight swap, engines that die."""
+"""LLMClient over replicas: routing, streams, cancellation, deadlines, pauses for a weight swap, engines that
+die.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def make() -> Iterator[Make]:
 
     def made(count: int = 1, **options: Any) -> tuple[LLMClient, list[FakeSession]]:
         sessions = [FakeSession(says, **options) for _ in range(count)]
-        replicas.extend(EngineReplica(lambda own=session: own, name=f"native-{n}") for n, session in enumerate(sessions))
+        replicas.extend(
+            EngineReplica(lambda own=session: own, name=f"native-{n}") for n, session in enumerate(sessions)
+        )
         return LLMClient(replicas[-count:]), sessions
 
     yield made
@@ -159,7 +163,9 @@ def test_a_deadline_names_request_replica_and_limit(make: Make) -> None:
     client, (session,) = make(seconds=0.002)
 
     async def work() -> None:
-        with pytest.raises(DeadlinePassed, match=r"request 4 had no answer of replica native-0 within 0.05 s"):
+        with pytest.raises(
+            DeadlinePassed, match=r"request 4 had no answer of replica native-0 within 0.05 s"
+        ):
             await client.generate(request(4, max_tokens=5_000), deadline_s=0.05)
         with pytest.raises(DeadlinePassed, match="request 5"):
             async for _ in client.stream(request(5, max_tokens=5_000), deadline_s=0.05):
@@ -174,7 +180,9 @@ def test_a_pause_swaps_weights_in_flight(make: Make) -> None:
     client, sessions = make(2, seconds=0.002)
 
     async def work() -> list[GenerationOutput]:
-        waiting = [asyncio.ensure_future(client.generate(request(number, max_tokens=40))) for number in range(4)]
+        waiting = [
+            asyncio.ensure_future(client.generate(request(number, max_tokens=40))) for number in range(4)
+        ]
         await asyncio.sleep(0.03)
         await client.pause()
         steps = [session.steps for session in sessions]
@@ -241,7 +249,9 @@ def test_an_engine_that_dies_is_named_and_what_was_finished_is_kept(make: Make) 
     short, middle, *lost = run(work())
     assert (len(short.token_ids), len(middle.token_ids)) == (3, 5)
     for error in lost:
-        assert isinstance(error, ReplicaLost) and "native-0 died: RuntimeError: out of memory, as ordered" in str(error)
+        assert isinstance(
+            error, ReplicaLost
+        ) and "native-0 died: RuntimeError: out of memory, as ordered" in str(error)
     assert session.closed and "native-0 died" in str(client.failure)
     with pytest.raises(ReplicaLost, match="no replica is alive: replica native-0 died"):
         run(client.generate(request(9)))
@@ -253,7 +263,9 @@ def test_the_living_replicas_go_on(make: Make) -> None:
     client = LLMClient([*dying.replicas, *living.replicas])
 
     async def work() -> list[Any]:
-        await asyncio.gather(*(client.generate(request(number)) for number in range(2)), return_exceptions=True)
+        await asyncio.gather(
+            *(client.generate(request(number)) for number in range(2)), return_exceptions=True
+        )
         return await asyncio.gather(*(client.generate(request(number), sticky=1) for number in range(10, 16)))
 
     assert all(output.finish_reason == "length" for output in run(work())) and session.num_added >= 6

@@ -26,7 +26,11 @@ def model(kind: str = "llama", **settings: Any) -> PreTrainedModel:
         sizes |= {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 128}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        hf: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **settings})).float().eval()
+        hf: PreTrainedModel = (
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **settings}))
+            .float()
+            .eval()
+        )
     with torch.no_grad():
         for parameter in hf.parameters():
             if parameter.dim() > 1:
@@ -54,9 +58,14 @@ def test_models_that_our_attention_refuses(kind: str) -> None:
     either: Any = hf
     for request in requests():
         prompt = torch.tensor([request.prompt_token_ids])
-        assert greedy[request.request_id].token_ids == either.generate(prompt, generation_config=config)[0, prompt.shape[1] :].tolist()
+        assert (
+            greedy[request.request_id].token_ids
+            == either.generate(prompt, generation_config=config)[0, prompt.shape[1] :].tolist()
+        )
     drawn = run(HFEngine(hf, eos_token_ids=(EOS,)), requests(temperature=0.8))
-    for number, output in run(HFEngine(hf, eos_token_ids=(EOS,), max_num_seqs=1), requests(temperature=0.8)).items():
+    for number, output in run(
+        HFEngine(hf, eos_token_ids=(EOS,), max_num_seqs=1), requests(temperature=0.8)
+    ).items():
         assert output.token_ids == drawn[number].token_ids
 
 
@@ -66,19 +75,24 @@ def test_a_model_that_padding_disturbs_gets_one_row_at_a_time() -> None:
     engine = HFEngine(hf, eos_token_ids=(EOS,))
     together = run(engine, requests())
     assert engine.stats.max_rows == 1
-    assert all(run(engine, [request])[request.request_id] == together[request.request_id] for request in requests())
+    assert all(
+        run(engine, [request])[request.request_id] == together[request.request_id] for request in requests()
+    )
 
 
 def test_it_leaves_the_shared_module_as_it_was() -> None:
     policy = PolicyModel(model())
-    policy.hf.generation_config = habits = GenerationConfig(top_k=1, repetition_penalty=3.0, do_sample=True, temperature=0.1)
+    policy.hf.generation_config = habits = GenerationConfig(
+        top_k=1, repetition_penalty=3.0, do_sample=True, temperature=0.1
+    )
     layout = PackedLayout.build([3])
     ids = torch.tensor([[5, 6, 7]])
     before = policy.hidden(ids, torch.arange(3)[None], layout)
     policy.train()
     policy.hf.model.norm.eval()
     wanted = run(HFEngine(model(), eos_token_ids=(EOS,)), requests(temperature=0.9))
-    assert run(HFEngine(policy.hf, eos_token_ids=(EOS,)), requests(temperature=0.9)) == wanted  # the model's habits do not count
+    # the model's habits do not count
+    assert run(HFEngine(policy.hf, eos_token_ids=(EOS,)), requests(temperature=0.9)) == wanted
     assert policy.hf.config._attn_implementation == ATTENTION_NAME and policy.hf.generation_config is habits
     assert policy.training and policy.hf.model.layers[1].training and not policy.hf.model.norm.training
     policy.eval()
@@ -116,7 +130,8 @@ def test_batches_are_as_large_as_told_and_may_be_left_early() -> None:
     engine = HFEngine(model(), eos_token_ids=(EOS,), max_num_seqs=2)
     stream = engine.generate(requests(ignore_eos=True))
     next(stream)
-    assert {output.request_id for output in engine.abort([1, 4])} == {4}  # request 1 is done, and comes out of the stream
+    # request 1 is done, and comes out of the stream
+    assert {output.request_id for output in engine.abort([1, 4])} == {4}
     assert [output.request_id for output in stream] == [1, 2, 3, 5]
     assert engine.stats == RolloutStats(40, 2 + 4 + 6 + 8 + 12, 21, 2, engine.stats.seconds)
     other = engine.generate(requests())
@@ -132,6 +147,8 @@ def test_what_it_cannot_serve_is_told_of_that_request() -> None:
     with torch.no_grad():
         engine.model.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
     broken = run(engine, requests(2))
-    assert all(output.finish_reason == "error" and "diverged" in str(output.error) for output in broken.values())
+    assert all(
+        output.finish_reason == "error" and "diverged" in str(output.error) for output in broken.values()
+    )
     with pytest.raises(RolloutError, match="no weight of that name"):
         engine.update_weights([("nonsense", torch.zeros(1))], 1)

@@ -20,15 +20,22 @@ def greedy_by_transformers(engine: NativeEngine, prompt: tuple[int, ...], max_to
     hf.set_attn_implementation("eager")
     config = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=EOS, pad_token_id=0)
     ids = torch.tensor([prompt])
-    out = hf.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :].tolist()
+    out = hf.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[
+        0, len(prompt) :
+    ].tolist()
     hf.set_attn_implementation("hybridflow")
     return out
 
 
 def training_log_probs(
-    policy: PolicyModel, requests: list[GenerationRequest], outputs: dict[int, GenerationOutput], temperature: float
+    policy: PolicyModel,
+    requests: list[GenerationRequest],
+    outputs: dict[int, GenerationOutput],
+    temperature: float,
 ) -> torch.Tensor:
-    rows = make_rows([r.prompt_token_ids for r in requests], [outputs[r.request_id].token_ids for r in requests], pad_id=0)
+    rows = make_rows(
+        [r.prompt_token_ids for r in requests], [outputs[r.request_id].token_ids for r in requests], pad_id=0
+    )
     return policy(pack(DataProto.from_dict(rows)), temperature=temperature).log_probs
 
 
@@ -84,12 +91,18 @@ def test_tokens_do_not_depend_on_the_company() -> None:
         SamplingParams(max_tokens=5, greedy=True),
         SamplingParams(max_tokens=12, top_k=5, top_p=0.8),
     ]
-    requests = [GenerationRequest(i, prompt, params[i % 4], seed=i * i) for i, prompt in enumerate(prompts(8))]
+    requests = [
+        GenerationRequest(i, prompt, params[i % 4], seed=i * i) for i, prompt in enumerate(prompts(8))
+    ]
     together = run(engine, requests)
     reversed_order = run(tiny_engine(dtype=torch.float64, max_num_seqs=8), requests[::-1])
     for request in requests:
         alone = run(engine, [request])[request.request_id]
-        assert alone.token_ids == together[request.request_id].token_ids == reversed_order[request.request_id].token_ids
+        assert (
+            alone.token_ids
+            == together[request.request_id].token_ids
+            == reversed_order[request.request_id].token_ids
+        )
 
 
 def test_other_seeds_give_other_tokens_and_a_call_repeats_itself() -> None:
@@ -104,7 +117,12 @@ def test_samples_follow_the_models_distribution() -> None:
     engine = tiny_engine(max_num_seqs=512)
     prompt = prompts(1)[0]
     outputs = run(engine, requests_for([prompt], n=3000, max_tokens=1))
-    shares = torch.bincount(torch.tensor([output.token_ids[0] for output in outputs.values()]), minlength=VOCABULARY) / 3000
+    shares = (
+        torch.bincount(
+            torch.tensor([output.token_ids[0] for output in outputs.values()]), minlength=VOCABULARY
+        )
+        / 3000
+    )
     engine.policy.hf.set_attn_implementation("eager")
     with torch.no_grad():
         wanted = engine.policy.hf(torch.tensor([prompt]), use_cache=False).logits[0, -1].softmax(-1)
@@ -119,20 +137,27 @@ def test_reasons_to_stop() -> None:
     for output in plain.values():
         ended = output.token_ids[-1] == EOS
         assert EOS not in output.token_ids[:-1] and output.finish_reason == ("stop" if ended else "length")
-        assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions) and (ended or len(output.token_ids) == 15)
+        assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions) and (
+            ended or len(output.token_ids) == 15
+        )
     longer = run(engine, requests_for(token_ids, max_tokens=15, ignore_eos=True))
     assert all(output.finish_reason == "length" and len(output.token_ids) == 15 for output in longer.values())
     assert all(longer[i].token_ids[: len(plain[i].token_ids)] == plain[i].token_ids for i in plain)
     third = longer[0].token_ids[2]
     stopped = run(engine, requests_for(token_ids, max_tokens=15, ignore_eos=True, stop_token_ids=(third,)))
-    assert stopped[0].finish_reason == "stop" and stopped[0].token_ids == longer[0].token_ids[: longer[0].token_ids.index(third) + 1]
+    assert (
+        stopped[0].finish_reason == "stop"
+        and stopped[0].token_ids == longer[0].token_ids[: longer[0].token_ids.index(third) + 1]
+    )
 
 
 def test_outputs_come_as_they_finish_and_versions_go_with_the_tokens() -> None:
     engine = tiny_engine()
     engine.set_version(7)
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (9, 2, 5)]
-    stream = engine.generate([GenerationRequest(i, prompt, params[i], seed=i) for i, prompt in enumerate(prompts(3))])
+    stream = engine.generate(
+        [GenerationRequest(i, prompt, params[i], seed=i) for i, prompt in enumerate(prompts(3))]
+    )
     first = next(stream)
     assert first.request_id == 1 and first.policy_versions == [7, 7]
     engine.set_version(8)
@@ -165,6 +190,12 @@ def test_random_numbers_are_the_ones_of_the_request() -> None:
     engine.policy.hf.set_attn_implementation("eager")
     for token, number in zip(tokens, numbers):
         with torch.no_grad():
-            cumulative = engine.policy.hf(torch.tensor([ids]), use_cache=False).logits[0, -1].double().softmax(-1).cumsum(-1)
+            cumulative = (
+                engine.policy.hf(torch.tensor([ids]), use_cache=False)
+                .logits[0, -1]
+                .double()
+                .softmax(-1)
+                .cumsum(-1)
+            )
         assert int((cumulative <= number * cumulative[-1]).sum()) == token
         ids.append(token)

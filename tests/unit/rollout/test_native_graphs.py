@@ -1,4 +1,6 @@
-"""Recorded decode steps, by a recorder that calls the function again and looks that nothing it read has moved."""
+"""Recorded decode steps, by a recorder that calls the function again and looks that nothing it read has
+moved.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import graphs
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.native.graphs import CudaRecorder, GraphDecoder, capture_sizes, decode_rows, graph_decoder, key_bucket
+from hybridflow.rollout.native.graphs import (
+    CudaRecorder,
+    GraphDecoder,
+    capture_sizes,
+    decode_rows,
+    graph_decoder,
+    key_bucket,
+)
 from hybridflow.rollout.native.memory import SlotMemory
 
 SIZES = [1, 2, 4, 8]
@@ -38,7 +47,12 @@ class Again:
     def addresses(self) -> list[int]:
         assert self.engine._memory is not None
         cache = self.engine._memory.cache
-        held = [*cache.keys.values(), *cache.values.values(), *self.engine.policy.parameters(), *self.engine.policy.buffers()]
+        held = [
+            *cache.keys.values(),
+            *cache.values.values(),
+            *self.engine.policy.parameters(),
+            *self.engine.policy.buffers(),
+        ]
         return [tensor.data_ptr() for tensor in held]
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -56,7 +70,9 @@ class Again:
         pass
 
 
-def recorded(kind: str = "llama", *, sizes: list[int] = SIZES, most: int = 64, recorder: Any = Again, **settings: Any) -> NativeEngine:
+def recorded(
+    kind: str = "llama", *, sizes: list[int] = SIZES, most: int = 64, recorder: Any = Again, **settings: Any
+) -> NativeEngine:
     """A native engine whose steps are recorded."""
     engine = tiny_engine(kind, torch.float64, **settings)
     engine._slots()
@@ -85,17 +101,25 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_the_tokens_are_those_of_steps_that_are_not_recorded(kind: str) -> None:
-    settings: dict[str, Any] = {"max_num_seqs": 7, "max_num_batched_tokens": 9}  # rows enter as others leave, prompts in pieces
+    # rows enter as others leave, prompts in pieces
+    settings: dict[str, Any] = {"max_num_seqs": 7, "max_num_batched_tokens": 9}
     requests = requests_for(prompts(9), n=2, max_tokens=25)
     engine = recorded(kind, **settings)
-    assert tokens(run(engine, requests)) == tokens(run(tiny_engine(kind, torch.float64, **settings), requests))
+    assert tokens(run(engine, requests)) == tokens(
+        run(tiny_engine(kind, torch.float64, **settings), requests)
+    )
     assert engine.graphs is not None and engine.graphs.problem is None
     assert 3 < engine.graphs.num_graphs <= engine.graphs.num_recorded < engine.stats.decode_steps
     assert engine.graphs._recorder.replays > engine.graphs.num_recorded  # type: ignore[attr-defined]
 
 
 def test_a_prompt_in_pieces_keeps_its_slot_while_recorded_rows_beside_it_are_filled_up() -> None:
-    wanted = tokens(run(tiny_engine(dtype=torch.float64), requests_for([*prompts(3), tuple(range(3, 43))], max_tokens=30, ignore_eos=True)))
+    wanted = tokens(
+        run(
+            tiny_engine(dtype=torch.float64),
+            requests_for([*prompts(3), tuple(range(3, 43))], max_tokens=30, ignore_eos=True),
+        )
+    )
     engine = recorded(max_num_seqs=8, max_num_batched_tokens=6)
     with_pieces = engine.open()
     requests = requests_for([*prompts(3), tuple(range(3, 43))], max_tokens=30, ignore_eos=True)
@@ -138,7 +162,9 @@ def test_slots_that_grow_take_the_graphs_with_them() -> None:
     engine = recorded(max_num_seqs=4)
     for length in (5, 60):
         requests = requests_for(prompts(4), max_tokens=length, ignore_eos=True)
-        assert tokens(run(engine, requests)) == tokens(run(tiny_engine(dtype=torch.float64, max_num_seqs=4), requests))
+        assert tokens(run(engine, requests)) == tokens(
+            run(tiny_engine(dtype=torch.float64, max_num_seqs=4), requests)
+        )
     assert engine.graphs is not None and engine.graphs.num_graphs < engine.graphs.num_recorded
 
 
@@ -163,8 +189,12 @@ class Lies(Again):
         return lambda: first * 1.001
 
 
-@pytest.mark.parametrize(("recorder", "told"), [(Fails, "not permitted when stream is capturing"), (Lies, "gave other states")])
-def test_what_cannot_be_recorded_is_said_once_and_done_without(recorder: Any, told: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("recorder", "told"), [(Fails, "not permitted when stream is capturing"), (Lies, "gave other states")]
+)
+def test_what_cannot_be_recorded_is_said_once_and_done_without(
+    recorder: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = recorded(recorder=recorder)
     requests = requests_for(prompts(6), max_tokens=15)
     with caplog.at_level(logging.WARNING):
@@ -172,7 +202,9 @@ def test_what_cannot_be_recorded_is_said_once_and_done_without(recorder: Any, to
         run(engine, requests)
     lines = [record.getMessage() for record in caplog.records if record.name == graphs.__name__]
     assert len(lines) == 1 and told in lines[0] and "rollout.enforce_eager=true" in lines[0]
-    assert engine.graphs is not None and engine.graphs.num_graphs == 0 and told in (engine.graphs.problem or "")
+    assert (
+        engine.graphs is not None and engine.graphs.num_graphs == 0 and told in (engine.graphs.problem or "")
+    )
 
 
 def test_what_is_not_finite_does_not_stay_in_slots_that_were_filled_up() -> None:
@@ -197,23 +229,35 @@ def test_what_is_not_finite_does_not_stay_in_slots_that_were_filled_up() -> None
 
 
 def test_rows_that_fill_a_graph_up_write_one_finite_token_and_to_free_slots_only() -> None:
-    engine = recorded("mistral", sizes=[8])  # a window of five tokens, which must not hide all that a row sees
+    # a window of five tokens, which must not hide all that a row sees
+    engine = recorded("mistral", sizes=[8])
     cache = SlotCache(dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.float64)), 8, 64)
     assert engine.graphs is not None and engine._memory is not None
     engine._memory.cache = cache
-    engine.policy.hf.get_input_embeddings().weight.data[0] = 1  # the padding token's is 0, and would leave no trace
+    # the padding token's is 0, and would leave no trace
+    engine.policy.hf.get_input_embeddings().weight.data[0] = 1
     for turn in range(2):
         with torch.no_grad():
             engine.graphs(cache, torch.tensor([5, 6, 7]), torch.tensor([20, 9, 3]) + turn, 20 + turn, slots=7)
     assert engine.graphs.num_recorded == 1 and engine.graphs._recorder.replays == 2  # type: ignore[attr-defined]
     for stored in (*cache.keys.values(), *cache.values.values()):
         written = stored.abs().sum((1, 3)) > 0  # [slots, capacity]
-        assert written.nonzero().tolist() == [[0, 20], [0, 21], [1, 9], [1, 10], [2, 3], [2, 4], *([slot, 0] for slot in range(3, 7))]
+        assert written.nonzero().tolist() == [
+            [0, 20],
+            [0, 21],
+            [1, 9],
+            [1, 10],
+            [2, 3],
+            [2, 4],
+            *([slot, 0] for slot in range(3, 7)),
+        ]
         assert stored.isfinite().all()
 
 
 class HostSeen(TorchDispatchMode):
-    """Notes operations that touch a tensor outside of the device; on the meta device, asking for a value is an error anyway."""
+    """Notes operations that touch a tensor outside of the device; on the meta device, asking for a value is
+    an error anyway.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +265,10 @@ class HostSeen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) and leaf.device.type != "meta" for leaf in tree_leaves((args, kwargs, out))):
+        if any(
+            isinstance(leaf, Tensor) and leaf.device.type != "meta"
+            for leaf in tree_leaves((args, kwargs, out))
+        ):
             self.names.append(str(func))
         return out
 
@@ -232,7 +279,11 @@ def test_a_step_needs_nothing_of_the_host_so_it_can_be_recorded(kind: str) -> No
     cache = SlotCache(dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.bfloat16)), 4, 64, "meta")
     tokens, lengths = torch.zeros(2, 3, dtype=torch.int64, device="meta")
     policy._flat_tried = True  # what is found out in the first step asks for values, and is found out before
-    ways = [None] if kind == "gemma2" else [None, FlatDecoder.of(policy.hf.base_model, {layer: Scores(layer) for layer in range(2)})]
+    ways = (
+        [None]
+        if kind == "gemma2"
+        else [None, FlatDecoder.of(policy.hf.base_model, {layer: Scores(layer) for layer in range(2)})]
+    )
     for policy._flat in ways:
         with HostSeen() as seen, torch.no_grad():
             states = decode_rows(policy, cache, tokens, lengths, 31, 32)
@@ -250,7 +301,10 @@ def test_the_keys_reach_the_engine_which_records_on_cuda_only() -> None:
     engine = tiny_engine()
     config = RolloutConfig(enforce_eager=True, cudagraph_capture_sizes=[2, 3])
     built = build_rollout_engine(config, engine.policy, [2])
-    assert isinstance(built, NativeEngine) and (built.enforce_eager, built.cudagraph_capture_sizes) == (True, [2, 3])
+    assert isinstance(built, NativeEngine) and (built.enforce_eager, built.cudagraph_capture_sizes) == (
+        True,
+        [2, 3],
+    )
     run(engine, requests_for(prompts(2)))
     assert engine.graphs is None
     assert graph_decoder(engine.policy, max_rows=4, enforce_eager=False, sizes=None, ranks=1) is None
@@ -300,7 +354,9 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, stand_in)
 
 
-def test_a_graph_is_recorded_after_two_runs_the_second_of_which_may_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_recorded_after_two_runs_the_second_of_which_may_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, output = FakeCuda(monkeypatch), torch.zeros(1)
 
     def work() -> Tensor:
@@ -312,7 +368,9 @@ def test_a_graph_is_recorded_after_two_runs_the_second_of_which_may_not_wait(mon
     assert replay() is output and cuda.calls[-1] == "replay"
 
 
-@pytest.mark.parametrize(("fails_in", "calls"), [(2, ["wait", "run"]), (3, ["wait", "run", "run", "begin", "run fails", "end"])])
+@pytest.mark.parametrize(
+    ("fails_in", "calls"), [(2, ["wait", "run"]), (3, ["wait", "run", "run", "begin", "run fails", "end"])]
+)
 def test_a_recording_that_fails_is_ended_and_tells_its_first_error(
     fails_in: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

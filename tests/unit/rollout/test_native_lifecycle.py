@@ -72,7 +72,9 @@ def test_slots_grow_with_rows_and_lengths_up_to_what_the_memory_holds() -> None:
     assert memory.size_for(4, 112, wanted=5, longest=500) == (5, 112, 600)  # rows that have become shorter
     assert memory.size_for(4, 129, wanted=4, longest=500) == (4, 144, 600)
     assert memory.size_for(4, 161, wanted=4, longest=500) == (4, 176, 4 * 240)
-    assert memory.size_for(4, 241, wanted=4, longest=500) is None and memory.size_for(3, 300, wanted=9, longest=500) == (3, 320, 1000)
+    assert memory.size_for(4, 241, wanted=4, longest=500) is None and memory.size_for(
+        3, 300, wanted=9, longest=500
+    ) == (3, 320, 1000)
     assert memory.problem(960) is None and "gpu_memory_utilization" in (memory.problem(961) or "")
     assert free_memory(torch.device("cpu")) > 2**20
     memory.exact = ExactMode(96)
@@ -91,7 +93,9 @@ def test_slots_take_all_the_room_where_parts_of_them_are_read_as_fast() -> None:
 def test_keys_that_are_attended_over_follow_the_longest_row_alone() -> None:
     memory = SlotMemory({0: LayerShape(1, 2, 2, torch.float32)}, 2**20, torch.device("cpu"))
     capacities = [memory.capacity_for(length) for length in range(1, 5000)]
-    assert capacities == sorted(capacities) and all(length <= wide < length + 16 + length / 8 for length, wide in enumerate(capacities, 1))
+    assert capacities == sorted(capacities) and all(
+        length <= wide < length + 16 + length / 8 for length, wide in enumerate(capacities, 1)
+    )
     assert len(set(capacities)) < 70
 
 
@@ -99,10 +103,14 @@ def test_little_memory_means_fewer_rows_and_the_same_tokens() -> None:
     requests = requests_for(prompts(6), n=2, max_tokens=9)
     wanted = run(tiny_engine(dtype=torch.float64), requests)
     per_row = 2 * 2 * 16 * 8 * (max(len(request.prompt_token_ids) for request in requests) + 9)
-    engine = tiny_engine(dtype=torch.float64, gpu_memory_utilization=4.5 * per_row / free_memory(torch.device("cpu")))
+    engine = tiny_engine(
+        dtype=torch.float64, gpu_memory_utilization=4.5 * per_row / free_memory(torch.device("cpu"))
+    )
     outputs = run(engine, requests)
     assert engine.stats.max_rows < 8
-    assert {i: output.token_ids for i, output in outputs.items()} == {i: output.token_ids for i, output in wanted.items()}
+    assert {i: output.token_ids for i, output in outputs.items()} == {
+        i: output.token_ids for i, output in wanted.items()
+    }
     with pytest.raises(RolloutError, match="KV cache"):
         list(tiny_engine(gpu_memory_utilization=1e-12).generate(requests))
 
@@ -112,7 +120,9 @@ def test_updated_weights_change_the_output_and_carry_their_version() -> None:
     requests = requests_for(prompts(4), max_tokens=10, ignore_eos=True)
     before = run(engine, requests)
     weights = {name: weight.clone() for name, weight in engine.policy.hf.state_dict().items()}
-    engine.update_weights([(name, weight + 0.2) for name, weight in weights.items() if "down_proj" in name], version=3)
+    engine.update_weights(
+        [(name, weight + 0.2) for name, weight in weights.items() if "down_proj" in name], version=3
+    )
     after = run(engine, requests)
     assert all(before[i].token_ids != after[i].token_ids for i in before)
     assert engine.policy_version == 3 and set(after[0].policy_versions) == {3}
@@ -139,7 +149,11 @@ def test_generation_runs_without_dropout_and_leaves_modes_and_gradients_as_they_
     assert {first.request_id: first, **{output.request_id: output for output in stream}} == wanted
     handle.remove()
     assert seen and not any(seen)
-    assert engine.policy.training and engine.policy.hf.model.layers[1].training and not engine.policy.hf.model.norm.training
+    assert (
+        engine.policy.training
+        and engine.policy.hf.model.layers[1].training
+        and not engine.policy.hf.model.norm.training
+    )
     loss = engine.policy.logits(nn.Parameter(torch.ones(1, 1, 32))).sum()
     loss.backward()
     assert engine.policy.head.weight.grad is not None
@@ -166,7 +180,10 @@ def test_a_call_that_is_left_early_can_be_followed_by_another() -> None:
 def test_aborted_requests_come_back_with_what_they_have() -> None:
     engine = tiny_engine(dtype=torch.float64, max_num_seqs=3)
     lengths = (4, 20, 30, 25, 8)
-    requests = [GenerationRequest(i, p, SamplingParams(lengths[i], ignore_eos=True), seed=i) for i, p in enumerate(prompts(5))]
+    requests = [
+        GenerationRequest(i, p, SamplingParams(lengths[i], ignore_eos=True), seed=i)
+        for i, p in enumerate(prompts(5))
+    ]
     whole = run(engine, requests)
     stream = engine.generate(requests)
     assert next(stream).request_id == 0
@@ -187,7 +204,8 @@ def test_a_model_that_is_not_finite_gives_errors_not_tokens() -> None:
     weight.fill_(float("nan"))
     outputs = run(engine, requests)
     assert all(
-        output.finish_reason == "error" and "not finite" in (output.error or "") and output.token_ids == [] for output in outputs.values()
+        output.finish_reason == "error" and "not finite" in (output.error or "") and output.token_ids == []
+        for output in outputs.values()
     )
     weight.copy_(saved)
     assert run(engine, requests) == wanted
@@ -201,9 +219,17 @@ def test_two_requests_may_not_share_an_id() -> None:
 
 def test_the_configuration_builds_the_engine() -> None:
     policy = tiny_engine().policy
-    engine = build_rollout_engine(RolloutConfig(max_num_seqs=3, max_num_batched_tokens=99, gpu_memory_utilization=0.25), policy, [2, 5, 2])
+    engine = build_rollout_engine(
+        RolloutConfig(max_num_seqs=3, max_num_batched_tokens=99, gpu_memory_utilization=0.25),
+        policy,
+        [2, 5, 2],
+    )
     assert isinstance(engine, NativeEngine) and engine.eos_token_ids == (2, 5)
-    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.gpu_memory_utilization) == (3, 99, 0.25)
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.gpu_memory_utilization) == (
+        3,
+        99,
+        0.25,
+    )
 
 
 class Source:

@@ -27,7 +27,9 @@ from hybridflow.rollout.native.paged_memory import PagedMemory
 BLOCK = 16
 
 
-def paged(kind: str = "llama", dtype: torch.dtype = torch.float64, block_size: int = BLOCK, **settings: Any) -> NativeEngine:
+def paged(
+    kind: str = "llama", dtype: torch.dtype = torch.float64, block_size: int = BLOCK, **settings: Any
+) -> NativeEngine:
     return tiny_engine(kind, dtype, kv_cache="paged", block_size=block_size, **settings)
 
 
@@ -44,7 +46,9 @@ def assert_counted(memory: PagedMemory, kept: list[Any]) -> None:
     for blocks in (*cache.blocks, *(one.copy.blocks for one in kept)):
         for block in blocks:
             counts[block] += 1
-    assert counts == pool.counts and sorted(pool.free) == [block for block, count in enumerate(counts) if count == 0]
+    assert counts == pool.counts and sorted(pool.free) == [
+        block for block, count in enumerate(counts) if count == 0
+    ]
     assert pool.size <= cache.max_blocks
 
 
@@ -54,7 +58,8 @@ def assert_all_free(engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "block_size"), [("llama", 4), ("llama", 16), ("mistral", 8), ("gemma2", 4), ("gpt_oss", 16), ("deepseek_v3", 8)]
+    ("kind", "block_size"),
+    [("llama", 4), ("llama", 16), ("mistral", 8), ("gemma2", 4), ("gpt_oss", 16), ("deepseek_v3", 8)],
 )
 def test_tokens_and_log_probs_are_those_of_slots(kind: str, block_size: int) -> None:
     settings: dict[str, Any] = {
@@ -77,7 +82,10 @@ def test_a_group_has_its_prompt_once() -> None:
     session.add(requests_for([tuple(range(3, 3 + 2 * BLOCK + 5))], n=8, max_tokens=30, ignore_eos=True))
     session.step()
     cache = memory_of(engine).cache
-    assert len({tuple(row[:2]) for row in cache.blocks[:8]}) == 1 and len({row[2] for row in cache.blocks[:8]}) == 8
+    assert (
+        len({tuple(row[:2]) for row in cache.blocks[:8]}) == 1
+        and len({row[2] for row in cache.blocks[:8]}) == 8
+    )
     assert cache.pool.size - 1 - len(cache.pool.free) == 2 + 8
     session.close()
     assert_all_free(engine)
@@ -88,7 +96,10 @@ def test_a_group_has_its_prompt_once() -> None:
 def test_short_rows_beside_a_long_one_take_only_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "AHEAD", 4)
     most: dict[str, int] = {}
-    requests = [GenerationRequest(i, (3 + i,) * (70 if i == 0 else 5), SamplingParams(20, ignore_eos=True), seed=i) for i in range(9)]
+    requests = [
+        GenerationRequest(i, (3 + i,) * (70 if i == 0 else 5), SamplingParams(20, ignore_eos=True), seed=i)
+        for i in range(9)
+    ]
     for kind in ("slots", "paged"):
         engine = tiny_engine(dtype=torch.float64, kv_cache=kind, block_size=8)
         limit_memory(engine, 300, monkeypatch)
@@ -97,8 +108,12 @@ def test_short_rows_beside_a_long_one_take_only_what_they_need(monkeypatch: pyte
     assert most["slots"] < most["paged"] == 9
 
 
-@pytest.mark.parametrize(("kind", "tokens", "block_size"), [("llama", 144, 8), ("gemma2", 5000, 8), ("mistral", 140, 4)])
-def test_random_sequences_lose_no_block(kind: str, tokens: int, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tokens", "block_size"), [("llama", 144, 8), ("gemma2", 5000, 8), ("mistral", 140, 4)]
+)
+def test_random_sequences_lose_no_block(
+    kind: str, tokens: int, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(11)
     monkeypatch.setattr(memory_module, "AHEAD", 4)
     oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
@@ -113,20 +128,29 @@ def test_random_sequences_lose_no_block(kind: str, tokens: int, block_size: int,
     while len(known) < 22 or not session.idle:
         action = draw.random()
         if action < 0.25 and len(known) < 22:
-            prompt = draw.choice(pool)[: draw.choice([99, 25, 2])] + random_prompt(draw, draw.choice([0, 3, 11, 40]))
+            prompt = draw.choice(pool)[: draw.choice([99, 25, 2])] + random_prompt(
+                draw, draw.choice([0, 3, 11, 40])
+            )
             for _ in range(draw.choice([1, 1, 3])):
                 sampling = SamplingParams(draw.randrange(1, 30), ignore_eos=draw.random() < 0.7)
                 known[len(known)] = GenerationRequest(len(known), prompt, sampling, seed=draw.randrange(1000))
                 assert session.add([known[len(known) - 1]]) == []
             pool.append(prompt)
         elif action < 0.29 and known:
-            outputs |= {output.request_id: output for output in session.abort({draw.randrange(len(known)), len(known) - 1})}
+            outputs |= {
+                output.request_id: output
+                for output in session.abort({draw.randrange(len(known)), len(known) - 1})
+            }
         else:
             outputs |= {output.request_id: output for output in session.step()}
         made_room += any(one.aside is not None for one in generation.scheduler.waiting)
         assert_counted(memory, list(generation.prefixes._kept.values()))
-        assert [memory.cache.lengths[row] for row in range(session.num_running)] == generation.rows.length[: session.num_running].tolist()
-    assert set(outputs) == set(known) and {"length", "abort"} <= {output.finish_reason for output in outputs.values()}
+        assert [memory.cache.lengths[row] for row in range(session.num_running)] == generation.rows.length[
+            : session.num_running
+        ].tolist()
+    assert set(outputs) == set(known) and {"length", "abort"} <= {
+        output.finish_reason for output in outputs.values()
+    }
     assert made_room > 0 or tokens == 5000
     wanted = alone(oracle, list(known.values()))
     assert [number for number in known if not same(outputs[number], wanted[number])] == []
@@ -134,13 +158,16 @@ def test_random_sequences_lose_no_block(kind: str, tokens: int, block_size: int,
     assert_all_free(engine)
 
 
-def test_a_prompt_as_long_as_memory_enters_in_pieces_beside_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_as_long_as_memory_enters_in_pieces_beside_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = paged(max_num_batched_tokens=10, block_size=4)
     limit_memory(engine, 60 + 4, monkeypatch)
     prompt = tuple(range(3, 33))
     requests = [
         GenerationRequest(0, prompt, SamplingParams(8, ignore_eos=True), seed=0),
-        GenerationRequest(1, (*prompt[:21], *range(3, 36)), SamplingParams(6, ignore_eos=True), seed=1),  # all of the memory
+        # all of the memory
+        GenerationRequest(1, (*prompt[:21], *range(3, 36)), SamplingParams(6, ignore_eos=True), seed=1),
         GenerationRequest(2, prompt[:20], SamplingParams(40, ignore_eos=True), seed=2),
     ]
     session = engine.open()
@@ -159,7 +186,9 @@ def test_weights_may_change_while_rows_run(recompute: bool) -> None:
     outputs = []
     requests = requests_for([tuple(range(3, 25)), *prompts(2)], n=2, max_tokens=24, ignore_eos=True)
     for make in (tiny_engine, paged):
-        engine = make(dtype=torch.float64, recompute_on_update=recompute, max_num_seqs=5, max_num_batched_tokens=40)
+        engine = make(
+            dtype=torch.float64, recompute_on_update=recompute, max_num_seqs=5, max_num_batched_tokens=40
+        )
         session = engine.open()
         session.add(requests)
         for _ in range(6):
@@ -216,7 +245,10 @@ def test_exact_mode_gives_the_same_bits() -> None:
         engine.policy.exact = ExactMode(32)
         outputs.append(run(engine, requests_for(prompts(4), n=2, max_tokens=20)))
     for number, output in outputs[0].items():
-        assert (output.token_ids, output.log_probs) == (outputs[1][number].token_ids, outputs[1][number].log_probs)
+        assert (output.token_ids, output.log_probs) == (
+            outputs[1][number].token_ids,
+            outputs[1][number].log_probs,
+        )
 
 
 def test_on_cuda_blocks_are_taken_where_a_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:

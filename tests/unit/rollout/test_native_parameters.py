@@ -1,4 +1,6 @@
-"""Every sampling parameter of the native engine against a slow float64 generation, one token of one request at a time."""
+"""Every sampling parameter of the native engine against a slow float64 generation, one token of one request
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ def requests() -> list[GenerationRequest]:
 @torch.no_grad()
 def reference(request: GenerationRequest) -> tuple[list[int], list[float], list[list[tuple[int, float]]]]:
     """Tokens, log-probs and most probable tokens, with nothing kept from one token to the next."""
-    params, tokens, log_probs, top = request.sampling, list[int](), list[float](), list[list[tuple[int, float]]]()
+    params, tokens, log_probs, top = (
+        request.sampling,
+        list[int](),
+        list[float](),
+        list[list[tuple[int, float]]](),
+    )
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     while len(tokens) < params.max_tokens and not (tokens and tokens[-1] in ends):
         context = [*request.prompt_token_ids, *tokens]
@@ -59,23 +66,37 @@ def reference(request: GenerationRequest) -> tuple[list[int], list[float], list[
             changed[token] += bias
         for token in set(context):
             value = changed[token]
-            changed[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+            changed[token] = (
+                value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+            )
         if len(tokens) < params.min_tokens:
             for token in ends:
                 changed[token] = FORBIDDEN
         temperature = 1.0 if params.takes_argmax else params.temperature
         everything = (raw / temperature).log_softmax(-1)
-        token = max(range(VOCABULARY), key=changed.__getitem__) if params.takes_argmax else _drawn(changed, request, len(tokens))
+        token = (
+            max(range(VOCABULARY), key=changed.__getitem__)
+            if params.takes_argmax
+            else _drawn(changed, request, len(tokens))
+        )
         tokens.append(token)
         log_probs.append(float(everything[token]))
-        top.append([(int(one), float(everything[one])) for one in everything.argsort(descending=True)[: params.top_log_probs]])
+        top.append(
+            [
+                (int(one), float(everything[one]))
+                for one in everything.argsort(descending=True)[: params.top_log_probs]
+            ]
+        )
     return tokens, log_probs, top
 
 
 def _drawn(logits: list[float], request: GenerationRequest, place: int) -> int:
     params = request.sampling
     p = (torch.tensor(logits, dtype=torch.float64) / params.temperature).softmax(-1).tolist()
-    order = sorted((token for token in range(VOCABULARY) if p[token] >= params.min_p * max(p)), key=lambda token: -p[token])
+    order = sorted(
+        (token for token in range(VOCABULARY) if p[token] >= params.min_p * max(p)),
+        key=lambda token: -p[token],
+    )
     order = order[: params.top_k] if params.top_k > 0 else order
     whole, held, kept = sum(p[token] for token in order), 0.0, []
     for token in order:
@@ -93,7 +114,9 @@ def _drawn(logits: list[float], request: GenerationRequest, place: int) -> int:
 
 @pytest.mark.parametrize("max_num_seqs", [64, 5, 1])
 def test_tokens_log_probs_and_top_log_probs_are_the_slow_ones(max_num_seqs: int) -> None:
-    """Also where rows of other parameters enter, leave and move beside them (the model itself has parts in float32)."""
+    """Also where rows of other parameters enter, leave and move beside them (the model itself has parts in
+    float32).
+    """
     outputs = run(tiny_engine("llama", torch.float64, max_num_seqs=max_num_seqs), requests())
     for request in requests():
         output = outputs[request.request_id]
@@ -122,7 +145,10 @@ def test_what_a_request_asks_for_changes_no_other_request() -> None:
 
 def test_min_tokens_holds_back_every_end() -> None:
     ends = tuple(range(3, VOCABULARY, 2))
-    for sampling in (SamplingParams(20, stop_token_ids=ends), SamplingParams(20, stop_token_ids=ends, min_tokens=7)):
+    for sampling in (
+        SamplingParams(20, stop_token_ids=ends),
+        SamplingParams(20, stop_token_ids=ends, min_tokens=7),
+    ):
         outputs = run(tiny_engine(), requests_for(prompts(12), sampling=sampling))
         least = min(len(output.token_ids) for output in outputs.values())
         assert least > sampling.min_tokens
@@ -144,7 +170,9 @@ def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
             if aside and step == 2:
                 saved = table.copy_of(0)
                 table.remove([0])
-                other = SamplingParams(40, repetition_penalty=2.0, logit_bias=((5, 1.0), (6, 1.0)), stop_token_ids=(3,))
+                other = SamplingParams(
+                    40, repetition_penalty=2.0, logit_bias=((5, 1.0), (6, 1.0)), stop_token_ids=(3,)
+                )
                 table.add([GenerationRequest(1, (1,) * 9, other, seed=1), request], [(EOS, 3), (EOS,)])
                 table.restore(1, saved)
             table.choose(table.count - 1, logits[step : step + 1], 0)
@@ -162,8 +190,17 @@ def test_what_ended_a_response() -> None:
 
 
 def test_a_request_that_cannot_be_sampled_gives_an_error_and_the_others_go_on() -> None:
-    bad = [{"stop": ("x",)}, {"logit_bias": ((VOCABULARY, 1.0),)}, {"logit_bias": ((3, float("nan")),)}, {"top_log_probs": VOCABULARY + 1}]
+    bad = [
+        {"stop": ("x",)},
+        {"logit_bias": ((VOCABULARY, 1.0),)},
+        {"logit_bias": ((3, float("nan")),)},
+        {"top_log_probs": VOCABULARY + 1},
+    ]
     params = [SamplingParams(4, **change) for change in bad] + [SamplingParams(4)]  # type: ignore[arg-type]
-    outputs = run(tiny_engine(), [GenerationRequest(number, (4, 5), one, number) for number, one in enumerate(params)])
+    outputs = run(
+        tiny_engine(), [GenerationRequest(number, (4, 5), one, number) for number, one in enumerate(params)]
+    )
     assert [outputs[number].finish_reason == "error" for number in range(5)] == [True] * 4 + [False]
-    assert "request 0: stop=['x'] are texts, and this engine was built without `decode`" in (outputs[0].error or "")
+    assert "request 0: stop=['x'] are texts, and this engine was built without `decode`" in (
+        outputs[0].error or ""
+    )

@@ -29,7 +29,9 @@ def kept_of(store: PrefixStore) -> set[tuple[int, ...]]:
 def check(store: PrefixStore) -> None:
     """The lists by blocks hold what is kept, and nothing else."""
     assert store.num_tokens == sum(map(len, store._kept))
-    assert {kept.tokens for listed in store._by_blocks.values() for kept in listed} == {row for row in store._kept if len(row) >= LEAST}
+    assert {kept.tokens for listed in store._by_blocks.values() for kept in listed} == {
+        row for row in store._kept if len(row) >= LEAST
+    }
     assert min(store._ends.values(), default=0) >= 0
     assert store._ends.total() == len(store._kept)
 
@@ -40,7 +42,9 @@ def test_what_is_found_is_the_longest_of_all(seed: int) -> None:
     trunk = tuple(draw.randrange(3) for _ in range(200))
 
     def branch() -> tuple[int, ...]:
-        return trunk[: draw.randrange(150)] + tuple(draw.randrange(3, 9) for _ in range(draw.randrange(1, 40)))
+        return trunk[: draw.randrange(150)] + tuple(
+            draw.randrange(3, 9) for _ in range(draw.randrange(1, 40))
+        )
 
     store, rows = PrefixStore(reuse=True), [branch() for _ in range(60)]
     for row in rows:

@@ -42,8 +42,10 @@ def test_uniforms_are_uniform_over_seeds_and_positions(dtype: torch.dtype) -> No
     chi_square = ((counts - 2000) ** 2 / 2000).sum()
     assert 50 < chi_square < 160  # 99 degrees of freedom: mean 99, standard deviation 14
     table = numbers.view(400, 500).double()
-    assert abs(torch.corrcoef(torch.stack([table[:-1].flatten(), table[1:].flatten()]))[0, 1]) < 0.01  # neighbouring seeds
-    assert abs(torch.corrcoef(torch.stack([table[:, :-1].flatten(), table[:, 1:].flatten()]))[0, 1]) < 0.01  # neighbouring positions
+    # neighbouring seeds
+    assert abs(torch.corrcoef(torch.stack([table[:-1].flatten(), table[1:].flatten()]))[0, 1]) < 0.01
+    # neighbouring positions
+    assert abs(torch.corrcoef(torch.stack([table[:, :-1].flatten(), table[:, 1:].flatten()]))[0, 1]) < 0.01
     assert len(numbers.unique()) > (0.99 if dtype == torch.float32 else 1 - 1e-12) * len(numbers)
 
 
@@ -71,7 +73,9 @@ def test_draws_follow_the_weights_and_never_take_a_token_without_weight(has_zero
 
 @pytest.mark.parametrize("vocabulary", [ONE_LEVEL + 1, 3000, 64 * 40])
 def test_draws_from_a_large_vocabulary_are_those_of_one_running_sum(vocabulary: int) -> None:
-    """Block by block, a number falls on the token whose stretch of the float64 running sum it is in, up to float32's rounding."""
+    """Block by block, a number falls on the token whose stretch of the float64 running sum it is in, up to
+    float32's rounding.
+    """
     choice = torch.Generator().manual_seed(1)
     weights = torch.rand(vocabulary, generator=choice).pow(12)
     weights[torch.rand(vocabulary, generator=choice) < 0.3] = 0
@@ -86,8 +90,12 @@ def test_draws_from_a_large_vocabulary_are_those_of_one_running_sum(vocabulary: 
     assert (exact == tokens).double().mean() > 0.999
 
 
-def test_a_sum_that_rises_behind_the_last_token_with_weight_gives_that_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parallel sums may end above the sum at the last token with weight; a draw close to 1 must not fall behind it."""
+def test_a_sum_that_rises_behind_the_last_token_with_weight_gives_that_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parallel sums may end above the sum at the last token with weight; a draw close to 1 must not fall
+    behind it.
+    """
     exact = torch.Tensor.cumsum
 
     def rising(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -147,8 +155,13 @@ def reference_kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     return left / left.sum()
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(40, torch.float32), (40, torch.float64), (1500, torch.float32), (5000, torch.float32)])
-def test_each_row_of_a_mixed_batch_is_drawn_from_what_its_own_parameters_leave(vocabulary: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [(40, torch.float32), (40, torch.float64), (1500, torch.float32), (5000, torch.float32)],
+)
+def test_each_row_of_a_mixed_batch_is_drawn_from_what_its_own_parameters_leave(
+    vocabulary: int, dtype: torch.dtype
+) -> None:
     rows = 12 * len(SAMPLINGS)
     logits = 2 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0), dtype=dtype)
     params = SAMPLINGS * 12
@@ -161,12 +174,20 @@ def test_each_row_of_a_mixed_batch_is_drawn_from_what_its_own_parameters_leave(v
         else:
             kept = reference_kept(logits[row], one)
             assert kept[token] > 0
-            assert float(kept[:token].sum()) - 1e-6 <= float(numbers[row]) <= float(kept[: token + 1].sum()) + 1e-6
-        assert log_probs[row] == pytest.approx(float((logits[row].double() / temperature).log_softmax(-1)[token]), abs=2e-6)
+            assert (
+                float(kept[:token].sum()) - 1e-6
+                <= float(numbers[row])
+                <= float(kept[: token + 1].sum()) + 1e-6
+            )
+        assert log_probs[row] == pytest.approx(
+            float((logits[row].double() / temperature).log_softmax(-1)[token]), abs=2e-6
+        )
 
 
 @pytest.mark.parametrize("vocabulary", [40, 5000])
-def test_a_row_is_sampled_alone_as_it_is_among_others(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_sampled_alone_as_it_is_among_others(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = 2 * len(SAMPLINGS)
     logits = 2 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3))
     params, numbers = SAMPLINGS * 2, numbers_of(rows)
@@ -176,18 +197,32 @@ def test_a_row_is_sampled_alone_as_it_is_among_others(vocabulary: int, monkeypat
         parts = sample(logits, SamplingPlan.of(params), settings_of(params, numbers, vocabulary))
         assert all(torch.equal(one, other) for one, other in zip(together, parts))
     for row, one in enumerate(params):
-        alone = sample(logits[row : row + 1], SamplingPlan.of([one]), settings_of([one], numbers[row : row + 1], vocabulary))
+        alone = sample(
+            logits[row : row + 1],
+            SamplingPlan.of([one]),
+            settings_of([one], numbers[row : row + 1], vocabulary),
+        )
         assert alone.tokens[0] == together.tokens[row] and alone.log_probs[0] == together.log_probs[row]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("vocabulary", [5, 262, 5001])
-def test_log_probs_are_those_of_training_to_the_bit(vocabulary: int, temperature: float, dtype: torch.dtype) -> None:
+def test_log_probs_are_those_of_training_to_the_bit(
+    vocabulary: int, temperature: float, dtype: torch.dtype
+) -> None:
     logits = 4 * torch.randn(60, vocabulary, generator=torch.Generator().manual_seed(2), dtype=dtype)
-    for one in (SamplingParams(8, temperature=temperature), SamplingParams(8, temperature=temperature, min_p=0.1, top_k=9, top_p=0.7)):
+    for one in (
+        SamplingParams(8, temperature=temperature),
+        SamplingParams(8, temperature=temperature, min_p=0.1, top_k=9, top_p=0.7),
+    ):
         params = [one] * 60
-        found = sample(logits, SamplingPlan.of(params), settings_of(params, numbers_of(60, dtype), vocabulary), lambda z, rows: z * 0.9)
+        found = sample(
+            logits,
+            SamplingPlan.of(params),
+            settings_of(params, numbers_of(60, dtype), vocabulary),
+            lambda z, rows: z * 0.9,
+        )
         assert torch.equal(found.log_probs, log_probs_from_logits(logits, found.tokens, temperature))
         assert torch.equal(found.normalizer, (logits / temperature).logsumexp(-1))
 
@@ -198,7 +233,9 @@ def test_the_tail_is_cut_where_top_k_top_p_and_min_p_say() -> None:
     def left(top_k: int = 4, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
         one = SamplingParams(8, top_k=top_k, top_p=top_p, min_p=min_p)
         numbers = torch.linspace(0, 0.9999, 200)
-        tokens = sample(p.log().expand(200, -1), SamplingPlan.of([one] * 200), settings_of([one] * 200, numbers, 4)).tokens
+        tokens = sample(
+            p.log().expand(200, -1), SamplingPlan.of([one] * 200), settings_of([one] * 200, numbers, 4)
+        ).tokens
         return sorted(set(tokens.tolist()))
 
     assert left(top_p=0.65) == [1, 3]  # 0.4 < 0.65, so 0.3 comes in too
@@ -213,9 +250,13 @@ def test_the_tail_is_cut_where_top_k_top_p_and_min_p_say() -> None:
 
 @pytest.mark.parametrize("count", [3, 64, 6000])
 def test_the_largest_of_a_row(count: int) -> None:
-    weights = torch.rand(7, 6000, generator=torch.Generator().manual_seed(0)).mul(500).floor()  # with equal ones
+    # with equal ones
+    weights = torch.rand(7, 6000, generator=torch.Generator().manual_seed(0)).mul(500).floor()
     assert torch.equal(largest(weights, count), weights.sort(descending=True).values[:, :count])
-    assert torch.equal(largest(weights[:, :5997], count)[:, :64], weights[:, :5997].sort(descending=True).values[:, : min(count, 64)])
+    assert torch.equal(
+        largest(weights[:, :5997], count)[:, :64],
+        weights[:, :5997].sort(descending=True).values[:, : min(count, 64)],
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +265,10 @@ def test_the_largest_of_a_row(count: int) -> None:
         ({"logit_bias": ((9, 1.0),)}, "logit_bias holds token id 9, and the model's vocabulary is 0..8"),
         ({"logit_bias": ((3, float("inf")),)}, "or -inf to forbid"),
         ({"logit_bias": ((3, float("nan")),)}, "logit_bias of token 3 is nan"),
-        ({"logit_bias": tuple((token, -float("inf")) for token in range(8)), "min_tokens": 2}, "forbid every token"),
+        (
+            {"logit_bias": tuple((token, -float("inf")) for token in range(8)), "min_tokens": 2},
+            "forbid every token",
+        ),
         ({"top_log_probs": 10}, "top_log_probs=10"),
         ({"stop": ("a",)}, "without `decode`"),
     ],
@@ -233,17 +277,25 @@ def test_what_cannot_be_sampled_is_said(change: dict[str, Any], says: str) -> No
     params = SamplingParams(4, **change)
     assert says in str(sampling_problem(params, vocabulary=9, end_tokens=(8,), can_decode=False))
     assert sampling_problem(SamplingParams(4), vocabulary=9, end_tokens=(8,), can_decode=False) is None
-    assert sampling_problem(SamplingParams(4, stop=("a",)), vocabulary=9, end_tokens=(8,), can_decode=True) is None
+    assert (
+        sampling_problem(SamplingParams(4, stop=("a",)), vocabulary=9, end_tokens=(8,), can_decode=True)
+        is None
+    )
 
 
-@pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 1.5}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"max_tokens": 0}, {"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 1.5}],
+)
 def test_parameters_out_of_range_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(RolloutError, match=next(iter(bad))):
         SamplingParams(**{"max_tokens": 4, **bad})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 64])
-def test_log_probs_of_a_large_vocabulary_are_those_of_training_with_threads_too(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_of_a_large_vocabulary_are_those_of_training_with_threads_too(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch splits the sum of a single long row over its threads, so no row may be alone in its part."""
     monkeypatch.setattr(sampling, "CHUNK_BYTES", 0)
     threads = torch.get_num_threads()

@@ -19,7 +19,11 @@ class Line(Scheduler):
         self.add(requests)
 
     def at_hand(self, prompt: tuple[int, ...]) -> Prefix | None:
-        return Prefix(len(prompt), kept=Kept(prompt, SlotCopy({}, {}), None, pinned=True)) if prompt in self.kept else None
+        return (
+            Prefix(len(prompt), kept=Kept(prompt, SlotCopy({}, {}), None, pinned=True))
+            if prompt in self.kept
+            else None
+        )
 
     def batch(self, free: int) -> list[tuple[list[int], bool, bool]]:
         """(ids, nothing to compute, keep) of what enters next with `free` rows."""
@@ -44,7 +48,9 @@ def test_equal_prompts_are_one_group_wherever_they_stand() -> None:
 
 
 def test_a_prefill_pass_stays_under_the_token_budget() -> None:
-    scheduler = Line(requests_for([(4,) * 6, (5,) * 5, (6,) * 10, (7,) * 4]), max_rows=8, max_batched_tokens=10)
+    scheduler = Line(
+        requests_for([(4,) * 6, (5,) * 5, (6,) * 10, (7,) * 4]), max_rows=8, max_batched_tokens=10
+    )
     assert [[r for r, _, _ in scheduler.batch(8)] for _ in range(4)] == [[[0]], [[1]], [[2]], [[3]]]
     scheduler = Line(requests_for([(4,) * 6, (5,) * 4, (6,) * 5]), max_rows=8, max_batched_tokens=10)
     assert [r for r, _, _ in scheduler.batch(8)] == [[0], [1]]
@@ -54,7 +60,12 @@ def test_rows_enter_in_batches_while_others_run() -> None:
     scheduler = Line(requests_for([(4, 5)], n=100), max_rows=64, max_batched_tokens=10)
     assert scheduler.may_enter(0)
     scheduler.next_batch(0)
-    assert not scheduler.may_enter(64) and not scheduler.may_enter(61) and scheduler.may_enter(60) and scheduler.may_enter(0)
+    assert (
+        not scheduler.may_enter(64)
+        and not scheduler.may_enter(61)
+        and scheduler.may_enter(60)
+        and scheduler.may_enter(0)
+    )
 
 
 def test_removed_requests_do_not_enter() -> None:
@@ -64,14 +75,22 @@ def test_removed_requests_do_not_enter() -> None:
 
 
 def test_a_long_prompt_is_prefilled_in_pieces_beside_others() -> None:
-    scheduler = Line(requests_for([(4,) * 6, tuple(range(3, 28)), (7,) * 4]), max_rows=8, max_batched_tokens=10)
+    scheduler = Line(
+        requests_for([(4,) * 6, tuple(range(3, 28)), (7,) * 4]), max_rows=8, max_batched_tokens=10
+    )
     first = scheduler.next_batch(0)
-    assert [(a.start, a.stop, len(a.entering)) for a in first] == [(0, 6, 1), (0, 4, 0)] and scheduler.in_pieces
+    assert [(a.start, a.stop, len(a.entering)) for a in first] == [
+        (0, 6, 1),
+        (0, 4, 0),
+    ] and scheduler.in_pieces
     second = scheduler.next_batch(1)
     assert [(a.start, a.stop, a.continues) for a in second] == [(4, 14, True)] and scheduler.num_waiting == 2
     third, fourth = scheduler.next_batch(1), scheduler.next_batch(1)
     assert [(a.start, a.stop, len(a.entering)) for a in third] == [(14, 24, 0)]
-    assert [(a.start, a.stop, len(a.entering)) for a in fourth] == [(24, 25, 1), (0, 4, 1)] and not scheduler.in_pieces
+    assert [(a.start, a.stop, len(a.entering)) for a in fourth] == [
+        (24, 25, 1),
+        (0, 4, 1),
+    ] and not scheduler.in_pieces
 
 
 def test_a_slot_is_kept_for_the_prompt_in_pieces() -> None:
@@ -96,7 +115,11 @@ def test_others_leave_the_last_slot_to_the_prompt_in_pieces_until_its_pass_is_ov
 
 def test_a_prompt_that_shares_half_of_it_waits_for_the_pass_that_computes_it() -> None:
     shared = tuple(range(3, 23))
-    scheduler = Line(requests_for([(*shared, 30), (*shared, 31), (*shared, *range(3, 40))]), max_rows=8, max_batched_tokens=99)
+    scheduler = Line(
+        requests_for([(*shared, 30), (*shared, 31), (*shared, *range(3, 40))]),
+        max_rows=8,
+        max_batched_tokens=99,
+    )
     assert scheduler.batch(8) == [([0], False, False)]
     scheduler.kept.add((*shared, 31))  # at hand now
     assert scheduler.batch(7) == [([1], True, False), ([2], False, False)]

@@ -50,13 +50,20 @@ def tokens_of(session: Session, request_id: int) -> list[int]:
 
 def same(output: GenerationOutput, wanted: GenerationOutput) -> bool:
     length = len(output.token_ids) if output.finish_reason == "abort" else len(wanted.token_ids)
-    return output.token_ids == wanted.token_ids[:length] and output.log_probs == pytest.approx(wanted.log_probs[:length], abs=1e-9)
+    return output.token_ids == wanted.token_ids[:length] and output.log_probs == pytest.approx(
+        wanted.log_probs[:length], abs=1e-9
+    )
 
 
 def assert_nothing_is_held(session: Session) -> None:
     generation = session._generation
     assert session.idle and session.num_running == session.num_waiting == 0
-    assert not generation._entered and not session._live and not generation.scheduler._by_context and not generation.rows.requests
+    assert (
+        not generation._entered
+        and not session._live
+        and not generation.scheduler._by_context
+        and not generation.rows.requests
+    )
     memory = generation.memory
     assert memory.num_tokens + generation.prefixes.num_tokens <= memory.max_tokens
     assert not any(kept.pinned for kept in generation.prefixes._kept.values())
@@ -71,7 +78,11 @@ def test_requests_join_while_others_run() -> None:
     assert tokens_of(session, 1) == []
     for _ in range(3):
         assert session.step() == []
-    assert session.num_running == 3 and tokens_of(session, 0) == wanted[0].token_ids[:4] and len(session.so_far([0, 1])) == 2
+    assert (
+        session.num_running == 3
+        and tokens_of(session, 0) == wanted[0].token_ids[:4]
+        and len(session.so_far([0, 1])) == 2
+    )
     session.add(requests[3:])
     outputs = finish(session)
     assert sorted(outputs) == list(range(9)) and all(same(outputs[i], wanted[i]) for i in range(9))
@@ -108,7 +119,10 @@ def test_a_session_has_the_engine_for_itself() -> None:
 def test_a_prompt_longer_than_the_budget_is_prefilled_while_others_decode(kind: str) -> None:
     draw = random.Random(0)
     long = GenerationRequest(0, random_prompt(draw, 75), SamplingParams(6, ignore_eos=True), seed=5)
-    others = [GenerationRequest(i, random_prompt(draw, 8), SamplingParams(25, ignore_eos=True), seed=i) for i in (1, 2)]
+    others = [
+        GenerationRequest(i, random_prompt(draw, 8), SamplingParams(25, ignore_eos=True), seed=i)
+        for i in (1, 2)
+    ]
     wanted = alone(tiny_engine(kind, torch.float64), [long, *others])
     engine = tiny_engine(kind, torch.float64, max_num_batched_tokens=16, max_num_seqs=3)
     session = engine.open()
@@ -132,7 +146,9 @@ def test_a_prompt_longer_than_the_budget_is_prefilled_while_others_decode(kind: 
 def test_prompts_share_the_keys_of_what_they_begin_with(kind: str) -> None:
     draw = random.Random(1)
     shared = random_prompt(draw, 30)
-    requests = [GenerationRequest(i, shared + random_prompt(draw, 5 + i), SamplingParams(7), seed=i) for i in range(4)]
+    requests = [
+        GenerationRequest(i, shared + random_prompt(draw, 5 + i), SamplingParams(7), seed=i) for i in range(4)
+    ]
     plain = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
     wanted = run(plain, requests)
     assert plain.stats.prefill_tokens == 4 * 30 + 5 + 6 + 7 + 8
@@ -155,7 +171,8 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_only() -> None:
     before = engine.stats.prefill_tokens
     session.add([second])
     outputs = finish(session)
-    assert engine.stats.prefill_tokens - before == 1 + 4  # the last token of the answer was never put through the model
+    # the last token of the answer was never put through the model
+    assert engine.stats.prefill_tokens - before == 1 + 4
     session.add([GenerationRequest(2, second.prompt_token_ids, second.sampling, seed=4)])
     again = finish(session)[2]
     assert engine.stats.prefill_tokens - before == 1 + 4 + 1
@@ -190,9 +207,14 @@ def tiny_like(engine: NativeEngine) -> NativeEngine:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> None:
     draw = random.Random(4)
-    engine = tiny_engine(dtype=torch.float64, recompute_on_update=recompute, max_num_batched_tokens=16, max_num_seqs=4)
+    engine = tiny_engine(
+        dtype=torch.float64, recompute_on_update=recompute, max_num_batched_tokens=16, max_num_seqs=4
+    )
     lengths = (6, 11, 40)
-    requests = [GenerationRequest(i, random_prompt(draw, lengths[i]), SamplingParams(20, ignore_eos=True), seed=i) for i in range(3)]
+    requests = [
+        GenerationRequest(i, random_prompt(draw, lengths[i]), SamplingParams(20, ignore_eos=True), seed=i)
+        for i in range(3)
+    ]
     session = engine.open()
     session.add(requests)
     for _ in range(3):
@@ -205,7 +227,9 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
     assert outputs[2].policy_versions == [1] * 20
     for i in (0, 1):
         had = len(before[i])
-        assert outputs[i].token_ids[:had] == before[i] and outputs[i].policy_versions == [0] * had + [1] * (20 - had)
+        assert outputs[i].token_ids[:had] == before[i] and outputs[i].policy_versions == [0] * had + [1] * (
+            20 - had
+        )
         ids = torch.tensor([[*requests[i].prompt_token_ids, *outputs[i].token_ids]])
         with torch.no_grad():
             engine.policy.hf.set_attn_implementation("eager")
@@ -220,7 +244,10 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
 def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(5)
     lengths = (5, 6, 50, 7)
-    requests = [GenerationRequest(i, random_prompt(draw, n), SamplingParams(9, ignore_eos=True), seed=i) for i, n in enumerate(lengths)]
+    requests = [
+        GenerationRequest(i, random_prompt(draw, n), SamplingParams(9, ignore_eos=True), seed=i)
+        for i, n in enumerate(lengths)
+    ]
     wanted = alone(tiny_engine(dtype=torch.float64), requests)
     engine = tiny_engine(dtype=torch.float64, max_num_batched_tokens=16, max_num_seqs=3)
     session = engine.open()
@@ -230,7 +257,9 @@ def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch)
     assert (session.num_running, session.num_waiting) == (2, 2)
     aborted = {output.request_id: output for output in session.abort([1, 2, 3, 99])}
     assert set(aborted) == {1, 2, 3} and all(output.finish_reason == "abort" for output in aborted.values())
-    assert aborted[1].token_ids == wanted[1].token_ids[:3] and aborted[2].token_ids == aborted[3].token_ids == []
+    assert (
+        aborted[1].token_ids == wanted[1].token_ids[:3] and aborted[2].token_ids == aborted[3].token_ids == []
+    )
     session.add([requests[2]])
     outputs = finish(session)
     assert same(outputs[0], wanted[0]) and same(outputs[2], wanted[2])
@@ -238,7 +267,11 @@ def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_prompt_that_goes_on_from_that_of_a_group_begins_behind_its_own_end() -> None:
-    engine, prompt, sampling = tiny_engine(dtype=torch.float64, max_num_seqs=2), tuple(range(3, 23)), SamplingParams(5, ignore_eos=True)
+    engine, prompt, sampling = (
+        tiny_engine(dtype=torch.float64, max_num_seqs=2),
+        tuple(range(3, 23)),
+        SamplingParams(5, ignore_eos=True),
+    )
     requests = [GenerationRequest(i, prompt + (7, 8) * (i == 3), sampling, seed=i) for i in range(4)]
     wanted, outputs = alone(tiny_engine(dtype=torch.float64), requests), run(engine, requests)
     assert [number for number in wanted if not same(outputs[number], wanted[number])] == []
@@ -246,7 +279,10 @@ def test_a_prompt_that_goes_on_from_that_of_a_group_begins_behind_its_own_end() 
 
 def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(6)
-    requests = [GenerationRequest(i, random_prompt(draw, 4), SamplingParams(100, ignore_eos=True), seed=i) for i in range(4)]
+    requests = [
+        GenerationRequest(i, random_prompt(draw, 4), SamplingParams(100, ignore_eos=True), seed=i)
+        for i in range(4)
+    ]
     wanted = run(tiny_engine(dtype=torch.float64), requests)
     engine = tiny_engine(dtype=torch.float64)
     limit_memory(engine, 320, monkeypatch)
@@ -261,12 +297,15 @@ def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPa
         most = max(most, session.num_running)
         assert session._generation.memory.num_tokens + session._generation.prefixes.num_tokens <= 320
         if left == 1 and not outputs:
-            number = next(i for i in range(4) if i not in [r.request_id for r in session._generation.rows.requests])
+            number = next(
+                i for i in range(4) if i not in [r.request_id for r in session._generation.rows.requests]
+            )
             assert len(tokens_of(session, number)) > 50  # what it had is not lost
     assert most == 4 and left > 0
     assert all(same(outputs[i], wanted[i]) for i in range(4))
     assert_nothing_is_held(session)
-    assert session.add([GenerationRequest(9, (5,) * 120, SamplingParams(8), seed=0)]) == []  # 128 tokens do fit, as one row
+    # 128 tokens do fit, as one row
+    assert session.add([GenerationRequest(9, (5,) * 120, SamplingParams(8), seed=0)]) == []
     session.close()
     limit_memory(engine, 100, monkeypatch)
     engine.sleep()
@@ -279,10 +318,17 @@ def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPa
 def test_slots_are_as_long_as_the_longest_row_in_use() -> None:
     engine = NativeEngine(PolicyModel(tiny_hf(max_position_embeddings=4096)), eos_token_ids=[])
     short = requests_for(prompts(4), max_tokens=4)
-    could_be_long = GenerationRequest(99, (5, 6), SamplingParams(4000, stop_token_ids=tuple(range(VOCABULARY))), seed=0)
+    could_be_long = GenerationRequest(
+        99, (5, 6), SamplingParams(4000, stop_token_ids=tuple(range(VOCABULARY))), seed=0
+    )
     run(engine, [*short, could_be_long])
     memory = engine._memory
-    assert memory is not None and memory.cache.capacity == 16 and memory.cache.num_slots == 5 and memory.num_tokens == 5 * 80
+    assert (
+        memory is not None
+        and memory.cache.capacity == 16
+        and memory.cache.num_slots == 5
+        and memory.num_tokens == 5 * 80
+    )
     run(engine, requests_for(prompts(1), max_tokens=200))
     assert memory is engine._memory and memory.cache.capacity >= 200
 
@@ -303,7 +349,9 @@ def test_what_is_not_finite_does_not_stay_behind() -> None:
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("llama", 200), ("gemma2", 5000), ("gpt_oss", 180)])
-def test_random_sequences_give_what_each_request_gets_alone(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_sequences_give_what_each_request_gets_alone(
+    kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(7)
     oracle = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
     engine = tiny_engine(kind, torch.float64, max_num_seqs=5, max_num_batched_tokens=24)
@@ -318,7 +366,9 @@ def test_random_sequences_give_what_each_request_gets_alone(kind: str, tokens: i
     while len(known) < 24 or not session.idle:
         action = draw.random()
         if action < 0.2 and len(known) < 24:
-            prompt = draw.choice(pool)[: draw.choice([99, 25, 2])] + random_prompt(draw, draw.choice([0, 3, 11, 40]))
+            prompt = draw.choice(pool)[: draw.choice([99, 25, 2])] + random_prompt(
+                draw, draw.choice([0, 3, 11, 40])
+            )
             for _ in range(draw.choice([1, 1, 3])):
                 sampling = SamplingParams(draw.randrange(1, 40), ignore_eos=draw.random() < 0.7)
                 known[len(known)] = GenerationRequest(len(known), prompt, sampling, seed=draw.randrange(1000))
@@ -334,10 +384,14 @@ def test_random_sequences_give_what_each_request_gets_alone(kind: str, tokens: i
         made_room += any(one.aside is not None for one in session._generation.scheduler.waiting)
         memory = session._generation.memory
         assert memory.num_tokens + session._generation.prefixes.num_tokens <= memory.max_tokens
-    assert set(outputs) == set(known) and {"length", "abort"} <= {output.finish_reason for output in outputs.values()}
+    assert set(outputs) == set(known) and {"length", "abort"} <= {
+        output.finish_reason for output in outputs.values()
+    }
     assert made_room > 0 or kind != "llama"
     wanted = alone(oracle, list(known.values()))
     assert [i for i in known if not same(outputs[i], wanted[i])] == []
     assert_nothing_is_held(session)
     if tokens == 5000:  # nothing that could be shared had to make room
-        assert engine.stats.prefill_tokens < 0.8 * sum(len(request.prompt_token_ids) for request in known.values())
+        assert engine.stats.prefill_tokens < 0.8 * sum(
+            len(request.prompt_token_ids) for request in known.values()
+        )

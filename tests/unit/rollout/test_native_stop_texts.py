@@ -42,14 +42,19 @@ def piece_decode(ids: Sequence[int]) -> str:
     return "".join(words[token % len(words)] for token in ids).replace("▁", " ").removeprefix(" ")
 
 
-def first_stop(decode: object, tokens: list[int], stop: tuple[str, ...], min_tokens: int = 0) -> tuple[int, str] | None:
+def first_stop(
+    decode: object, tokens: list[int], stop: tuple[str, ...], min_tokens: int = 0
+) -> tuple[int, str] | None:
     """(how many tokens, which text): the whole response decoded again after each token."""
     assert callable(decode)
     before = ""
     for length in range(1, len(tokens) + 1):
         text = decode(tokens[:length])
         known = len(before.rstrip("\ufffd"))
-        ends = [(text.find(one, max(0, known - len(one) + 1)) + len(one), order, one) for order, one in enumerate(stop)]
+        ends = [
+            (text.find(one, max(0, known - len(one) + 1)) + len(one), order, one)
+            for order, one in enumerate(stop)
+        ]
         ends = [end for end in ends if text.find(end[2], max(0, known - len(end[2]) + 1)) >= 0]
         if ends and length > min_tokens:
             return length, min(ends)[2]
@@ -59,7 +64,18 @@ def first_stop(decode: object, tokens: list[int], stop: tuple[str, ...], min_tok
 
 @pytest.mark.parametrize("decode", [byte_decode, piece_decode])
 @pytest.mark.parametrize(
-    "stop", [("END",), ("\n\n", "ab"), ("é",), ("😀", "b c"), ("a a b a",), (" ",), ("a.", "end"), ("ababababab",), ("c", "D", "bé")]
+    "stop",
+    [
+        ("END",),
+        ("\n\n", "ab"),
+        ("é",),
+        ("😀", "b c"),
+        ("a a b a",),
+        (" ",),
+        ("a.", "end"),
+        ("ababababab",),
+        ("c", "D", "bé"),
+    ],
 )
 def test_the_first_completed_text_is_found(decode: object, stop: tuple[str, ...]) -> None:
     assert callable(decode)
@@ -69,7 +85,10 @@ def test_the_first_completed_text_is_found(decode: object, stop: tuple[str, ...]
         tokens = torch.randint(0, len(PIECES) if case % 2 else 3, (40,), generator=choice).tolist()
         texts, wanted, got = StopTexts(decode), first_stop(decode, tokens, stop), None
         for length in range(1, len(tokens) + 1):
-            if texts.may_complete(tokens[length - 1], stop) and (text := texts.completed(tokens[:length], stop)) is not None:
+            if (
+                texts.may_complete(tokens[length - 1], stop)
+                and (text := texts.completed(tokens[:length], stop)) is not None
+            ):
                 got = (length, text)
                 break
         assert got == wanted, (case, decode(tokens))
@@ -85,14 +104,24 @@ def test_single_tokens_are_decoded_once_and_most_tokens_need_no_look() -> None:
         return byte_decode(ids)
 
     texts = StopTexts(decode)
-    assert [texts.may_complete(token, ("END", "\n")) for token in (0, 1, 6, 8, 9, 10, 13)] == [False, False, True, True, False, True, True]
+    assert [texts.may_complete(token, ("END", "\n")) for token in (0, 1, 6, 8, 9, 10, 13)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
     assert len(calls) == 7
     assert texts.may_complete(8, ("END", "\n")) and texts.may_complete(9, ("N",)) and len(calls) == 7
 
 
 @pytest.mark.parametrize("max_num_seqs", [40, 3])
 def test_responses_end_at_their_stop_texts(max_num_seqs: int) -> None:
-    """Those of the same requests without stop texts, cut behind the token that completes one; rows without any go on."""
+    """Those of the same requests without stop texts, cut behind the token that completes one; rows without
+    any go on.
+    """
     kinds = [("END", "c"), (), ("\n",), ("é", "b a"), ("D",)]
     free = requests_for(prompts(20), n=2, max_tokens=20, temperature=1.5)
     wanted = run(tiny_engine(max_num_seqs=max_num_seqs), free)
@@ -118,10 +147,16 @@ def test_a_text_that_is_complete_before_min_tokens_ends_nothing() -> None:
     engine = tiny_engine(decode=byte_decode, eos=())
     for min_tokens in (0, 6):
         outputs = run(
-            engine, requests_for(prompts(16), sampling=SamplingParams(24, temperature=1.5, stop=("b", "\n"), min_tokens=min_tokens))
+            engine,
+            requests_for(
+                prompts(16),
+                sampling=SamplingParams(24, temperature=1.5, stop=("b", "\n"), min_tokens=min_tokens),
+            ),
         )
         for output in outputs.values():
             found = first_stop(byte_decode, output.token_ids, ("b", "\n"), min_tokens)
-            assert found == (None if output.finish_reason == "length" else (len(output.token_ids), output.stop_reason))
+            assert found == (
+                None if output.finish_reason == "length" else (len(output.token_ids), output.stop_reason)
+            )
         lengths = [len(output.token_ids) for output in outputs.values()]
         assert min(lengths) > min_tokens and min(lengths) < 24

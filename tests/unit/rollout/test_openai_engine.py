@@ -18,7 +18,9 @@ from hybridflow.rollout.openai.engine import OpenAIEngine
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers a prompt by its first token: 500 fails once, 503 always, 400 refuses, 1 sleeps, 7 has no token ids, others are served."""
+    """Answers a prompt by its first token: 500 fails once, 503 always, 400 refuses, 1 sleeps, 7 has no token
+    ids, others are served.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -83,8 +85,15 @@ class Handler(BaseHTTPRequestHandler):
         names = [f"token_id:{token}" for token in ids]
         log_probs: dict[str, Any] = {"tokens": names, "token_logprobs": [-0.5] * len(ids)}
         if count := body.get("logprobs"):
-            log_probs["top_logprobs"] = [{f"token_id:{80 - place}": -2.0 - place for place in range(-1, count)} for _ in ids]
-        choice: dict[str, Any] = {"text": "…", "finish_reason": "length", "logprobs": log_probs, "token_ids": ids}
+            log_probs["top_logprobs"] = [
+                {f"token_id:{80 - place}": -2.0 - place for place in range(-1, count)} for _ in ids
+            ]
+        choice: dict[str, Any] = {
+            "text": "…",
+            "finish_reason": "length",
+            "logprobs": log_probs,
+            "token_ids": ids,
+        }
         if first == 7:
             choice |= {"token_ids": None, "logprobs": None}
         if first == 8:
@@ -103,7 +112,9 @@ def server() -> Iterator[Scripted]:
 
 
 def request(number: int, first: int, **params: Any) -> GenerationRequest:
-    return GenerationRequest(number, (first, 5), SamplingParams(**{"max_tokens": 3, **params}), seed=number - (1 << 40))
+    return GenerationRequest(
+        number, (first, 5), SamplingParams(**{"max_tokens": 3, **params}), seed=number - (1 << 40)
+    )
 
 
 def run(engine: OpenAIEngine, requests: list[GenerationRequest]) -> dict[int, GenerationOutput]:
@@ -113,11 +124,15 @@ def run(engine: OpenAIEngine, requests: list[GenerationRequest]) -> dict[int, Ge
 def test_tokens_and_log_probs_come_back_and_the_key_goes_along(server: Scripted) -> None:
     engine = OpenAIEngine(server.url, model="m", api_key="secret", max_concurrent=4)
     outputs = run(engine, [request(number, 10 + number) for number in range(12)])
-    assert {number: output.token_ids for number, output in outputs.items()} == {n: [10 + n, 11 + n, 12 + n] for n in range(12)}
+    assert {number: output.token_ids for number, output in outputs.items()} == {
+        n: [10 + n, 11 + n, 12 + n] for n in range(12)
+    }
     assert outputs[3] == GenerationOutput(3, [13, 14, 15], [-0.5] * 3, "length", [0] * 3)
     assert server.keys == {"Bearer secret"} and server.most <= 4
     assert engine.stats.generated_tokens == 36
-    assert all(body["seed"] >= 0 and body["return_token_ids"] and body["logprobs"] == 0 for body in server.bodies)
+    assert all(
+        body["seed"] >= 0 and body["return_token_ids"] and body["logprobs"] == 0 for body in server.bodies
+    )
 
 
 def test_all_sampling_parameters_have_their_fields(server: Scripted) -> None:
@@ -127,7 +142,15 @@ def test_all_sampling_parameters_have_their_fields(server: Scripted) -> None:
     }  # fmt: skip
     output = run(OpenAIEngine(server.url, model="m"), [request(0, 20, **params)])[0]
     body = server.bodies[0]
-    wanted = {**params, "stop": ["x"], "stop_token_ids": [5], "logit_bias": {"6": 1.5}, "logprobs": 2, "max_tokens": 3, "model": "m"}
+    wanted = {
+        **params,
+        "stop": ["x"],
+        "stop_token_ids": [5],
+        "logit_bias": {"6": 1.5},
+        "logprobs": 2,
+        "max_tokens": 3,
+        "model": "m",
+    }
     del wanted["top_log_probs"]
     assert {name: body[name] for name in wanted} == wanted
     assert output.top_log_probs == [[(81, -1.0), (80, -2.0)]] * 3  # the most probable first, none too many
@@ -137,11 +160,25 @@ def test_all_sampling_parameters_have_their_fields(server: Scripted) -> None:
 
 def test_what_may_pass_is_tried_again_and_what_not_is_told(server: Scripted) -> None:
     engine = OpenAIEngine(server.url, model="m", deadline=1.0)
-    outputs = run(engine, [request(0, 500), request(1, 400), request(2, 503), request(3, 30), request(4, 429), request(5, 1)])
-    assert [outputs[number].finish_reason for number in range(6)] == ["length", "error", "error", "length", "length", "error"]
+    outputs = run(
+        engine,
+        [request(0, 500), request(1, 400), request(2, 503), request(3, 30), request(4, 429), request(5, 1)],
+    )
+    assert [outputs[number].finish_reason for number in range(6)] == [
+        "length",
+        "error",
+        "error",
+        "length",
+        "length",
+        "error",
+    ]
     assert server.tries[500] == server.tries[429] == 2 and server.tries[400] == 1 and server.tries[503] > 2
     assert "the prompt is too long" in str(outputs[1].error) and "request 1" in str(outputs[1].error)
-    assert "503" in str(outputs[2].error) and server.url in str(outputs[2].error) and "1 s" in str(outputs[2].error)
+    assert (
+        "503" in str(outputs[2].error)
+        and server.url in str(outputs[2].error)
+        and "1 s" in str(outputs[2].error)
+    )
     assert "deadline" in str(outputs[5].error)
 
 
@@ -156,7 +193,9 @@ def test_without_token_ids_only_text(server: Scripted) -> None:
     plain = OpenAIEngine(server.url, model="m", extended=False)
     refused = run(plain, [request(0, 20, top_k=3)])[0]
     assert "top_k" in str(refused.error) and "extended" in str(refused.error) and not server.bodies[1:]
-    answers = plain.chat([[{"role": "user", "content": word}] for word in ("one", "bad", "two")], SamplingParams(5))
+    answers = plain.chat(
+        [[{"role": "user", "content": word}] for word in ("one", "bad", "two")], SamplingParams(5)
+    )
     assert [answer.text for answer in answers] == ["ONE", "", "TWO"]
     assert answers[1].finish_reason == "error" and "no such thing" in str(answers[1].error)
     assert "return_token_ids" not in server.bodies[-1]

@@ -54,7 +54,12 @@ def weights(scale: float = 1.0) -> list[tuple[str, Tensor]]:
     return [*found, ("half", found[0][1].bfloat16()), ("turned", found[0][1].T)]
 
 
-def send(engine: ProcessPoolExecutor, tensors: list[tuple[str, Tensor]], version: int, transport: Transport = "shared_memory") -> None:
+def send(
+    engine: ProcessPoolExecutor,
+    tensors: list[tuple[str, Tensor]],
+    version: int,
+    transport: Transport = "shared_memory",
+) -> None:
     def call(method: str, receipt: dict[str, Any]) -> list[Any]:
         assert method == "hybridflow_receive"
         return [engine.submit(engine_receives, receipt).result(60)]
@@ -84,7 +89,10 @@ def test_a_changed_byte_is_found(engine: ProcessPoolExecutor, monkeypatch: pytes
         return entries
 
     monkeypatch.setattr(sending, "_fill", flipping)
-    with pytest.raises(RolloutError, match=r"version 6 did not reach the engine: RolloutError: a did not arrive as it was sent"):
+    with pytest.raises(
+        RolloutError,
+        match=r"version 6 did not reach the engine: RolloutError: a did not arrive as it was sent",
+    ):
         send(engine, weights(), 6)
     assert engine.submit(engine_has, {}).result(60)["version"] == NOTHING
 
@@ -99,7 +107,9 @@ def test_a_push_that_is_cut_off_leaves_no_version(engine: ProcessPoolExecutor) -
     with pytest.raises(RolloutError, match="version 7 did not reach the engine"):
         send(engine, breaking(), 7)  # type: ignore[arg-type]
     assert engine.submit(engine_has, {}).result(60)["version"] == NOTHING
-    with pytest.raises(RolloutError, match="2 tensors that an earlier push had are not in this one, such as half"):
+    with pytest.raises(
+        RolloutError, match="2 tensors that an earlier push had are not in this one, such as half"
+    ):
         send(engine, weights()[:4], 8)
     send(engine, weights(), 9)
     assert engine.submit(engine_has, {}).result(60)["version"] == 9
@@ -125,7 +135,10 @@ def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "_TOKEN_S", 0.2)
     listener = Listener("127.0.0.1")
     address = (listener.host, listener.port)
-    with contextlib.closing(socket.create_connection(address)), contextlib.closing(socket.create_connection(address)) as stranger:
+    with (
+        contextlib.closing(socket.create_connection(address)),
+        contextlib.closing(socket.create_connection(address)) as stranger,
+    ):
         stranger.sendall(b"x" * 64)
         own = Channel.connect(listener.host, listener.port, listener.token, 5)
         (channel,) = listener.accept(1, timeout=5, failed=lambda: False)

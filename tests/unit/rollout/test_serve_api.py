@@ -1,4 +1,6 @@
-"""The OpenAI client drives the server: chat, completions, streams, log-probs, token ids, tools. The engine says what its script says."""
+"""The OpenAI client drives the server: chat, completions, streams, log-probs, token ids, tools. The engine
+says what its script says.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from serving import TOKENIZER, TOOL_TEMPLATE, Served, ids, serve_script
 from hybridflow.rollout.base import GenerationRequest
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
+    }
+]
 HELLO: list[Any] = [{"role": "user", "content": "say hello"}]
 
 
@@ -21,7 +28,11 @@ def says(request: GenerationRequest) -> list[int]:
     """The reply to what the prompt asks for."""
     prompt = TOKENIZER.decode(request.prompt_token_ids)
     if "tool_call>\n" in prompt:  # the beginning of a call stands in the prompt
-        return ids('{"name": "add", "arguments": {"a": 2}}</tool_call>' if prompt.endswith("\n") else '{"a": 3}}</tool_call>')
+        return ids(
+            '{"name": "add", "arguments": {"a": 2}}</tool_call>'
+            if prompt.endswith("\n")
+            else '{"a": 3}}</tool_call>'
+        )
     if "call it" in prompt:
         return ids(f"I call. {CALL}{CALL}")
     return ids("hello world")
@@ -29,7 +40,9 @@ def says(request: GenerationRequest) -> list[int]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve_script(says, model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}, seconds=0.001) as server:
+    with serve_script(
+        says, model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}, seconds=0.001
+    ) as server:
         yield server
         server.wait_idle()
         assert server.sessions[0].idle
@@ -38,10 +51,16 @@ def served() -> Iterator[Served]:
 def test_chat(served: Served) -> None:
     answer = served.openai.chat.completions.create(model="tiny", messages=HELLO, n=2, seed=1)
     assert [choice.message.content for choice in answer.choices] == ["hello world"] * 2
-    assert {choice.finish_reason for choice in answer.choices} == {"stop"} and [c.index for c in answer.choices] == [0, 1]
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"} and [
+        c.index for c in answer.choices
+    ] == [0, 1]
     prompt = len(ids("u:say hello;a:"))
     assert answer.usage is not None and answer.usage.prompt_tokens == prompt
-    assert answer.usage.completion_tokens == 2 * (len(ids("hello world")) + 1) == answer.usage.total_tokens - prompt
+    assert (
+        answer.usage.completion_tokens
+        == 2 * (len(ids("hello world")) + 1)
+        == answer.usage.total_tokens - prompt
+    )
 
 
 def test_chat_streams_what_it_answers(served: Served) -> None:
@@ -63,22 +82,34 @@ def test_chat_streams_what_it_answers(served: Served) -> None:
 
 def test_content_in_parts_and_older_turns(served: Served) -> None:
     messages: list[Any] = [
-        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}],
+        },
         {"role": "user", "content": "x"},
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 5}'}}],
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 5}'}}
+            ],
         },
         {"role": "tool", "tool_call_id": "1", "content": "6"},
     ]
-    answer = served.openai.chat.completions.create(model="tiny", messages=messages, extra_body={"return_token_ids": True})
-    assert TOKENIZER.decode(answer.model_extra["prompt_token_ids"]) == "s:be brief;u:x;a:<tool_call>f 5</tool_call>;t:6;a:"
+    answer = served.openai.chat.completions.create(
+        model="tiny", messages=messages, extra_body={"return_token_ids": True}
+    )
+    assert (
+        TOKENIZER.decode(answer.model_extra["prompt_token_ids"])
+        == "s:be brief;u:x;a:<tool_call>f 5</tool_call>;t:6;a:"
+    )
     assert answer.choices[0].model_extra["token_ids"] == [*ids("hello world"), TOKENIZER.eos_token_id]
 
 
 def test_log_probs_name_tokens_and_their_rivals(served: Served) -> None:
-    answer = served.openai.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=1)
+    answer = served.openai.chat.completions.create(
+        model="tiny", messages=HELLO, logprobs=True, top_logprobs=1
+    )
     listed = answer.choices[0].logprobs.content
     assert "".join(entry.token for entry in listed) == "hello world<|im_end|>"
     assert all(bytes(entry.bytes).decode() == entry.token and entry.logprob == -0.5 for entry in listed)
@@ -88,7 +119,12 @@ def test_log_probs_name_tokens_and_their_rivals(served: Served) -> None:
 def test_rivals_come_with_their_tokens(served: Served) -> None:
     ask = served.openai.chat.completions.create
     chunks = list(ask(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2, stream=True))
-    parts = [choice.logprobs.content for chunk in chunks for choice in chunk.choices if choice.logprobs and choice.logprobs.content]
+    parts = [
+        choice.logprobs.content
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs and choice.logprobs.content
+    ]
     assert len(parts) > 3 and all(len(entry.top_logprobs) == 2 for part in parts for entry in part)
     (whole,) = ask(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2).choices
     assert [entry for part in parts for entry in part] == whole.logprobs.content
@@ -96,11 +132,15 @@ def test_rivals_come_with_their_tokens(served: Served) -> None:
 
 def test_tokens_can_be_named_by_their_ids(served: Served) -> None:
     extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
-    choice = served.openai.completions.create(model="tiny", prompt="ab", logprobs=2, max_tokens=4, extra_body=extra).choices[0]
+    choice = served.openai.completions.create(
+        model="tiny", prompt="ab", logprobs=2, max_tokens=4, extra_body=extra
+    ).choices[0]
     assert choice.logprobs.tokens == [f"token_id:{token}" for token in ids("hell")] and choice.text == "hell"
     assert [len(place) for place in choice.logprobs.top_logprobs] == [2] * 4
     listed = (
-        served.openai.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, extra_body=extra).choices[0].logprobs.content
+        served.openai.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, extra_body=extra)
+        .choices[0]
+        .logprobs.content
     )
     assert (listed[0].token, bytes(listed[0].bytes)) == (f"token_id:{ids('h')[0]}", b"h")
 
@@ -110,8 +150,13 @@ def test_completions_of_texts_and_token_ids(served: Served) -> None:
     answer = ask(model="tiny", prompt=["ab", "cd"], n=2, max_tokens=4, echo=True)
     assert [choice.text for choice in answer.choices] == ["abhell", "abhell", "cdhell", "cdhell"]
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
-    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 16)
-    answer = ask(model="tiny", prompt=ids("ab"), logprobs=2, max_tokens=4, extra_body={"return_token_ids": True})
+    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        4,
+        16,
+    )
+    answer = ask(
+        model="tiny", prompt=ids("ab"), logprobs=2, max_tokens=4, extra_body={"return_token_ids": True}
+    )
     choice = answer.choices[0]
     assert choice.text == "hell" and choice.model_extra == {
         "stop_reason": None,
@@ -120,7 +165,9 @@ def test_completions_of_texts_and_token_ids(served: Served) -> None:
     }
     assert choice.logprobs.tokens == list("hell") and choice.logprobs.text_offset == [0, 1, 2, 3]
     assert [list(place)[-1] for place in choice.logprobs.top_logprobs] == list("hell")
-    assert [choice.text for choice in ask(model="tiny", prompt=[ids("ab"), ids("c")], max_tokens=2).choices] == ["he", "he"]
+    assert [
+        choice.text for choice in ask(model="tiny", prompt=[ids("ab"), ids("c")], max_tokens=2).choices
+    ] == ["he", "he"]
 
 
 def test_completions_stream_with_token_ids(served: Served) -> None:
@@ -128,7 +175,10 @@ def test_completions_stream_with_token_ids(served: Served) -> None:
     stream = ask(model="tiny", prompt="ab", stream=True, logprobs=0, extra_body={"return_token_ids": True})
     choices = [choice for chunk in stream for choice in chunk.choices]
     assert "".join(choice.text for choice in choices) == "hello world" and choices[-1].finish_reason == "stop"
-    assert [token for choice in choices for token in choice.model_extra["token_ids"]] == [*ids("hello world"), TOKENIZER.eos_token_id]
+    assert [token for choice in choices for token in choice.model_extra["token_ids"]] == [
+        *ids("hello world"),
+        TOKENIZER.eos_token_id,
+    ]
     assert [place for choice in choices for place in choice.logprobs.text_offset] == list(range(12))
     stream = ask(model="tiny", prompt="ab", stream=True, echo=True)
     assert "".join(choice.text for chunk in stream for choice in chunk.choices) == "abhello world"
@@ -137,7 +187,11 @@ def test_completions_stream_with_token_ids(served: Served) -> None:
 def test_stop_texts_are_cut_off_and_never_shown(served: Served) -> None:
     ask = served.openai.completions.create
     for stop, text in ((["o w", "zz"], "hell"), ("wor", "hello "), ("ld!", "hello world")):
-        parts = [choice.text for chunk in ask(model="tiny", prompt="a", stop=stop, stream=True) for choice in chunk.choices]
+        parts = [
+            choice.text
+            for chunk in ask(model="tiny", prompt="a", stop=stop, stream=True)
+            for choice in chunk.choices
+        ]
         assert "".join(parts) == text == ask(model="tiny", prompt="a", stop=stop).choices[0].text
     answer = ask(model="tiny", prompt="a", extra_body={"stop_token_ids": ids("w")})
     assert answer.choices[0].text == "hello " and answer.choices[0].model_extra["stop_reason"] == ids("w")[0]
@@ -148,23 +202,42 @@ def test_tool_calls(served: Served) -> None:
     messages: list[Any] = [{"role": "user", "content": "call it"}]
     answer = ask(model="tiny", messages=messages, tools=TOOLS).choices[0]
     assert answer.finish_reason == "tool_calls" and answer.message.content == "I call."
-    assert [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls] == [("add", {"a": 1})] * 2
+    assert [
+        (call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls
+    ] == [("add", {"a": 1})] * 2
     text, calls = "", {}
     for chunk in ask(model="tiny", messages=messages, tools=TOOLS, stream=True):
         for choice in chunk.choices:
             text += choice.delta.content or ""
-            calls |= {call.index: (call.function.name, call.function.arguments, call.id) for call in choice.delta.tool_calls or []}
+            calls |= {
+                call.index: (call.function.name, call.function.arguments, call.id)
+                for call in choice.delta.tool_calls or []
+            }
             reason = choice.finish_reason
-    assert text == "I call. " and [call[:2] for call in calls.values()] == [("add", '{"a": 1}')] * 2 and reason == "tool_calls"
+    assert (
+        text == "I call. "
+        and [call[:2] for call in calls.values()] == [("add", '{"a": 1}')] * 2
+        and reason == "tool_calls"
+    )
     assert calls.keys() == {0, 1} and calls[0][2] != calls[1][2]
-    assert CALL in ask(model="tiny", messages=messages, tools=TOOLS, tool_choice="none").choices[0].message.content
+    assert (
+        CALL
+        in ask(model="tiny", messages=messages, tools=TOOLS, tool_choice="none").choices[0].message.content
+    )
 
 
-@pytest.mark.parametrize(("choice", "number"), [("required", 2), ({"type": "function", "function": {"name": "add"}}, 3)])
+@pytest.mark.parametrize(
+    ("choice", "number"), [("required", 2), ({"type": "function", "function": {"name": "add"}}, 3)]
+)
 def test_a_call_that_is_asked_for_is_begun_for_the_model(served: Served, choice: Any, number: int) -> None:
-    answer = served.openai.chat.completions.create(model="tiny", messages=HELLO, tools=TOOLS, tool_choice=choice).choices[0]
+    answer = served.openai.chat.completions.create(
+        model="tiny", messages=HELLO, tools=TOOLS, tool_choice=choice
+    ).choices[0]
     (call,) = answer.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": number}) and answer.message.content is None
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "add",
+        {"a": number},
+    ) and answer.message.content is None
 
 
 def test_one_call_where_one_is_wanted(served: Served) -> None:
@@ -174,7 +247,10 @@ def test_one_call_where_one_is_wanted(served: Served) -> None:
     assert answer.finish_reason == "tool_calls" and len(answer.message.tool_calls) == 1
     chunks = ask(model="tiny", messages=messages, tools=TOOLS, parallel_tool_calls=False, stream=True)
     choices = [choice for chunk in chunks for choice in chunk.choices]
-    assert sum(len(choice.delta.tool_calls or []) for choice in choices) == 1 and choices[-1].finish_reason == "tool_calls"
+    assert (
+        sum(len(choice.delta.tool_calls or []) for choice in choices) == 1
+        and choices[-1].finish_reason == "tool_calls"
+    )
     served.wait_idle()  # the rest of the response is not generated
 
 
@@ -188,10 +264,17 @@ def test_one_call_where_one_is_wanted(served: Served) -> None:
     ],
 )
 def test_what_has_to_be_a_call_is_one_or_an_error(reply: str, told: str, status: int, stream: bool) -> None:
-    with serve_script(lambda request: ids(reply), model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}) as server:
+    with serve_script(
+        lambda request: ids(reply), model={"tool_parser": "hermes", "chat_template": TOOL_TEMPLATE}
+    ) as server:
         with pytest.raises(openai.APIError, match=told) as caught:
             answer = server.openai.chat.completions.create(
-                model="tiny", messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=50, stream=stream
+                model="tiny",
+                messages=HELLO,
+                tools=TOOLS,
+                tool_choice="required",
+                max_tokens=50,
+                stream=stream,
             )
             list(answer)
         if isinstance(caught.value, openai.APIStatusError):  # a stream has begun with 200
@@ -205,10 +288,20 @@ def test_models_health_version_metrics(served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         served.openai.models.retrieve("other")
     served.openai.completions.create(model="tiny", prompt="ab", max_tokens=2)
-    assert served.http.get("/health").json() == {"status": "ok"} and "version" in served.http.get("/version").json()
+    assert (
+        served.http.get("/health").json() == {"status": "ok"}
+        and "version" in served.http.get("/version").json()
+    )
     page = served.http.get("/metrics").text
-    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page.splitlines() if not line.startswith("#")}
+    values = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in page.splitlines()
+        if not line.startswith("#")
+    }
     assert values['hybridflow_http_answers_total{model="tiny",path="/v1/completions",status="200"}'] >= 1
-    assert values['hybridflow_generated_tokens_total{model="tiny"}'] >= 2 and values['hybridflow_replicas_alive{model="tiny"}'] == 1
+    assert (
+        values['hybridflow_generated_tokens_total{model="tiny"}'] >= 2
+        and values['hybridflow_replicas_alive{model="tiny"}'] == 1
+    )
     counted = values['hybridflow_request_seconds_count{model="tiny"}']
     assert values['hybridflow_request_seconds_bucket{model="tiny",le="+Inf"}'] == counted >= 1

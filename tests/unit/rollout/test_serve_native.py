@@ -1,4 +1,6 @@
-"""The server on the native engine: the command as a process, greedy answers equal to the engine's own, many clients at once."""
+"""The server on the native engine: the command as a process, greedy answers equal to the engine's own, many
+clients at once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PROMPT = "user: 3 + 4 = "
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
+    return create_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +54,48 @@ def own(model: Path, sampling: SamplingParams) -> list[int]:
 
 def test_greedy_answers_are_the_engines_streamed_or_not(served: Served, model: Path) -> None:
     expected = own(model, SamplingParams(24, greedy=True))
-    ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "extra_body": {"return_token_ids": True}}
+    ask: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 24,
+        "temperature": 0,
+        "extra_body": {"return_token_ids": True},
+    }
     whole = served.openai.completions.create(**ask, n=2, logprobs=2)
     assert [choice.model_extra["token_ids"] for choice in whole.choices] == [expected] * 2
     for choice in whole.choices:
         best = [max(place, key=place.get) for place in choice.logprobs.top_logprobs]
-        assert best == choice.logprobs.tokens and all(len(place) == 2 for place in choice.logprobs.top_logprobs)
-        assert choice.logprobs.token_logprobs == pytest.approx([max(place.values()) for place in choice.logprobs.top_logprobs])
-    pieces = [choice for chunk in served.openai.completions.create(**ask, stream=True) for choice in chunk.choices]
+        assert best == choice.logprobs.tokens and all(
+            len(place) == 2 for place in choice.logprobs.top_logprobs
+        )
+        assert choice.logprobs.token_logprobs == pytest.approx(
+            [max(place.values()) for place in choice.logprobs.top_logprobs]
+        )
+    pieces = [
+        choice for chunk in served.openai.completions.create(**ask, stream=True) for choice in chunk.choices
+    ]
     assert [token for choice in pieces for token in choice.model_extra["token_ids"]] == expected
     assert "".join(choice.text for choice in pieces) == whole.choices[0].text
-    with_tops = [choice for chunk in served.openai.completions.create(**ask, stream=True, logprobs=2) for choice in chunk.choices]
+    with_tops = [
+        choice
+        for chunk in served.openai.completions.create(**ask, stream=True, logprobs=2)
+        for choice in chunk.choices
+    ]
     tops = [place for choice in with_tops for place in choice.logprobs.top_logprobs]
     assert tops == [pytest.approx(place, abs=1e-5) for place in whole.choices[0].logprobs.top_logprobs]
 
 
 def test_a_seed_repeats_and_sampling_fields_act(served: Served) -> None:
     def ask(**fields: Any) -> list[int]:
-        known = {name: fields.pop(name) for name in list(fields) if name in ("seed", "logit_bias", "stop", "temperature")}
+        known = {
+            name: fields.pop(name)
+            for name in list(fields)
+            if name in ("seed", "logit_bias", "stop", "temperature")
+        }
         body = {"return_token_ids": True, "ignore_eos": True, **fields}
-        answer = served.openai.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, extra_body=body, **known)
+        answer = served.openai.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=12, extra_body=body, **known
+        )
         return list(answer.choices[0].model_extra["token_ids"])
 
     assert ask(seed=5) == ask(seed=5) != ask(seed=6) and ask() != ask()
@@ -82,7 +108,9 @@ def test_a_seed_repeats_and_sampling_fields_act(served: Served) -> None:
 
 def test_a_stop_text_ends_generation(served: Served) -> None:
     bias = {str(ids(letter)[0]): 100.0 for letter in "z"}
-    answer = served.openai.completions.create(model="tiny", prompt=PROMPT, max_tokens=200, logit_bias=bias, stop="zzz")
+    answer = served.openai.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=200, logit_bias=bias, stop="zzz"
+    )
     assert answer.choices[0].text == "" and answer.usage is not None and answer.usage.completion_tokens == 3
     assert answer.choices[0].finish_reason == "stop" and answer.choices[0].model_extra["stop_reason"] == "zzz"
 
@@ -106,7 +134,9 @@ async def storm(url: str, count: int, seed: int) -> Counter[str]:
     """What became of `count` requests at once: a third goes away at some time, all have their own conditions."""
     draw = random.Random(seed)
     limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, limits=limits, timeout=60) as client:
+    async with httpx.AsyncClient(
+        base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, limits=limits, timeout=60
+    ) as client:
 
         async def one(stream: bool, stop: dict[str, Any], leave: float | None) -> str:
             body = {"prompt": PROMPT, "max_tokens": 40, "stream": stream, **stop}
@@ -126,7 +156,12 @@ async def storm(url: str, count: int, seed: int) -> Counter[str]:
             {"max_tokens": 1},
         )
         asked = [
-            one(draw.random() < 0.5, draw.choice(conditions), draw.uniform(0, 0.5) if draw.random() < 0.33 else None) for _ in range(count)
+            one(
+                draw.random() < 0.5,
+                draw.choice(conditions),
+                draw.uniform(0, 0.5) if draw.random() < 0.33 else None,
+            )
+            for _ in range(count)
         ]
         return Counter(await asyncio.gather(*asked))
 
@@ -142,8 +177,24 @@ def test_many_clients_some_of_whom_leave(served: Served) -> None:
 
 @pytest.fixture
 def command(model: Path) -> Iterator[subprocess.Popen[str]]:
-    words = [sys.executable, "-m", "hybridflow.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    words = [
+        sys.executable,
+        "-m",
+        "hybridflow.cli.main",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     yield process
     process.kill()
     process.communicate()
@@ -155,7 +206,9 @@ def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[st
     token = re.fullmatch(r"token of this run \(api_key of clients\): (\S{32,})\n", command.stdout.readline())
     assert url and token
     client = openai.OpenAI(base_url=url[1], api_key=token[1], max_retries=0)
-    answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "3 + 4 = ?"}], max_tokens=4)
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "3 + 4 = ?"}], max_tokens=4
+    )
     assert answer.choices[0].message.content is not None
     command.send_signal(signal.SIGTERM)
     _, errors = command.communicate(timeout=20)

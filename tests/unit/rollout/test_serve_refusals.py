@@ -1,4 +1,6 @@
-"""Who may not ask, what cannot be served, and what happens at the limits: each with a status and a reason in OpenAI's shape."""
+"""Who may not ask, what cannot be served, and what happens at the limits: each with a status and a reason in
+OpenAI's shape.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,13 @@ def tool(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve_script(model={"chat_template": TOOL_TEMPLATE}, limits=Limits(max_queue=64, max_body_bytes=20_000)) as server:
+    with serve_script(
+        model={"chat_template": TOOL_TEMPLATE}, limits=Limits(max_queue=64, max_body_bytes=20_000)
+    ) as server:
         yield server
-        assert server.openai.completions.create(model="tiny", prompt="ab", max_tokens=2).choices[0].text == "ba"
+        assert (
+            server.openai.completions.create(model="tiny", prompt="ab", max_tokens=2).choices[0].text == "ba"
+        )
         server.wait_idle()
 
 
@@ -48,11 +54,25 @@ def reason(answer: httpx.Response, status: int) -> str:
     return str(error["message"])
 
 
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": f"Basic {TOKEN}"}])
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": f"Basic {TOKEN}"}],
+)
 def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, str]) -> None:
-    for method, path in (("POST", CHAT), ("POST", PLAIN), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nothing")):
-        answer = httpx.request(method, served.url + path, headers=headers, json=None if method == "GET" else {"prompt": "a"})
-        assert "Authorization: Bearer TOKEN" in reason(answer, 401) and answer.headers["www-authenticate"] == "Bearer"
+    for method, path in (
+        ("POST", CHAT),
+        ("POST", PLAIN),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/nothing"),
+    ):
+        answer = httpx.request(
+            method, served.url + path, headers=headers, json=None if method == "GET" else {"prompt": "a"}
+        )
+        assert (
+            "Authorization: Bearer TOKEN" in reason(answer, 401)
+            and answer.headers["www-authenticate"] == "Bearer"
+        )
     assert httpx.get(f"{served.url}/health").status_code == 200
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
@@ -93,20 +113,52 @@ def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, s
         (PLAIN, {"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias: holds token id 9999"),
         (PLAIN, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias: values are numbers from -100 to 100"),
         (PLAIN, {"prompt": "a", "presence_penalty": 1}, "presence_penalty: is not supported"),
-        (PLAIN, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options: is only allowed with stream"),
+        (
+            PLAIN,
+            {"prompt": "a", "stream_options": {"include_usage": True}},
+            "stream_options: is only allowed with stream",
+        ),
         (CHAT, {"messages": []}, "messages: "),
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: "),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content: a part of type 'image_url'"),
-        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format: 'json_object' is not supported"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content: a part of type 'image_url'",
+        ),
+        (
+            CHAT,
+            {"messages": HELLO, "response_format": {"type": "json_object"}},
+            "response_format: 'json_object' is not supported",
+        ),
         (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs: is only allowed with logprobs"),
         (CHAT, {"messages": HELLO, "tools": [TOOL]}, "start the server with --tool-call-parser"),
-        (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice: asks for a call, and there are no tools"),
+        (
+            CHAT,
+            {"messages": HELLO, "tool_choice": "required"},
+            "tool_choice: asks for a call, and there are no tools",
+        ),
         (CHAT, {"messages": HELLO, "tools": [TOOL, TOOL]}, "tools[0].function.name: 'f' names two tools"),
         (CHAT, {"messages": HELLO, "tools": [{"type": "web"}]}, "tools.0.type: "),
-        (CHAT, {"messages": HELLO, "tools": [tool(strict=True)]}, "tools[0].function.strict: true is not supported"),
-        (CHAT, {"messages": HELLO, "tools": [tool(parameters={"type": "array"})]}, "parameters.type: 'array': arguments are an object"),
-        (CHAT, {"messages": HELLO, "tools": [tool(parameters={"properties": {"a": 1}})]}, "wanted an object that gives each argument"),
-        (CHAT, {"messages": HELLO, "tools": [tool(parameters={"required": "a"})]}, "parameters.required: wanted a list of names"),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [tool(strict=True)]},
+            "tools[0].function.strict: true is not supported",
+        ),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [tool(parameters={"type": "array"})]},
+            "parameters.type: 'array': arguments are an object",
+        ),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [tool(parameters={"properties": {"a": 1}})]},
+            "wanted an object that gives each argument",
+        ),
+        (
+            CHAT,
+            {"messages": HELLO, "tools": [tool(parameters={"required": "a"})]},
+            "parameters.required: wanted a list of names",
+        ),
         (CHAT, {"messages": HELLO, "functions": []}, "functions: is no field of this endpoint"),
         (CHAT, {"messages": HELLO, "logit_bias": {"1": "x"}}, "logit_bias.1: "),
         (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens: "),
@@ -118,13 +170,19 @@ def test_without_the_token_there_is_nothing(served: Served, headers: dict[str, s
             {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
             "chat_template_kwargs: 'chat_template' is the server's",
         ),
-        (CHAT, {"messages": HELLO, "continue_final_message": True}, "continue_final_message: the last message is of 'user'"),
+        (
+            CHAT,
+            {"messages": HELLO, "continue_final_message": True},
+            "continue_final_message: the last message is of 'user'",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_said(served: Served, path: str, body: Any, told: str) -> None:
     for stream in (False, True):
         if isinstance(body, dict):
-            answer = served.http.post(path, json={**body, "stream": stream} if stream and "stream_options" not in body else body)
+            answer = served.http.post(
+                path, json={**body, "stream": stream} if stream and "stream_options" not in body else body
+            )
         else:
             answer = served.http.post(path, content=body, headers={"content-type": "application/json"})
         assert told in reason(answer, 400)
@@ -150,18 +208,25 @@ def endless(request: Any) -> list[int]:
 
 def test_a_full_queue_says_so() -> None:
     with serve_script(endless, limits=Limits(max_queue=3), seconds=0.002) as server:
-        with server.http.stream("POST", PLAIN, json={"prompt": "a", "n": 2, "max_tokens": 400, "stream": True}) as running:
+        with server.http.stream(
+            "POST", PLAIN, json={"prompt": "a", "n": 2, "max_tokens": 400, "stream": True}
+        ) as running:
             chunks = running.iter_raw()
             next(chunks)
             answer = server.http.post(PLAIN, json={"prompt": "a", "n": 2})
-            assert "2 responses are in work or wait" in reason(answer, 429) and answer.headers["retry-after"] == "1"
+            assert (
+                "2 responses are in work or wait" in reason(answer, 429)
+                and answer.headers["retry-after"] == "1"
+            )
             assert server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 2}).status_code == 200
         server.wait_idle()
 
 
 def test_clients_that_go_away_free_their_rows() -> None:
     with serve_script(endless, seconds=0.02) as server:  # 400 tokens would take 8 s
-        with server.http.stream("POST", PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400, "stream": True}) as running:
+        with server.http.stream(
+            "POST", PLAIN, json={"prompt": "a", "n": 3, "max_tokens": 400, "stream": True}
+        ) as running:
             chunks = running.iter_raw()
             next(chunks)
             assert server.service.open_choices == 3
@@ -186,7 +251,12 @@ def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
             await asyncio.sleep(60)
 
         async def stream() -> None:
-            await asyncio.wait_for(EventStream(service, job, CompletionAnswer(job, service.model, NAMES))({}, stays, takes_nothing), 5)
+            await asyncio.wait_for(
+                EventStream(service, job, CompletionAnswer(job, service.model, NAMES))(
+                    {}, stays, takes_nothing
+                ),
+                5,
+            )
 
         asyncio.run(stream())
         assert begun.is_set()
@@ -204,8 +274,12 @@ def test_a_deadline_is_504_or_an_event() -> None:
 
 def test_an_engine_that_dies_is_named_and_the_server_goes_on_saying_so() -> None:
     with serve_script(endless, dies_at=5) as server:
-        assert "native-0 died: RuntimeError" in reason(server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 400}), 503)
-        assert "no engine is alive: replica native-0 died" in reason(server.http.post(PLAIN, json={"prompt": "a"}), 503)
+        assert "native-0 died: RuntimeError" in reason(
+            server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 400}), 503
+        )
+        assert "no engine is alive: replica native-0 died" in reason(
+            server.http.post(PLAIN, json={"prompt": "a"}), 503
+        )
         assert "no engine is alive" in reason(server.http.get("/health"), 503)
 
 
@@ -237,7 +311,9 @@ def test_a_draining_server_lets_nothing_in() -> None:
 def test_tokens_and_hosts() -> None:
     token, made = choose_token("127.0.0.1", None)
     assert made and token is not None and len(token) >= 32 and token != choose_token("127.0.0.1", None)[0]
-    assert choose_token("localhost", "mine") == ("mine", False) and choose_token("::1", None, no_token=True) == (None, False)
+    assert choose_token("localhost", "mine") == ("mine", False) and choose_token(
+        "::1", None, no_token=True
+    ) == (None, False)
     assert choose_token("0.0.0.0", "x" * 16) == ("x" * 16, False)
     for host, given, no_token, told in (
         ("0.0.0.0", None, False, "needs a token of at least 16"),
@@ -264,8 +340,12 @@ def test_replicas_share_the_work() -> None:
     with serve_script(echoes, replicas=2, seconds=0.002) as server:
 
         async def ask() -> None:
-            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="a-token-for-tests", max_retries=0) as client:
-                asked = [client.completions.create(model="tiny", prompt=f"a{n}", max_tokens=8) for n in range(20)]
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="a-token-for-tests", max_retries=0
+            ) as client:
+                asked = [
+                    client.completions.create(model="tiny", prompt=f"a{n}", max_tokens=8) for n in range(20)
+                ]
                 for number, answer in enumerate(await asyncio.gather(*asked)):
                     assert answer.choices[0].text == f"a{number}"[::-1]
 

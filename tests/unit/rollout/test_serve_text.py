@@ -1,4 +1,6 @@
-"""Tokens as text while they come: whole characters, stop texts cut off, names and bytes of single tokens, formats of tool calls."""
+"""Tokens as text while they come: whole characters, stop texts cut off, names and bytes of single tokens,
+formats of tool calls.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,18 @@ def by_bytes() -> PreTrainedTokenizerFast:
 def fallback() -> PreTrainedTokenizerFast:
     """Words with a sign for the space before them, and bytes for what has none, as SentencePiece's."""
     words = ["<unk>", "▁Hello", "▁world", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend = Tokenizer(BPE({word: place for place, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend = Tokenizer(
+        BPE({word: place for place, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
-def fed(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], seed: int, prompt: list[int] | None = None) -> list[str]:
+def fed(
+    tokenizer: PreTrainedTokenizerFast, token_ids: list[int], seed: int, prompt: list[int] | None = None
+) -> list[str]:
     """Pieces of text, for pieces of one to four tokens."""
     draw, reader, pieces, place = random.Random(seed), Detokenizer(tokenizer, prompt or []), [], 0
     while place < len(token_ids):
@@ -57,8 +65,12 @@ def test_no_character_is_split(by_bytes: PreTrainedTokenizerFast, text: str) -> 
 
 
 @given(st.lists(st.integers(0, 255), max_size=60), st.integers(0, 1000))
-def test_any_bytes_give_the_text_of_the_whole(by_bytes: PreTrainedTokenizerFast, token_ids: list[int], seed: int) -> None:
-    assert "".join(fed(by_bytes, token_ids, seed)) == by_bytes.decode(token_ids, clean_up_tokenization_spaces=False)
+def test_any_bytes_give_the_text_of_the_whole(
+    by_bytes: PreTrainedTokenizerFast, token_ids: list[int], seed: int
+) -> None:
+    assert "".join(fed(by_bytes, token_ids, seed)) == by_bytes.decode(
+        token_ids, clean_up_tokenization_spaces=False
+    )
 
 
 def test_bytes_of_sentencepiece_and_the_space_after_the_prompt(fallback: PreTrainedTokenizerFast) -> None:
@@ -89,7 +101,11 @@ def test_special_tokens_are_left_out_unless_asked_for() -> None:
     assert Detokenizer(TOKENIZER, skip_special_tokens=False).add(tokens) == "ab<|im_end|>"
 
 
-@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers(0, 100))
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 100),
+)
 def test_stop_texts_cut_at_the_first(text: str, stops: list[str], seed: int) -> None:
     draw, cutter, shown, place = random.Random(seed), StopCutter(stops), "", 0
     while place < len(text) and cutter.found is None:
@@ -108,18 +124,23 @@ def test_stop_texts_cut_at_the_first(text: str, stops: list[str], seed: int) -> 
 def test_names_of_tokens(by_bytes: PreTrainedTokenizerFast, fallback: PreTrainedTokenizerFast) -> None:
     euro = by_bytes("€")["input_ids"]
     names = TokenNames(by_bytes)
-    assert bytes(byte for token in euro for byte in names.bytes(token)).decode() == "€" and names.text(euro[0]) == "\ufffd"
+    assert (
+        bytes(byte for token in euro for byte in names.bytes(token)).decode() == "€"
+        and names.text(euro[0]) == "\ufffd"
+    )
     assert TokenNames(fallback).bytes(4 + 0xE2) == [0xE2]
     assert TokenNames(TOKENIZER).bytes(TOKENIZER.eos_token_id) == list(b"<|im_end|>")
 
 
 CALLS = {
     "hermes": (
-        'Look: <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call> <tool_call>{"name": "now"}</tool_call>',
+        'Look: <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call> '
+        '<tool_call>{"name": "now"}</tool_call>',
         ["Look: ", ToolCall("add", '{"a": 1, "b": "x"}'), " ", ToolCall("now", "{}")],
     ),
     "qwen3_coder": (
-        "Look: <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n</function>\n</tool_call>",
+        "Look: "
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n</function>\n</tool_call>",
         ["Look: ", ToolCall("add", '{"a": 1, "b": "x\\ny"}')],
     ),
     "llama3_json": (
@@ -135,14 +156,27 @@ NO_CALLS = {
         '<tool_call>{"name": 3}</tool_call>',
         "a <tool",
     ),
-    "qwen3_coder": ("<tool_call>x</tool_call>", "<tool_call><function=f>junk</function></tool_call>", "<tool_call></tool_call>"),
-    "llama3_json": ('{"a": 1}', "{", "plain", '{"name": "f", "parameters": 3}', '{"name": "f", "parameters": {}} and text', "<|python"),
+    "qwen3_coder": (
+        "<tool_call>x</tool_call>",
+        "<tool_call><function=f>junk</function></tool_call>",
+        "<tool_call></tool_call>",
+    ),
+    "llama3_json": (
+        '{"a": 1}',
+        "{",
+        "plain",
+        '{"name": "f", "parameters": 3}',
+        '{"name": "f", "parameters": {}} and text',
+        "<|python",
+    ),
 }
 
 
 def parsed(name: str, text: str, size: int) -> list[str | ToolCall]:
     parser = TOOL_PARSERS[name]()
-    parts = [part for place in range(0, len(text), size) for part in parser.feed(text[place : place + size])] + parser.end()
+    parts = [
+        part for place in range(0, len(text), size) for part in parser.feed(text[place : place + size])
+    ] + parser.end()
     joined: list[str | ToolCall] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
@@ -163,7 +197,11 @@ def test_calls_are_found_however_the_text_is_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 def test_the_opening_makes_a_call(name: str) -> None:
-    rest = {"hermes": '{"a": 1}}', "qwen3_coder": "<parameter=a>\n1\n</parameter>\n</function>", "llama3_json": '{"a": 1}}'}[name]
+    rest = {
+        "hermes": '{"a": 1}}',
+        "qwen3_coder": "<parameter=a>\n1\n</parameter>\n</function>",
+        "llama3_json": '{"a": 1}}',
+    }[name]
     assert parsed(name, TOOL_PARSERS[name]().opening("f") + rest, 3) == [ToolCall("f", '{"a": 1}')]
     assert TOOL_PARSERS[name]().opening("f").startswith(TOOL_PARSERS[name]().opening(None)[:-1])
 
@@ -171,4 +209,6 @@ def test_the_opening_makes_a_call(name: str) -> None:
 def test_templates_say_their_format() -> None:
     assert parser_of_template("... <tool_call>{...}</tool_call>") == "hermes"
     assert parser_of_template("<tool_call><function=x><parameter=y>") == "qwen3_coder"
-    assert parser_of_template("<|python_tag|>") == "llama3_json" and parser_of_template("{{ messages }}") is None
+    assert (
+        parser_of_template("<|python_tag|>") == "llama3_json" and parser_of_template("{{ messages }}") is None
+    )

@@ -1,4 +1,6 @@
-"""SGLang without SGLang: its words, the draws that its sampler gets from us, its options, and memory given back."""
+"""SGLang without SGLang: its words, the draws that its sampler gets from us, its options, and memory given
+back.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def test_draws_follow_the_probabilities_and_depend_on_seed_and_place_alone() -> 
 
 @pytest.mark.parametrize(
     ("limits", "allowed"),
-    [({"top_ks": torch.full((ROWS,), 2)}, 2), ({"top_ps": torch.full((ROWS,), 0.8)}, 3), ({"min_ps": torch.full((ROWS,), 0.3)}, 3)],
+    [
+        ({"top_ks": torch.full((ROWS,), 2)}, 2),
+        ({"top_ps": torch.full((ROWS,), 0.8)}, 3),
+        ({"min_ps": torch.full((ROWS,), 0.3)}, 3),
+    ],
     ids=["top_k", "top_p", "min_p"],
 )
 def test_only_allowed_tokens_are_drawn(limits: dict[str, torch.Tensor], allowed: int) -> None:
@@ -67,14 +73,19 @@ def test_batches_get_seeds_log_probs_their_bare_logits_and_penalties_the_prompt(
             logits += self.logit_bias if self.logit_bias is not None else 0
 
     class Draws:
-        def forward(self, logits_output: Any, sampling_info: Any, return_logprob: bool, logprob_logits: Any = None) -> Any:
+        def forward(
+            self, logits_output: Any, sampling_info: Any, return_logprob: bool, logprob_logits: Any = None
+        ) -> Any:
             return logprob_logits
 
     class Penalizer:
         def __init__(self) -> None:
             self.cumulated_repetition_penalties = torch.ones(2, TOKENS)
             params = [SimpleNamespace(repetition_penalty=value) for value in (1.0, 1.5)]
-            requests = [SimpleNamespace(sampling_params=each, origin_input_ids=[1, 3], output_ids=[]) for each in params]
+            requests = [
+                SimpleNamespace(sampling_params=each, origin_input_ids=[1, 3], output_ids=[])
+                for each in params
+            ]
             self.orchestrator = SimpleNamespace(reqs=lambda: requests)
 
         def _prepare(self) -> None:
@@ -120,7 +131,11 @@ def test_stop_tokens_are_its_own_unless_end_tokens_are_ignored() -> None:
         return sglang_params(GenerationRequest(0, (5,), SamplingParams(4, **sampling), seed=1 << 63), (2,))
 
     plain = asked(stop_token_ids=(7,), top_log_probs=2)
-    assert plain["sampling_params"]["stop_token_ids"] == [2, 7] and plain["cuts"] == [] and plain["top_logprobs_num"] == 2
+    assert (
+        plain["sampling_params"]["stop_token_ids"] == [2, 7]
+        and plain["cuts"] == []
+        and plain["top_logprobs_num"] == 2
+    )
     assert plain["sampling_params"]["sampling_seed"] == 0 and "top_k" not in plain["sampling_params"]
     ignoring = asked(stop_token_ids=(7,), ignore_eos=True)
     assert "stop_token_ids" not in ignoring["sampling_params"] and ignoring["cuts"] == [7]
@@ -129,20 +144,42 @@ def test_stop_tokens_are_its_own_unless_end_tokens_are_ignored() -> None:
 def test_keys_become_options(tmp_path: Any) -> None:
     facts = ModelFacts(str(create_tiny_model(tmp_path / "model", seed=0)), torch.device("cpu"), "float32")
     own = EngineKwargsConfig(sglang={"max_total_tokens": 99})
-    config = RolloutConfig(name="sglang", max_model_len=64, max_num_seqs=4, enable_prefix_caching=False, engine_kwargs=own)
+    config = RolloutConfig(
+        name="sglang", max_model_len=64, max_num_seqs=4, enable_prefix_caching=False, engine_kwargs=own
+    )
     options = command_line(server_arguments(config, facts))
     given = dict(zip(options, [*options[1:], ""], strict=True))
-    wanted = {"--context-length": "64", "--max-running-requests": "4", "--dtype": "float32", "--max-total-tokens": "99", "--device": "cpu"}
-    assert wanted.items() <= given.items() and "--disable-radix-cache" in options and "--enable-memory-saver" not in options
+    wanted = {
+        "--context-length": "64",
+        "--max-running-requests": "4",
+        "--dtype": "float32",
+        "--max-total-tokens": "99",
+        "--device": "cpu",
+    }
+    assert (
+        wanted.items() <= given.items()
+        and "--disable-radix-cache" in options
+        and "--enable-memory-saver" not in options
+    )
     assert given["--custom-weight-loader"] == "hybridflow.rollout.sglang.loader.load"
     assert shape_of(config, facts).positions == 64
-    counted = server_arguments(RolloutConfig(name="sglang", max_model_len=64, max_num_seqs=4), facts)["max_total_tokens"]
+    counted = server_arguments(RolloutConfig(name="sglang", max_model_len=64, max_num_seqs=4), facts)[
+        "max_total_tokens"
+    ]
     assert counted == 4 * 65
 
 
 def test_memory_is_taken_again_only_where_it_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, Any]] = []
-    server = Server(Address("http://127.0.0.1:1"), None, vocabulary=5, positions=9, max_streams=1, timeout=1, bucket_bytes=64)
+    server = Server(
+        Address("http://127.0.0.1:1"),
+        None,
+        vocabulary=5,
+        positions=9,
+        max_streams=1,
+        timeout=1,
+        bucket_bytes=64,
+    )
     monkeypatch.setattr(server, "_post", lambda path, body: said.append((path, body)))
     server.sleep(1)
     server.wake_up(["weights"])

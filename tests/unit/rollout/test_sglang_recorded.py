@@ -1,4 +1,6 @@
-"""The engine against what a real SGLang server answered once (`sglang_recording.py`): the same requests, the same outputs."""
+"""The engine against what a real SGLang server answered once (`sglang_recording.py`): the same requests, the
+same outputs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
 
 def test_it_asks_what_was_recorded_and_reads_what_was_answered(replay: Replay) -> None:
     with serving(replay.answer) as url:
-        outputs = scenario(connect(url), lambda seed: [(name, tensor + seed) for name, tensor in GIVEN.items()])
+        outputs = scenario(
+            connect(url), lambda seed: [(name, tensor + seed) for name, tensor in GIVEN.items()]
+        )
     assert not replay.unexpected and not any(replay.left.values())
     assert json.loads(json.dumps(outputs)) == json.loads(RECORD.read_text(encoding="utf-8"))["outputs"]
     greedy, every, cut, refused, later = outputs
@@ -42,13 +46,20 @@ def test_a_weight_that_is_lost_is_told_by_the_worker(replay: Replay) -> None:
     with serving(replay.answer) as url:
         engine = connect(url)
         engine.update_weights(GIVEN.items(), 1)
-        with pytest.raises(RolloutError, match="1 tensors that an earlier push had are not in this one, such as b"):
+        with pytest.raises(
+            RolloutError, match="1 tensors that an earlier push had are not in this one, such as b"
+        ):
             engine.update_weights([("a.weight", GIVEN["a.weight"])], 2)
 
 
 def test_a_server_without_our_loader_is_refused(replay: Replay) -> None:
     for entries in replay.left.values():
         for entry in entries:
-            entry["answer"] = [text.replace(loader.QUALIFIED_NAME, "another.load") for text in entry["answer"]]
-    with serving(replay.answer) as url, pytest.raises(RolloutError, match="start it with --custom-weight-loader hybridflow"):
+            entry["answer"] = [
+                text.replace(loader.QUALIFIED_NAME, "another.load") for text in entry["answer"]
+            ]
+    with (
+        serving(replay.answer) as url,
+        pytest.raises(RolloutError, match="start it with --custom-weight-loader hybridflow"),
+    ):
         connect(url)

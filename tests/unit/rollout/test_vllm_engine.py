@@ -1,4 +1,6 @@
-"""The vLLM engine over a runner that is no vLLM: what it asks, what becomes of pieces, of weights and of an engine that dies."""
+"""The vLLM engine over a runner that is no vLLM: what it asks, what becomes of pieces, of weights and of an
+engine that dies.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.extension import keep_whole_distribution
 
-FACTS = {"device": "cuda:0", "vocabulary": 50, "positions": 20, "max_log_probs": 5, "temperature_only": True} | dict.fromkeys(
-    ("adapters", "quantized"), False
-)
+FACTS = {
+    "device": "cuda:0",
+    "vocabulary": 50,
+    "positions": 20,
+    "max_log_probs": 5,
+    "temperature_only": True,
+} | dict.fromkeys(("adapters", "quantized"), False)
 
 
 class Scripted:
@@ -52,7 +58,9 @@ class Scripted:
         for number, (said, limit) in list(self.open.items()):
             self.open[number] = (said + 1, limit)
             finish = "length" if said + 1 == limit else None
-            pieces.append(Piece(number, [10 + number], [-0.5], [[(10 + number, -0.5), (1, -1.0), (2, -2.0)]], finish))
+            pieces.append(
+                Piece(number, [10 + number], [-0.5], [[(10 + number, -0.5), (1, -1.0), (2, -2.0)]], finish)
+            )
             if finish:
                 del self.open[number]
         return pieces
@@ -92,18 +100,42 @@ def request(number: int, prompt: tuple[int, ...] = (5, 6), **sampling: Any) -> G
 def test_outputs_have_tokens_log_probs_and_versions() -> None:
     engine, _ = ready()
     first, second = engine.generate([request(0, max_tokens=2), request(1, top_log_probs=2)])
-    assert (first.token_ids, first.log_probs, first.finish_reason, first.policy_versions) == ([10, 10], [-0.5, -0.5], "length", [4, 4])
+    assert (first.token_ids, first.log_probs, first.finish_reason, first.policy_versions) == (
+        [10, 10],
+        [-0.5, -0.5],
+        "length",
+        [4, 4],
+    )
     assert first.top_log_probs is None and second.top_log_probs == [[(11, -0.5), (1, -1.0)]] * 3
-    assert engine.stats.generated_tokens == 5 and engine.stats.prefill_tokens == 2 and engine.stats.max_rows == 2
+    assert (
+        engine.stats.generated_tokens == 5 and engine.stats.prefill_tokens == 2 and engine.stats.max_rows == 2
+    )
 
 
 def test_requests_in_vllms_words() -> None:
     engine, runner = ready()
-    sampling = {"temperature": 0.5, "top_k": 4, "min_p": 0.1, "stop_token_ids": (7,), "logit_bias": ((9, -2.0),), "stop": ("x",)}
+    sampling = {
+        "temperature": 0.5,
+        "top_k": 4,
+        "min_p": 0.1,
+        "stop_token_ids": (7,),
+        "logit_bias": ((9, -2.0),),
+        "stop": ("x",),
+    }
     list(engine.generate([request(0, **sampling), request(1, greedy=True, top_k=4, ignore_eos=True)]))
     full, bare = runner.log[-1]
-    assert full["stop_token_ids"] == [2, 3, 7] and full["ignore_eos"] and full["logit_bias"] == {"9": -2.0} and full["top_k"] == 4
-    assert bare["temperature"] == 0 and bare["stop_token_ids"] == [] and "top_k" not in bare and bare["logprobs"] == 0
+    assert (
+        full["stop_token_ids"] == [2, 3, 7]
+        and full["ignore_eos"]
+        and full["logit_bias"] == {"9": -2.0}
+        and full["top_k"] == 4
+    )
+    assert (
+        bare["temperature"] == 0
+        and bare["stop_token_ids"] == []
+        and "top_k" not in bare
+        and bare["logprobs"] == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,10 +150,14 @@ def test_requests_in_vllms_words() -> None:
         (request(0, top_p=0.9), {"temperature_only": False}, "whole distribution"),
     ],
 )
-def test_what_vllm_cannot_serve_is_refused_alone(bad: GenerationRequest, facts: dict[str, Any], reason: str) -> None:
+def test_what_vllm_cannot_serve_is_refused_alone(
+    bad: GenerationRequest, facts: dict[str, Any], reason: str
+) -> None:
     engine, _ = ready(**facts)
     refusal, served = engine.generate([bad, request(1)])
-    assert refusal.finish_reason == "error" and reason in str(refusal.error) and served.token_ids == [11, 11, 11]
+    assert (
+        refusal.finish_reason == "error" and reason in str(refusal.error) and served.token_ids == [11, 11, 11]
+    )
 
 
 def test_abort_gives_what_there_is() -> None:
@@ -152,7 +188,10 @@ def test_an_engine_that_dies_leaves_what_was_finished_and_an_error_that_names_it
 def test_a_dropped_push_is_found_at_once() -> None:
     engine, runner = ready()
     runner.drops = True
-    with pytest.raises(RolloutError, match="weights of version 5 were pushed to a scripted engine, which says it has version 4"):
+    with pytest.raises(
+        RolloutError,
+        match="weights of version 5 were pushed to a scripted engine, which says it has version 4",
+    ):
         engine.update_weights(WEIGHTS, 5)
     runner.received.version = NOTHING
     with pytest.raises(RolloutError, match="has no weights yet"):
@@ -169,7 +208,10 @@ def test_sleep_and_wake() -> None:
         engine.generate([request(0)])
     engine.update_weights(WEIGHTS, 5)
     engine.wake_up()
-    assert runner.log == ["sleep 1", "wake ['weights']", "wake None"] and len(list(engine.generate([request(0)]))) == 1
+    assert (
+        runner.log == ["sleep 1", "wake ['weights']", "wake None"]
+        and len(list(engine.generate([request(0)]))) == 1
+    )
     on_cpu, cpu_runner = ready(device="cpu")
     on_cpu.sleep(2)
     assert cpu_runner.log == [] and len(list(on_cpu.generate([request(0)]))) == 1
@@ -191,7 +233,10 @@ class LikeVLLMs:
     """The two parts of vLLM's sampler that count here: log-probs first, then logits are changed in place."""
 
     def __init__(self) -> None:
-        self.logprobs_mode, self.topk_topp_sampler = "processed_logprobs", type("Inner", (), {"logprobs_mode": "processed_logprobs"})()
+        self.logprobs_mode, self.topk_topp_sampler = (
+            "processed_logprobs",
+            type("Inner", (), {"logprobs_mode": "processed_logprobs"})(),
+        )
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(-1)
@@ -208,6 +253,8 @@ def test_log_probs_are_those_at_the_temperature_alone() -> None:
     assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "raw_logprobs"  # type: ignore[attr-defined]
     temperature = torch.tensor([0.5, 0.0, 2.0])
     wanted = (logits / torch.tensor([0.5, 1.0, 2.0])[:, None]).log_softmax(-1)
-    assert torch.equal(sampler.forward(logits.clone(), type("Rows", (), {"temperature": temperature})()), wanted)
+    assert torch.equal(
+        sampler.forward(logits.clone(), type("Rows", (), {"temperature": temperature})()), wanted
+    )
     greedy = sampler.forward(logits.clone(), type("Rows", (), {"temperature": None})())
     assert torch.equal(greedy, logits.log_softmax(-1))

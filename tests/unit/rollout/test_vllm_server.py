@@ -1,4 +1,6 @@
-"""The server's side of vLLM without vLLM: its process and guard, and the HTTP that we speak, against a small server of the same words."""
+"""The server's side of vLLM without vLLM: its process and guard, and the HTTP that we speak, against a small
+server of the same words.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,19 @@ ADAPTERS: list[str] = []
 NAMES: set[str] = set()
 """Adapters that it has."""
 NO_ADAPTERS = threading.Event()
-FACTS = {"device": "cpu", "vocabulary": 50, "positions": 99, "max_log_probs": 5, "temperature_only": True} | dict.fromkeys(
-    ("adapters", "quantized"), False
-)
+FACTS = {
+    "device": "cpu",
+    "vocabulary": 50,
+    "positions": 99,
+    "max_log_probs": 5,
+    "temperature_only": True,
+} | dict.fromkeys(("adapters", "quantized"), False)
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Streams token 7 with log-prob -0.5 to the end, slowly for prompts that begin with 9; says one and no more for those with 6."""
+    """Streams token 7 with log-prob -0.5 to the end, slowly for prompts that begin with 9; says one and no
+    more for those with 6.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -98,7 +106,11 @@ class Answers(BaseHTTPRequestHandler):
         for number in range(body["max_tokens"]):
             finish = "length" if number + 1 == body["max_tokens"] else None
             top = [{"token_id:7": -0.5, "token_id:3": -1.5}] if body["logprobs"] else None
-            choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5], "top_logprobs": top}, "finish_reason": finish}
+            choice = {
+                "token_ids": [7],
+                "logprobs": {"token_logprobs": [-0.5], "top_logprobs": top},
+                "finish_reason": finish,
+            }
             try:
                 self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
                 self.wfile.flush()
@@ -117,7 +129,13 @@ def engine() -> Iterator[VLLMEngine]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    runner = Server(Address(f"http://127.0.0.1:{server.server_port}"), None, max_streams=4, timeout=10, bucket_bytes=1 << 16)
+    runner = Server(
+        Address(f"http://127.0.0.1:{server.server_port}"),
+        None,
+        max_streams=4,
+        timeout=10,
+        bucket_bytes=1 << 16,
+    )
     made = VLLMEngine(runner, eos_token_ids=[2])
     made.update_weights([("w", torch.arange(5.0))], 3)
     yield made
@@ -133,32 +151,51 @@ def request(number: int, first: int = 5, **sampling: Any) -> GenerationRequest:
 
 def test_streams_become_outputs(engine: VLLMEngine) -> None:
     assert torch.equal(HELD["w"], torch.arange(5.0)) and engine.policy_version == 3
-    found = {output.request_id: output for output in engine.generate([request(number, top_log_probs=number % 2) for number in range(9)])}
+    found = {
+        output.request_id: output
+        for output in engine.generate([request(number, top_log_probs=number % 2) for number in range(9)])
+    }
     assert sorted(found) == list(range(9))
-    assert all(each.token_ids == [7, 7, 7] and each.log_probs == [-0.5] * 3 and each.policy_versions == [3] * 3 for each in found.values())
+    assert all(
+        each.token_ids == [7, 7, 7] and each.log_probs == [-0.5] * 3 and each.policy_versions == [3] * 3
+        for each in found.values()
+    )
     assert found[1].top_log_probs == [[(7, -0.5)]] * 3 and found[0].top_log_probs is None
 
 
 def test_weights_of_another_run_are_none(engine: VLLMEngine) -> None:
     assert isinstance(engine.runner, Server)
-    other = VLLMEngine(Server(engine.runner.address, None, max_streams=4, timeout=10, bucket_bytes=1 << 16), eos_token_ids=[2])
+    other = VLLMEngine(
+        Server(engine.runner.address, None, max_streams=4, timeout=10, bucket_bytes=1 << 16),
+        eos_token_ids=[2],
+    )
     assert (engine.policy_version, other.policy_version) == (3, -1)
     with pytest.raises(RolloutError, match="update_weights must come first"):
         list(other.generate([request(0)]))
     other.close()
 
 
-def test_a_refused_request_is_an_error_of_its_own_and_a_cut_stream_is_the_engines_end(engine: VLLMEngine) -> None:
-    refused, served = sorted(engine.generate([request(0, 4), request(1)]), key=lambda output: output.request_id)
+def test_a_refused_request_is_an_error_of_its_own_and_a_cut_stream_is_the_engines_end(
+    engine: VLLMEngine,
+) -> None:
+    refused, served = sorted(
+        engine.generate([request(0, 4), request(1)]), key=lambda output: output.request_id
+    )
     assert "vllm refused it" in str(refused.error) and served.finish_reason == "length"
     (cut,) = engine.generate([request(2, 8, max_tokens=5)])
-    assert cut.finish_reason == "error" and cut.token_ids == [7, 7] and "vllm server http://127.0.0.1" in str(cut.error)
+    assert (
+        cut.finish_reason == "error"
+        and cut.token_ids == [7, 7]
+        and "vllm server http://127.0.0.1" in str(cut.error)
+    )
     with pytest.raises(RolloutError, match=r"died earlier: the stream ended before the response did"):
         list(engine.generate([request(3)]))
 
 
 def test_abort_hangs_up(engine: VLLMEngine) -> None:
-    running = engine.generate([request(0, 5, max_tokens=1), request(1, 9, max_tokens=90), request(2, 9, max_tokens=4)])
+    running = engine.generate(
+        [request(0, 5, max_tokens=1), request(1, 9, max_tokens=90), request(2, 9, max_tokens=4)]
+    )
     assert next(running).request_id == 0
     (partial,) = engine.abort([1])
     assert partial.finish_reason == "abort" and len(partial.token_ids) < 90
@@ -166,7 +203,9 @@ def test_abort_hangs_up(engine: VLLMEngine) -> None:
 
 
 def test_abort_hangs_up_on_a_server_that_says_nothing(engine: VLLMEngine) -> None:
-    """Whoever reads the response waits for its next bytes, and neither the abort nor the end of this process may wait with it."""
+    """Whoever reads the response waits for its next bytes, and neither the abort nor the end of this process
+    may wait with it.
+    """
     running = engine.generate([request(0, 6), request(1)])
     try:
         assert next(running).request_id == 1
@@ -238,7 +277,9 @@ def test_addresses() -> None:
 
 
 def test_a_server_that_ends_before_it_answers_says_its_last_words() -> None:
-    process = ServerProcess([sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"], os.environ, engine="vllm")
+    process = ServerProcess(
+        [sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"], os.environ, engine="vllm"
+    )
     with pytest.raises(RolloutError, match=r"did not start \(exit code 3\); its log .* ends: out of luck"):
         process.wait_until_ready(Address(f"http://127.0.0.1:{free_port()}"), 30)
     process.stop()
@@ -280,9 +321,14 @@ def wait_until_nothing_is_left(group: int) -> None:
 
 def test_the_guard_ends_the_server_of_a_process_that_was_killed_and_its_workers(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    short = f"import sys; import {guard.__name__} as guard; guard._STOP_S = 0.5; sys.exit(guard.main(sys.argv[1:]))"
+    short = (
+        f"import sys; import {guard.__name__} as guard; guard._STOP_S = 0.5; "
+        "sys.exit(guard.main(sys.argv[1:]))"
+    )
     around = subprocess.Popen(
-        [sys.executable, "-c", short, sys.executable, "-c", STUBBORN, str(file)], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", short, sys.executable, "-c", STUBBORN, str(file)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
     )
     worker = worker_of(file)
     assert around.stdin is not None and worker in guard.others(around.pid)
@@ -304,7 +350,9 @@ def test_stopping_a_server_ends_its_workers(tmp_path: Path, monkeypatch: pytest.
 def test_an_engine_that_cannot_be_had_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
     started = SimpleNamespace(pid=1, exit_code=lambda: None, last_words=lambda: "")
-    runner = Server(Address("http://127.0.0.1:1"), cast(Any, started), max_streams=1, timeout=1, bucket_bytes=64)
+    runner = Server(
+        Address("http://127.0.0.1:1"), cast(Any, started), max_streams=1, timeout=1, bucket_bytes=64
+    )
     monkeypatch.setattr(runner, "close", lambda: closed.append(True))
     with pytest.raises(RolloutError, match=r"vllm server http://127\.0\.0\.1:1 .* died"):
         VLLMEngine(runner, eos_token_ids=[2])

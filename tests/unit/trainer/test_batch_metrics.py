@@ -14,9 +14,13 @@ NAN = float("nan")
 
 def rows() -> DataProto:
     """Responses of 3, 2 and 1 tokens; the middle token of row 0 is an observation; row 2 is out of the loss."""
-    columns = make_rows([[1, 1], [1], [1, 1, 1]], [[2, 3, 4], [5, 6], [7]], 0, response_masks=[[1, 0, 1], [1, 1], [1]])
+    columns = make_rows(
+        [[1, 1], [1], [1, 1, 1]], [[2, 3, 4], [5, 6], [7]], 0, response_masks=[[1, 0, 1], [1, 1], [1]]
+    )
     columns["loss_mask"] = columns["response_mask"] & torch.tensor([[True], [True], [False]])
-    columns["token_level_scores"] = torch.tensor([[0, NAN, 1.0], [0, 3.0, NAN], [8.0, NAN, NAN]]).nan_to_num(0.0)
+    columns["token_level_scores"] = torch.tensor([[0, NAN, 1.0], [0, 3.0, NAN], [8.0, NAN, NAN]]).nan_to_num(
+        0.0
+    )
     columns["token_level_rewards"] = columns["token_level_scores"] - 0.5 * columns["response_mask"]
     columns["advantages"] = torch.tensor([[1.0, NAN, 2.0], [3.0, -6.0, NAN], [99.0, NAN, NAN]])
     columns["returns"] = torch.tensor([[1.0, NAN, 2.0], [3.0, 4.0, NAN], [99.0, NAN, NAN]])
@@ -62,14 +66,21 @@ def test_names_and_values() -> None:
 def test_without_a_critic_there_are_no_values() -> None:
     batch = rows()
     batch.pop(["values"])
-    assert not {"critic/values/mean", "critic/vf_explained_var"} & batch_metrics(batch, has_critic=False).to_floats().keys()
+    assert (
+        not {"critic/values/mean", "critic/vf_explained_var"}
+        & batch_metrics(batch, has_critic=False).to_floats().keys()
+    )
 
 
 def test_a_batch_that_is_out_of_the_loss_altogether() -> None:
     batch = rows()
     batch.narrow_loss_mask(torch.zeros(3, 3, dtype=torch.bool))
     found = batch_metrics(batch, has_critic=True).to_floats()
-    assert "critic/advantages/mean" not in found and found["training/loss_tokens_ratio"] == 0.0 and found["critic/score/mean"] == 4.0
+    assert (
+        "critic/advantages/mean" not in found
+        and found["training/loss_tokens_ratio"] == 0.0
+        and found["critic/score/mean"] == 4.0
+    )
 
 
 def test_rollout_difference_on_sampled_tokens() -> None:
@@ -77,7 +88,9 @@ def test_rollout_difference_on_sampled_tokens() -> None:
     assert found["training/rollout_log_probs_diff_max"] == pytest.approx(0.5)
     e = torch.tensor([-2.5, -2.0, -3.1, -3.0], dtype=torch.float64).exp()
     assert found["training/rollout_probs_diff_max"] == pytest.approx(float(e[1] - e[0]), rel=1e-5)
-    assert found["training/rollout_probs_diff_mean"] == pytest.approx(float(e[1] - e[0] + e[3] - e[2]) / 5, rel=1e-5)
+    assert found["training/rollout_probs_diff_mean"] == pytest.approx(
+        float(e[1] - e[0] + e[3] - e[2]) / 5, rel=1e-5
+    )
     empty = rows()
     empty.batch["response_mask"] = torch.zeros(3, 3, dtype=torch.bool)
     assert len(rollout_difference(empty)) == 0

@@ -29,7 +29,9 @@ def ending(error: BaseException | None) -> int:
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
-def test_a_users_mistake_is_one_message(error: BaseException | None, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_mistake_is_one_message(
+    error: BaseException | None, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ending(error) == status
     shown = capsys.readouterr().err
     assert shown.startswith(said) and shown.count("\n") == (1 if said else 0)
@@ -39,13 +41,22 @@ def test_what_is_known_of_a_lost_worker_is_said(capsys: pytest.CaptureFixture[st
     error = WorkerLost("actor rank 1 is lost")
     error.add_note("then failed rank 0: RuntimeError: Connection closed")
     assert ending(error) == 1
-    assert capsys.readouterr().err == "WorkerLost: actor rank 1 is lost\nthen failed rank 0: RuntimeError: Connection closed\n"
+    assert (
+        capsys.readouterr().err
+        == "WorkerLost: actor rank 1 is lost\nthen failed rank 0: RuntimeError: Connection closed\n"
+    )
 
 
-def test_of_a_users_mistake_in_a_rank_the_notes_of_others_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_users_mistake_in_a_rank_the_notes_of_others_are_short(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     error = DataError("no rows")
     error.__cause__ = WorkerTraceback("Traceback …")
-    for note in ("in actor.update, rank 1", "then failed rank 0: RuntimeError: " + "x" * 1000, "stack:\n  line 1"):
+    for note in (
+        "in actor.update, rank 1",
+        "then failed rank 0: RuntimeError: " + "x" * 1000,
+        "stack:\n  line 1",
+    ):
         error.add_note(note)
     assert ending(error) == 1
     lines = capsys.readouterr().err.splitlines()
@@ -58,7 +69,11 @@ def test_the_traceback_of_a_worker_comes_first(capsys: pytest.CaptureFixture[str
     error.__cause__ = WorkerTraceback("Traceback of rank 1")
     error.add_note("in actor.update, rank 1")
     assert ending(error) == 1
-    assert capsys.readouterr().err.splitlines() == ["Traceback of rank 1", "WorkerError: Odd: cannot travel", "in actor.update, rank 1"]
+    assert capsys.readouterr().err.splitlines() == [
+        "Traceback of rank 1",
+        "WorkerError: Odd: cannot travel",
+        "in actor.update, rank 1",
+    ]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken disk"), ValueError("ours")])

@@ -1,4 +1,6 @@
-"""Runs in exact mode: no old-log-prob pass, no difference, and an alarm when there is one. And fast mode that saves the pass."""
+"""Runs in exact mode: no old-log-prob pass, no difference, and an alarm when there is one. And fast mode that
+saves the pass.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ from hybridflow.workers.agreement import difference
 
 GRPO = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=3", "trainer.test_freq=-1")
 ROLLOUT = "actor_rollout_ref.rollout"
-TAKEN, APART, CHECKED = "training/old_log_probs_from_rollout", "training/rollout_log_probs_diff_max", "training/rollout_rows_checked"
+TAKEN, APART, CHECKED = (
+    "training/old_log_probs_from_rollout",
+    "training/rollout_log_probs_diff_max",
+    "training/rollout_rows_checked",
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_three_steps_without_a_pass_and_without_a_difference(model: Path, tmp_path: Path, passes: list[int]) -> None:
+def test_three_steps_without_a_pass_and_without_a_difference(
+    model: Path, tmp_path: Path, passes: list[int]
+) -> None:
     lines = train(model, tmp_path / "run", f"{ROLLOUT}.exact=auto", f"{ROLLOUT}.exact_check_rows=3")
     assert sorted(lines) == [1, 2, 3]
     for line in lines.values():
@@ -66,13 +74,19 @@ def test_three_steps_without_a_pass_and_without_a_difference(model: Path, tmp_pa
 
 
 def test_with_one_mini_batch_the_ratio_is_exactly_one(model: Path, tmp_path: Path, passes: list[int]) -> None:
-    for line in train(model, tmp_path / "run", f"{ROLLOUT}.exact=true", "actor_rollout_ref.actor.ppo_mini_batch_size=4").values():
+    for line in train(
+        model, tmp_path / "run", f"{ROLLOUT}.exact=true", "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+    ).values():
         assert line["actor/ppo_kl"] == 0.0 and line["actor/pg_clipfrac"] == 0.0 and line[CHECKED] == 8
     assert passes == []
 
 
-@pytest.mark.parametrize("overrides", [(), ("trainer.critic_warmup=2",)], ids=["in_the_update", "without_an_update"])
-def test_one_flipped_bit_in_the_weights_that_generate_stops_the_run(model: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides", [(), ("trainer.critic_warmup=2",)], ids=["in_the_update", "without_an_update"]
+)
+def test_one_flipped_bit_in_the_weights_that_generate_stops_the_run(
+    model: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     run = tmp_path / "run"
     with build(ppo_config(model, run, *GRPO, f"{ROLLOUT}.exact=true", *overrides)) as trainer:
         before = {name: value.clone() for name, value in actor_module(trainer).state_dict().items()}
@@ -81,18 +95,29 @@ def test_one_flipped_bit_in_the_weights_that_generate_stops_the_run(model: Path,
         flipped = policy.hf.get_submodule("model.layers.0.mlp.down_proj").get_parameter("weight")
         flipped.detach().view(torch.int32)[3, 5] ^= 1 << 20  # the lowest ones are rounded away here
         worker.engine = NativeEngine(policy, eos_token_ids=worker.engine.eos_token_ids)
-        with pytest.raises(TrainingError, match=r"exact mode, step 1: row \d+ of prompt \S+, response token \d+ has log-prob -\d"):
+        with pytest.raises(
+            TrainingError,
+            match=r"exact mode, step 1: row \d+ of prompt \S+, response token \d+ has log-prob -\d",
+        ):
             trainer.fit()
         after = actor_module(trainer).state_dict()
-        assert all(torch.equal(value, after[name]) for name, value in before.items()), "nothing was learned from it"
+        assert all(torch.equal(value, after[name]) for name, value in before.items()), (
+            "nothing was learned from it"
+        )
 
 
-def test_a_run_that_cannot_be_exact_says_why_once_or_is_refused(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_cannot_be_exact_says_why_once_or_is_refused(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     long = ("data.max_response_length=300", "trainer.total_training_steps=1")
-    with caplog.at_level(logging.INFO), build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=auto", *long)) as trainer:
+    with (
+        caplog.at_level(logging.INFO),
+        build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=auto", *long)) as trainer,
+    ):
         assert actor_module(trainer).exact is None
     assert [record.message for record in caplog.records if "fast mode" in record.message] == [
-        "fast mode: data.max_prompt_length + max_response_length = 332 tokens, and actor_rollout_ref.rollout.exact=auto takes up to 256, "
+        "fast mode: data.max_prompt_length + max_response_length = 332 tokens, and "
+        "actor_rollout_ref.rollout.exact=auto takes up to 256, "
         "beyond which it costs more than it saves"
     ]
     half = ("actor_rollout_ref.model.dtype=bfloat16", f"{ROLLOUT}.exact=true")
@@ -118,7 +143,12 @@ def off_by_a_rounding(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
 
 @pytest.mark.parametrize("where", ["in_the_rows_checked", "in_the_update"])
 def test_auto_ends_exact_mode_and_not_the_run_where_a_difference_shows(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, passes: list[int], where: str
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    passes: list[int],
+    where: str,
 ) -> None:
     if where == "in_the_rows_checked":
         off_by_a_rounding(monkeypatch, num_rows=3)
@@ -143,7 +173,9 @@ def test_a_run_that_has_left_exact_mode_stays_fast_after_a_resume(
     assert "fast mode: before the checkpoint that this run goes on from" in caplog.text
     again = (*keys, f"{ROLLOUT}.exact=true")
     with build(ppo_config(model, tmp_path / "run", *GRPO, *again)) as trainer:
-        assert trainer.state.step == 1 and actor_module(trainer).exact is not None, "asked for, it is tried anew"
+        assert trainer.state.step == 1 and actor_module(trainer).exact is not None, (
+            "asked for, it is tried anew"
+        )
 
 
 def off_where_watched(real: Callable[[Tensor, Tensor], Metrics]) -> Callable[[Tensor, Tensor], Metrics]:
@@ -168,19 +200,31 @@ def test_auto_is_fast_where_no_pass_would_be_saved(model: Path, tmp_path: Path) 
         assert actor_module(trainer).exact is None
 
 
-def test_fast_mode_saves_the_pass_where_the_rows_it_checks_are_close(model: Path, tmp_path: Path, passes: list[int]) -> None:
+def test_fast_mode_saves_the_pass_where_the_rows_it_checks_are_close(
+    model: Path, tmp_path: Path, passes: list[int]
+) -> None:
     rows = (f"{ROLLOUT}.exact_check_rows=2", f"{ROLLOUT}.exact=false")
     close = train(model, tmp_path / "a" / "run", f"{ROLLOUT}.reuse_log_probs_within=1e-3", *rows)
-    assert passes == [2, 2, 2] and all(line[TAKEN] == 1.0 and 0 < line[APART] < 1e-3 for line in close.values())
+    assert passes == [2, 2, 2] and all(
+        line[TAKEN] == 1.0 and 0 < line[APART] < 1e-3 for line in close.values()
+    )
     passes.clear()
-    strict = train(model, tmp_path / "b" / "run", f"{ROLLOUT}.reuse_log_probs_within=0", *rows, "trainer.total_training_steps=1")
+    strict = train(
+        model,
+        tmp_path / "b" / "run",
+        f"{ROLLOUT}.reuse_log_probs_within=0",
+        *rows,
+        "trainer.total_training_steps=1",
+    )
     assert passes == [2, 8] and strict[1][TAKEN] == 0.0 and strict[1][APART] > 0
 
 
 def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_path: Path) -> None:
     def rows_of_steps() -> dict[int, DataProto]:
         seen = {}
-        with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true", "trainer.save_freq=1")) as trainer:
+        with build(
+            ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true", "trainer.save_freq=1")
+        ) as trainer:
             real = trainer.trajectories.for_training
 
             def kept(prompts: Any, step: int) -> Any:

@@ -1,4 +1,6 @@
-"""The formulas of a run: the docstring's equation with the numbers of the configuration, in the order of the step."""
+"""The formulas of a run: the docstring's equation with the numbers of the configuration, in the order of the
+step.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from hybridflow.config.recipes import recipe_names
 from hybridflow.config.tree import keys_of
 from hybridflow.errors import ConfigError
 from hybridflow.trainer.explain_algorithm import PARAMETERS, Run, Section, explain_algorithm, look
-from hybridflow.trainer.formula import Number, alternative, formula_of, in_force, place, put_in, shown, sources
+from hybridflow.trainer.formula import (
+    Number,
+    alternative,
+    formula_of,
+    in_force,
+    place,
+    put_in,
+    shown,
+    sources,
+)
 from hybridflow.workers.bridge import loss_parameters
 
 ACTOR = "actor_rollout_ref.actor"
@@ -103,34 +114,54 @@ def test_grpo_with_clip_higher() -> None:
         *("from token losses to one number", "further terms of the loss", "steps of a batch"),
     ]
     advantage, loss = parts["the advantage"].formulas[0], parts["the policy loss"].formulas[0]
-    assert advantage.equation.startswith("A = (s − μ_g)/(σ_g + 1e-6)") and "norm_by_std" not in advantage.with_numbers
+    assert (
+        advantage.equation.startswith("A = (s − μ_g)/(σ_g + 1e-6)")
+        and "norm_by_std" not in advantage.with_numbers
+    )
     assert {number.symbols[0]: number.value for number in advantage.numbers} == {"norm_by_std": True, "n": 8}
     assert "clip(ρ, 1 − 0.2, 1 + 0.28)" in loss.with_numbers and "−A·3.0" in loss.with_numbers
-    assert [number.key for number in loss.numbers] == [f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c"]
+    assert [number.key for number in loss.numbers] == [
+        f"{ACTOR}.clip_ratio",
+        f"{ACTOR}.clip_ratio_high",
+        f"{ACTOR}.clip_ratio_c",
+    ]
 
 
 def test_dr_grpo_shows_the_equation_without_the_division_and_its_divisor() -> None:
     parts = sections(
-        *GROUP, "algorithm.norm_adv_by_std_in_grpo=false", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=100"
+        *GROUP,
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+        "data.max_response_length=100",
     )
     assert with_numbers(parts["the advantage"]).startswith("A = s − μ_g on every token of a row; s =")
-    assert with_numbers(parts["from token losses to one number"]) == "loss = Σ_i Σ_t/(2048·100.0)", "256 prompts × 8 responses"
+    assert with_numbers(parts["from token losses to one number"]) == "loss = Σ_i Σ_t/(2048·100.0)", (
+        "256 prompts × 8 responses"
+    )
 
 
 def test_gae_with_the_options_of_vapo() -> None:
     plain = sections("algorithm.lam=0.95", "algorithm.gamma=0.99")["the advantage"]
     assert "0.99·0.95·L_next" in with_numbers(plain) and not plain.formulas[0].notes
-    vapo = sections("algorithm.lam_length_alpha=0.05", "algorithm.lam_critic=1.0")["the advantage"].formulas[0]
+    vapo = sections("algorithm.lam_length_alpha=0.05", "algorithm.lam_critic=1.0")["the advantage"].formulas[
+        0
+    ]
     assert "1.0·λ·L_next" in vapo.with_numbers, "λ follows the length, so no number stands for it"
     assert "1 − 1/(α·len)" in vapo.notes[0]
     assert {n.key: n.value for n in vapo.numbers}["algorithm.lam_length_alpha"] == 0.05
 
 
-@pytest.mark.parametrize(("kind", "wanted"), [("sigmoid", "h = 0.2·(Δ_chosen − Δ_rejected)"), ("ipo", "1/(2·0.2)")])
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("sigmoid", "h = 0.2·(Δ_chosen − Δ_rejected)"), ("ipo", "1/(2·0.2)")]
+)
 def test_a_loss_of_pairs_shows_the_one_in_force(kind: str, wanted: str) -> None:
     words = [f"{ACTOR}.policy_loss.{name}" for name in ("loss_mode=dpo", f"dpo_loss={kind}", "dpo_beta=0.2")]
-    loss = sections("algorithm.adv_estimator=online_dpo", "actor_rollout_ref.rollout.n=8", *words)["the policy loss"]
-    assert wanted in with_numbers(loss, 1) and loss.lines == ("the rows of a prompt stay together in a micro-batch",)
+    loss = sections("algorithm.adv_estimator=online_dpo", "actor_rollout_ref.rollout.n=8", *words)[
+        "the policy loss"
+    ]
+    assert wanted in with_numbers(loss, 1) and loss.lines == (
+        "the rows of a prompt stay together in a micro-batch",
+    )
 
 
 def test_a_number_is_labelled_by_the_symbols_that_stand_in_the_equation() -> None:
@@ -146,25 +177,59 @@ def test_a_number_is_labelled_by_the_symbols_that_stand_in_the_equation() -> Non
 
 def test_every_term_that_is_on_is_told() -> None:
     parts = sections(
-        *("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0.2"),
-        *("algorithm.use_pf_ppo=true", "algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=8"),
-        *(f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3+", f"{ACTOR}.positive_lm_loss_coef=0.1"),
-        *("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token_k1"),
+        *(
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_ctrl.kl_coef=0.2",
+        ),
+        *(
+            "algorithm.use_pf_ppo=true",
+            "algorithm.filter_groups.enable=true",
+            "actor_rollout_ref.rollout.n=8",
+        ),
+        *(
+            f"{ACTOR}.entropy_coeff=0.01",
+            f"{ACTOR}.use_kl_loss=true",
+            f"{ACTOR}.kl_loss_type=k3+",
+            f"{ACTOR}.positive_lm_loss_coef=0.1",
+        ),
+        *(
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.rollout_correction.rollout_rs=token_k1",
+        ),
         *("algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0'", "algorithm.overlong_filtering=true"),
-        *("reward.reward_kwargs.overlong_buffer_cfg.enable=true", "reward.reward_kwargs.overlong_buffer_cfg.len=128"),
+        *(
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=true",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=128",
+        ),
     )
     rewards = {formula.name: formula for formula in parts["rewards"].formulas}
     assert rewards["KL in the reward"].with_numbers == "token_level_rewards = scores - 0.2 * kl"
-    assert "kl/0.1 − 1" in rewards["its coefficient"].with_numbers and "8192/10000" in rewards["its coefficient"].with_numbers
+    assert (
+        "kl/0.1 − 1" in rewards["its coefficient"].with_numbers
+        and "8192/10000" in rewards["its coefficient"].with_numbers
+    )
     assert "(512 − 128)" in rewards["overlong shaping"].with_numbers
-    assert [formula.name for formula in parts["which rows are learned from"].formulas] == ["dynamic sampling", "overlong filtering"]
-    assert [formula.name for formula in parts["rollout correction"].formulas] == ["importance weights", "rejection"]
-    assert "|s|^2.0" in with_numbers(parts["resampling of rows"]) and "max_min" not in with_numbers(parts["resampling of rows"])
+    assert [formula.name for formula in parts["which rows are learned from"].formulas] == [
+        "dynamic sampling",
+        "overlong filtering",
+    ]
+    assert [formula.name for formula in parts["rollout correction"].formulas] == [
+        "importance weights",
+        "rejection",
+    ]
+    assert "|s|^2.0" in with_numbers(parts["resampling of rows"]) and "max_min" not in with_numbers(
+        parts["resampling of rows"]
+    )
     further = parts["further terms of the loss"]
     assert further.lines[0].startswith("− 0.01 · entropy") and further.lines[1].startswith("+ 0.001 · kl")
-    assert further.lines[2].startswith("+ 0.1 · ") and further.formulas[0].notes == ("its gradient is that of k2: ½(x − y)²",)
+    assert further.lines[2].startswith("+ 0.1 · ") and further.formulas[0].notes == (
+        "its gradient is that of k2: ½(x − y)²",
+    )
     assert "V ± 0.5" in with_numbers(parts["the value loss"])
-    assert "optimizer steps per step: 4 (4 mini-batches × actor.ppo_epochs=1)" in parts["steps of a batch"].lines
+    assert (
+        "optimizer steps per step: 4 (4 mini-batches × actor.ppo_epochs=1)" in parts["steps of a batch"].lines
+    )
 
 
 def test_rollout_log_probs_as_old_ones_and_terms_of_the_reward_are_told() -> None:
@@ -174,16 +239,24 @@ def test_rollout_log_probs_as_old_ones_and_terms_of_the_reward_are_told() -> Non
         "reward.terms=[{name: gsm8k, weight: 1}, {name: length, weight: -0.1}]",
     )
     lines = parts["rollout correction"].lines
-    assert any("bypass_mode=true" in line for line in lines) and lines[-1].endswith("is measured (rollout_corr/*)")
+    assert any("bypass_mode=true" in line for line in lines) and lines[-1].endswith(
+        "is measured (rollout_corr/*)"
+    )
     assert sections(*GROUP)["rollout correction"].lines[-1].endswith("is measured (rollout_corr/*)")
     assert parts["rewards"].lines[0] == "scores s by reward.terms: 1·gsm8k + -0.1·length"
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_is_explained(name: str) -> None:
-    words = [f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=8", *BESIDE_ESTIMATOR.get(name, [])]
+    words = [
+        f"algorithm.adv_estimator={name}",
+        "actor_rollout_ref.rollout.n=8",
+        *BESIDE_ESTIMATOR.get(name, []),
+    ]
     formula = sections(*words)["the advantage"].formulas[0]
-    assert "=" in formula.equation and formula.sources, "the first paragraph holds the equation, the module names the paper"
+    assert "=" in formula.equation and formula.sources, (
+        "the first paragraph holds the equation, the module names the paper"
+    )
     assert formula.place.rpartition(":")[2].isdigit() and not formula.signature
 
 
@@ -211,17 +284,24 @@ def test_every_recipe_is_explained(recipe: str) -> None:
 def test_the_table_names_keys_that_exist_and_every_parameter_of_the_losses() -> None:
     keys = keys_of(PPOConfig)
     assert all(key in keys for parameter in PARAMETERS.values() for key in parameter.keys)
-    assert set(loss_parameters(PPOConfig().actor_rollout_ref.actor)) - set(PARAMETERS) == {"loss_agg_mode", "loss_scale_factor"}
+    assert set(loss_parameters(PPOConfig().actor_rollout_ref.actor)) - set(PARAMETERS) == {
+        "loss_agg_mode",
+        "loss_scale_factor",
+    }
     assert {number.symbols[-1] for number in Run(PPOConfig()).arguments(gae, "algorithm.options")} == {
         *("gamma", "lam", "lam_critic", "lam_length_alpha")
     }
 
 
-def test_functions_of_the_users_own_show_their_docstring_signature_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_the_users_own_show_their_docstring_signature_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(
-        'def shifted(token_level_rewards, response_mask, *, shift, gamma):\n    """A = γ·r − shift.\n\n    From 2401.00001."""\n\n\n'
-        "def quiet(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, *, clip_low=0.1, k=3):\n    pass\n"
+        'def shifted(token_level_rewards, response_mask, *, shift, gamma):\n    """A = γ·r − shift.\n\n    '
+        'From 2401.00001."""\n\n\n'
+        "def quiet(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, *, "
+        "clip_low=0.1, k=3):\n    pass\n"
     )
     parts = sections(
         *("algorithm.adv_estimator=mine.py:shifted", "algorithm.options={shift: 0.5}", "algorithm.gamma=0.9"),
@@ -229,15 +309,25 @@ def test_functions_of_the_users_own_show_their_docstring_signature_and_options(t
     )
     mine, loss = parts["the advantage"].formulas[0], parts["the policy loss"].formulas[0]
     assert mine.equation == "A = γ·r − shift." and mine.with_numbers == "A = 0.9·r − 0.5."
-    assert mine.signature == "shifted(token_level_rewards, response_mask, *, shift, gamma)" and mine.place == "mine.py:1"
+    assert (
+        mine.signature == "shifted(token_level_rewards, response_mask, *, shift, gamma)"
+        and mine.place == "mine.py:1"
+    )
     assert mine.sources == ("https://arxiv.org/abs/2401.00001",) and mine.notes == ("From 2401.00001.",)
     assert {number.key: number.value for number in mine.numbers}["algorithm.options.shift"] == 0.5
-    assert loss.equation == "(no docstring)" and {n.symbols[-1]: n.value for n in loss.numbers} == {"clip_low": 0.2, "k": 3}
+    assert loss.equation == "(no docstring)" and {n.symbols[-1]: n.value for n in loss.numbers} == {
+        "clip_low": 0.2,
+        "k": 3,
+    }
 
 
-def test_neither_model_nor_data_is_needed_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_model_nor_data_is_needed_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    config = look(["data.train_files=/nowhere/x.parquet", "actor_rollout_ref.model.path=/nowhere/model"]).config
+    config = look(
+        ["data.train_files=/nowhere/x.parquet", "actor_rollout_ref.model.path=/nowhere/model"]
+    ).config
     assert config.actor_rollout_ref.model.path == "/nowhere/model" and explain_algorithm(config)
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,6 @@
-"""What `hybridflow config --explain` says of processes, rows and memory is what the run will do: counted by hand, and held by engines."""
+"""What `hybridflow config --explain` says of processes, rows and memory is what the run will do: counted by
+hand, and held by engines.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vocabulary(folder: Path) -> int:
-    return size_of("policy", ModelConfig(path=str(folder)), dtype="float32", device=torch.device("cpu")).vocab_size
+    return size_of(
+        "policy", ModelConfig(path=str(folder)), dtype="float32", device=torch.device("cpu")
+    ).vocab_size
 
 
 def shown(tiny: Path, *overrides: str) -> dict[str, str]:
@@ -65,25 +69,43 @@ def whole(tiny: Path) -> int:
 def test_one_process(tiny: Path) -> None:
     said, count = shown(tiny), whole(tiny)
     assert said["processes"] == "1" and "worker processes" not in said
-    assert said["memory, actor: weights"] == format_bytes(4 * count) and "memory, actor: float32 masters" not in said
+    assert (
+        said["memory, actor: weights"] == format_bytes(4 * count)
+        and "memory, actor: float32 masters" not in said
+    )
     assert said["memory, actor: Adam moments"] == format_bytes(8 * count)
     assert said["memory, KV cache, at most"] == format_bytes(256 * 256 * (2 * LAYERS + 1) * KV * HEAD * 4)
-    assert said["actor micro-batches per mini-batch, at most"] == "16"  # 16 × 4 rows, 1024 // 256 = 4 rows at a time
+    # 16 × 4 rows, 1024 // 256 = 4 rows at a time
+    assert said["actor micro-batches per mini-batch, at most"] == "16"
     assert not any("critic" in label or "reference" in label for label in said)
-    assert shown(tiny, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2")["actor micro-batches per mini-batch, at most"] == "32"
+    assert (
+        shown(tiny, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2")[
+            "actor micro-batches per mini-batch, at most"
+        ]
+        == "32"
+    )
     spin = shown(tiny, "algorithm.adv_estimator=spin", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo")
     assert spin["actor micro-batches per mini-batch, at most"] == "20"  # 16 × 5 rows, 4 at a time
 
 
 def test_masters_and_other_roles(tiny: Path) -> None:
-    said, count = shown(tiny, "trainer.device=cuda", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"), whole(tiny)
+    said, count = (
+        shown(tiny, "trainer.device=cuda", "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
+        whole(tiny),
+    )
     assert said["memory, critic: float32 masters"] == format_bytes(4 * (count + HIDDEN + 1))
     assert said["memory, reference: weights"] == format_bytes(2 * count)
-    said = shown(tiny, "algorithm.adv_estimator=on_policy_distillation", f"distillation.teacher_model.path='{tiny}'")
-    assert said["memory, teacher: weights"] == format_bytes(4 * count) and "memory, reference: weights" not in said
+    said = shown(
+        tiny, "algorithm.adv_estimator=on_policy_distillation", f"distillation.teacher_model.path='{tiny}'"
+    )
+    assert (
+        said["memory, teacher: weights"] == format_bytes(4 * count)
+        and "memory, reference: weights" not in said
+    )
     said = shown(tiny, "algorithm.adv_estimator=prime")
     assert said["memory, process reward model: Adam moments"] == format_bytes(8 * count)
-    assert said["process reward model micro-batches per mini-batch, at most"] == "64"  # 64 × 4 rows, 4 at a time
+    # 64 × 4 rows, 4 at a time
+    assert said["process reward model micro-batches per mini-batch, at most"] == "64"
 
 
 def test_lora_trains_little_and_has_no_second_model(tiny: Path) -> None:
@@ -95,22 +117,48 @@ def test_lora_trains_little_and_has_no_second_model(tiny: Path) -> None:
     said = shown(tiny, *lora, "trainer.n_gpus_per_node=2")
     assert said["reference is"] == "the actor's module"
     assert said["memory of each process, actor: Adam moments"] == format_bytes(4 * LORA)
-    said = shown(tiny, *lora, "trainer.resource_pools={train: [2], held: [1]}", "trainer.placement={reference: held}")
-    assert "reference is" not in said and said["memory of each process of held, reference: weights"] == format_bytes(4 * whole(tiny))
+    said = shown(
+        tiny, *lora, "trainer.resource_pools={train: [2], held: [1]}", "trainer.placement={reference: held}"
+    )
+    assert "reference is" not in said and said[
+        "memory of each process of held, reference: weights"
+    ] == format_bytes(4 * whole(tiny))
 
 
 def test_pools_roles_and_rows_of_a_process(tiny: Path) -> None:
     where = ["trainer.resource_pools={train: [2, 2], made: [2]}", "trainer.placement={rollout: made}"]
-    said = shown(tiny, *where, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "algorithm.use_kl_in_reward=true")
-    assert (said["worker processes"], said["pool train"], said["pool made"]) == ("6", "4 processes", "2 processes")
-    assert said["actor is spread over"] == "4 ranks (shards 4)" and said["generation on pool made"] == "1 × 2 processes"
-    assert said["responses generated per process, about"] == "256" and said["actor rows per process and mini-batch, about"] == "16"
+    said = shown(
+        tiny,
+        *where,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "algorithm.use_kl_in_reward=true",
+    )
+    assert (said["worker processes"], said["pool train"], said["pool made"]) == (
+        "6",
+        "4 processes",
+        "2 processes",
+    )
+    assert (
+        said["actor is spread over"] == "4 ranks (shards 4)"
+        and said["generation on pool made"] == "1 × 2 processes"
+    )
+    assert (
+        said["responses generated per process, about"] == "256"
+        and said["actor rows per process and mini-batch, about"] == "16"
+    )
     assert said["actor micro-batches per mini-batch, at most"] == "4"
     assert said["memory of each process of train, actor: weights"] == format_bytes(whole(tiny))
-    assert said["memory of each process of made, KV cache, at most"] == format_bytes(256 * 256 * (2 * LAYERS + 1) * HEAD * 4)
+    assert said["memory of each process of made, KV cache, at most"] == format_bytes(
+        256 * 256 * (2 * LAYERS + 1) * HEAD * 4
+    )
     assert not any("of made" in label and "actor" in label for label in said)
-    said = shown(tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
-    assert said["actor rows per process and mini-batch, about"] == "32" and said["actor is spread over"] == "4 ranks (shards 4, sequence 2)"
+    said = shown(
+        tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    )
+    assert (
+        said["actor rows per process and mini-batch, about"] == "32"
+        and said["actor is spread over"] == "4 ranks (shards 4, sequence 2)"
+    )
     with pytest.raises(ModelError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
         shown(tiny, "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4")
 
@@ -119,43 +167,70 @@ def test_offload_empties_the_device_and_moves_nothing_on_a_cpu(tiny: Path) -> No
     keys = [f"actor_rollout_ref.actor.fsdp_config.{name}_offload=true" for name in ("param", "optimizer")]
     plain, moved = shown(tiny, "trainer.device=cuda"), shown(tiny, "trainer.device=cuda", *keys)
     assert plain["memory, actor: weights"] == moved["memory, actor: weights"]
-    assert moved["CPU memory, offloaded"] == format_bytes((2 + 4 + 8) * whole(tiny)) and "CPU memory, offloaded" not in plain
+    assert (
+        moved["CPU memory, offloaded"] == format_bytes((2 + 4 + 8) * whole(tiny))
+        and "CPU memory, offloaded" not in plain
+    )
     assert "CPU memory, offloaded" not in shown(tiny, *keys, "trainer.device=cpu")
 
 
 def test_a_supervised_run(tiny: Path) -> None:
-    keys = ["data.task.name=arithmetic_chain", f"model.path='{tiny}'", "trainer.n_gpus_per_node=2", "model.lora_rank=4"]
+    keys = [
+        "data.task.name=arithmetic_chain",
+        f"model.path='{tiny}'",
+        "trainer.n_gpus_per_node=2",
+        "model.lora_rank=4",
+    ]
     said = {line.label: line.value for line in explain_run(prepare_config(SFTConfig, keys).config)}
-    assert said["SFT rows per process and mini-batch, about"] == "128" and said["SFT micro-batches per mini-batch, at most"] == "16"
+    assert (
+        said["SFT rows per process and mini-batch, about"] == "128"
+        and said["SFT micro-batches per mini-batch, at most"] == "16"
+    )
     assert said["memory of each process, model: Adam moments"] == format_bytes(4 * LORA)
 
 
 def needs(tiny: Path, sizes: ParallelSizes, fsdp: FSDPConfig, lora: LoraSettings | None) -> Needs:
     model = ModelConfig(path=str(tiny))
     dtype, many = fsdp.mixed_precision.param_dtype, sizes.world_size > 1
-    size = size_of("policy", model, dtype=dtype, device=torch.device("cpu"), lora=lora, tensor=sizes.tensor, blocks=many)
+    size = size_of(
+        "policy", model, dtype=dtype, device=torch.device("cpu"), lora=lora, tensor=sizes.tensor, blocks=many
+    )
     return engine_needs(Engine("actor", sizes, fsdp, model, True, 8, 64, 512), size, on_cpu=True)
 
 
-def held(rank: int, folder: str, sizes: ParallelSizes, fsdp: FSDPConfig, lora: LoraSettings | None) -> tuple[int, int]:
+def held(
+    rank: int, folder: str, sizes: ParallelSizes, fsdp: FSDPConfig, lora: LoraSettings | None
+) -> tuple[int, int]:
     """Bytes of the weights and of the moments that this rank's engine has."""
     model: dict[str, Any] = {"path": folder, "device": torch.device("cpu"), "probe": False}
-    engine = build_engine("policy", model, name="actor", optim=OptimConfig(), fsdp=fsdp, sizes=sizes, lora=lora)
+    engine = build_engine(
+        "policy", model, name="actor", optim=OptimConfig(), fsdp=fsdp, sizes=sizes, lora=lora
+    )
     assert engine.optimizer is not None
-    weights = sum(local(parameter).numel() * parameter.element_size() for parameter in engine.module.parameters())
-    return weights, sum(2 * master.numel() * master.element_size() for master in engine.optimizer.masters.values())
+    weights = sum(
+        local(parameter).numel() * parameter.element_size() for parameter in engine.module.parameters()
+    )
+    return weights, sum(
+        2 * master.numel() * master.element_size() for master in engine.optimizer.masters.values()
+    )
 
 
 @pytest.mark.parametrize(
     ("fsdp", "lora"),
     [
         pytest.param(FSDPConfig(), None, id="sharded"),
-        pytest.param(FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16")), LoraSettings(4), id="LoRA in bfloat16"),
+        pytest.param(
+            FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16")),
+            LoraSettings(4),
+            id="LoRA in bfloat16",
+        ),
         pytest.param(FSDPConfig(fsdp_size=1), None, id="copies"),
         pytest.param(FSDPConfig(tensor_parallel_size=2), None, id="tensor parallel"),
     ],
 )
-def test_the_engine_of_a_rank_holds_what_was_said(two_ranks: Ranks, tiny: Path, fsdp: FSDPConfig, lora: LoraSettings | None) -> None:
+def test_the_engine_of_a_rank_holds_what_was_said(
+    two_ranks: Ranks, tiny: Path, fsdp: FSDPConfig, lora: LoraSettings | None
+) -> None:
     sizes = ParallelSizes(2, fsdp.fsdp_size, 1, fsdp.tensor_parallel_size)
     parts = {part.label: part.size for part in needs(tiny, sizes, fsdp, lora).parts}
     for weights, moments in two_ranks.run(held, str(tiny), sizes, fsdp, lora):
@@ -166,5 +241,8 @@ def test_the_engine_of_a_rank_holds_what_was_said(two_ranks: Ranks, tiny: Path, 
 def test_the_engine_of_a_lone_process_holds_what_was_said(tiny: Path) -> None:
     fsdp = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16"))
     parts = {part.label: part.size for part in needs(tiny, ParallelSizes(), fsdp, LoraSettings(4)).parts}
-    assert held(0, str(tiny), ParallelSizes(), fsdp, LoraSettings(4)) == (parts["weights"], parts["Adam moments"])
+    assert held(0, str(tiny), ParallelSizes(), fsdp, LoraSettings(4)) == (
+        parts["weights"],
+        parts["Adam moments"],
+    )
     assert parts["float32 masters"] == 4 * LORA

@@ -34,7 +34,8 @@ def test_rows_of_a_group_need_not_be_neighbours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "kept"), [(None, None, "abc"), (0.2, 0.8, "ab"), (0.3, None, "bc"), (None, 0.2, "a"), (0.2, 0.2, "a")]
+    ("low", "high", "kept"),
+    [(None, None, "abc"), (0.2, 0.8, "ab"), (0.3, None, "bc"), (None, 0.2, "a"), (0.2, 0.2, "a")],
 )
 def test_means_have_to_lie_within_the_bounds(low: float | None, high: float | None, kept: str) -> None:
     values = [1, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0.9]  # means 0.2, 0.8, 0.98
@@ -55,13 +56,21 @@ def test_a_key_of_the_reward_and_what_it_may_be() -> None:
     batch = rows(acc=[1.0, True, NAN], pred=["7", "8", "9"], share=[0.5, 0.5, 0.5])
     assert metric_values(batch, "acc")[:2] == [1.0, 1.0]
     for metric in ("pred", "accuracy"):
-        with pytest.raises(ConfigError, match=rf"filter_groups\.metric={metric}: .*set it to score, or one of share"):
+        with pytest.raises(
+            ConfigError, match=rf"filter_groups\.metric={metric}: .*set it to score, or one of share"
+        ):
             metric_values(batch, metric)
 
 
 def test_answers_of_the_data_are_not_looked_at() -> None:
-    batch = rows(acc=[0.0, 0.0, 1.0]) | DataProto.from_dict({"is_demonstration": torch.tensor([False, False, True])})
-    assert metric_values(batch, "acc") == [0.0, 0.0, None] and metric_values(batch, "score") == [1.5, 2.0, None]
+    batch = rows(acc=[0.0, 0.0, 1.0]) | DataProto.from_dict(
+        {"is_demonstration": torch.tensor([False, False, True])}
+    )
+    assert metric_values(batch, "acc") == [0.0, 0.0, None] and metric_values(batch, "score") == [
+        1.5,
+        2.0,
+        None,
+    ]
 
 
 def test_the_rows_of_groups() -> None:

@@ -24,8 +24,14 @@ AutoModelForCausalLM.register(Config, Model)
 
 def model_of_a_library(folder: Path, name: str) -> ModelConfig:
     (folder / "lib.py").write_text(LIBRARY.format(name=name), encoding="utf-8")
-    shape = '{"model_type": "' + name + '", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, '
-    (folder / "config.json").write_text(shape + '"num_attention_heads": 2, "num_key_value_heads": 1}', encoding="utf-8")
+    shape = (
+        '{"model_type": "'
+        + name
+        + '", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, '
+    )
+    (folder / "config.json").write_text(
+        shape + '"num_attention_heads": 2, "num_key_value_heads": 1}', encoding="utf-8"
+    )
     return ModelConfig(path=str(folder), external_lib=str(folder / "lib.py"))
 
 

@@ -20,7 +20,9 @@ def test_colocated_roles_take_turns_in_the_callers_thread() -> None:
     timer, seen = Timer(), list[tuple[str, str]]()
 
     def job(role: str) -> Job[str]:
-        return Job(role, f"of_{role}", lambda: seen.append((role, threading.current_thread().name)) or role.upper())
+        return Job(
+            role, f"of_{role}", lambda: seen.append((role, threading.current_thread().name)) or role.upper()
+        )
 
     assert Overlap(lambda first, second: True, timer)([job("critic"), job("actor")]) == ["CRITIC", "ACTOR"]
     main = threading.current_thread().name
@@ -35,7 +37,11 @@ def test_split_roles_run_at_the_same_time_and_results_keep_their_order() -> None
         both.wait()
         return name
 
-    jobs = [Job("actor", "a", lambda: meet("a")), Job("critic", "c", lambda: meet("c")), Job("reference", "r", lambda: "r")]
+    jobs = [
+        Job("actor", "a", lambda: meet("a")),
+        Job("critic", "c", lambda: meet("c")),
+        Job("reference", "r", lambda: "r"),
+    ]
     assert Overlap(split, Timer())(jobs) == ["a", "c", "r"]
 
 

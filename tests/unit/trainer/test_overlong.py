@@ -10,11 +10,15 @@ from hybridflow.protocol.packing import make_rows
 from hybridflow.trainer.ppo.overlong import filter_overlong, overlong_penalty, shape_overlong
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (5, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (12, -1.5)])
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(0, 0.0), (5, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (12, -1.5)]
+)
 def test_the_penalty_grows_over_the_buffer(length: int, penalty: float) -> None:
     found = overlong_penalty(torch.tensor([length]), max_len=10, buffer_len=4, factor=1.0)
     assert found.tolist() == [penalty] and found.dtype == torch.float32
-    assert overlong_penalty(torch.tensor([length]), max_len=10, buffer_len=4, factor=2.0).tolist() == [2 * penalty]
+    assert overlong_penalty(torch.tensor([length]), max_len=10, buffer_len=4, factor=2.0).tolist() == [
+        2 * penalty
+    ]
 
 
 def batch() -> DataProto:
@@ -27,14 +31,23 @@ def batch() -> DataProto:
 def test_the_penalty_lands_on_the_last_token_of_its_row() -> None:
     plain = batch()
     shaped = shape_overlong(plain, max_len=4, buffer_len=2, factor=1.0)
-    assert shaped.batch["token_level_scores"].tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 0]]
+    assert shaped.batch["token_level_scores"].tolist() == [
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0.5, 0],
+        [0, 0, 0, 0],
+    ]
     assert list(shaped.non_tensor_batch["overlong_reward"]) == [-1.0, 0.0, -0.5, 0.0]
-    assert plain.batch["token_level_scores"].sum() == 2.0 and "overlong_reward" not in plain, "the batch that came in is as it was"
+    assert plain.batch["token_level_scores"].sum() == 2.0 and "overlong_reward" not in plain, (
+        "the batch that came in is as it was"
+    )
 
 
 def test_rows_that_were_cut_leave_the_loss_and_stay_in_their_group() -> None:
     rows = batch()
     mask = rows.batch["response_mask"].clone()
     metrics = filter_overlong(rows).to_floats()
-    assert rows.batch["loss_mask"].sum(-1).tolist() == [0, 2, 3, 0] and torch.equal(rows.batch["response_mask"], mask)
+    assert rows.batch["loss_mask"].sum(-1).tolist() == [0, 2, 3, 0] and torch.equal(
+        rows.batch["response_mask"], mask
+    )
     assert metrics == {"training/overlong_filtered_ratio": 0.5}

@@ -1,4 +1,6 @@
-"""The example of an estimator and a loss of one's own: a run takes both by path, and their numbers are the ones used."""
+"""The example of an estimator and a loss of one's own: a run takes both by path, and their numbers are the
+ones used.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +45,8 @@ def test_an_option_that_is_not_taken_is_refused(tmp_path: Path) -> None:
     config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *wrong)
     with pytest.raises(ConfigError, match=r"widht.*does not take.*width"), build(config):
         pass
-    config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *settings("algorithm.options={flor: 0.1}"))
+    config = ppo_config(
+        tiny_model(tmp_path / "model"), tmp_path / "run", *settings("algorithm.options={flor: 0.1}")
+    )
     with pytest.raises(ConfigError, match=r"algorithm.options has flor.*does not take.*floor"), build(config):
         pass

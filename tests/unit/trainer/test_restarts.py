@@ -48,9 +48,19 @@ def test_it_resumes_from_the_newest_checkpoint_of_this_run(tmp_path: Path) -> No
             raise WorkerLost(f"loss {len(seen)}")
         return "done"
 
-    assert with_restarts(config_of(tmp_path, resume_mode="disable", max_restarts=3, startup_timeout=9.0), attempt) == "done"
+    assert (
+        with_restarts(
+            config_of(tmp_path, resume_mode="disable", max_restarts=3, startup_timeout=9.0), attempt
+        )
+        == "done"
+    )
     mine = str(tmp_path / "global_step_2")
-    assert seen == [("disable", None, 0.0), ("disable", None, 9.0), ("resume_path", mine, 9.0), ("resume_path", mine, 9.0)]
+    assert seen == [
+        ("disable", None, 0.0),
+        ("disable", None, 9.0),
+        ("resume_path", mine, 9.0),
+        ("resume_path", mine, 9.0),
+    ]
 
 
 def test_a_damaged_checkpoint_of_this_run_is_passed_over_and_none_is_read_before_a_loss(

@@ -12,10 +12,15 @@ from hybridflow.trainer.ppo.build import build
 
 ALGORITHMS = {
     "remax": ["algorithm.adv_estimator=remax"],
-    "pf_ppo": ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.reweight_method=max_random"],
+    "pf_ppo": [
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_pf_ppo=true",
+        "algorithm.pf_ppo.reweight_method=max_random",
+    ],
     "clip_cov": [
         "algorithm.adv_estimator=rloo",
-        "actor_rollout_ref.actor.policy_loss={loss_mode: clip_cov, clip_cov_ratio: 0.2, clip_cov_lb: -9, clip_cov_ub: 9}",
+        "actor_rollout_ref.actor.policy_loss={loss_mode: clip_cov, clip_cov_ratio: 0.2, clip_cov_lb: -9, "
+        "clip_cov_ub: 9}",
     ],
     "spin": [
         "algorithm.adv_estimator=spin",
@@ -23,10 +28,15 @@ ALGORITHMS = {
         "algorithm.ref_update_freq=1",
         "data.max_response_length=48",
     ],
-    "vapo": ["algorithm.lam_critic=1.0", "algorithm.lam_length_alpha=0.5", "actor_rollout_ref.actor.positive_lm_loss_coef=0.1"],
+    "vapo": [
+        "algorithm.lam_critic=1.0",
+        "algorithm.lam_length_alpha=0.5",
+        "actor_rollout_ref.actor.positive_lm_loss_coef=0.1",
+    ],
     "bypass": [
         "algorithm.adv_estimator=grpo",
-        "algorithm.rollout_correction={bypass_mode: true, loss_type: reinforce, rollout_is: token, rollout_rs: token_k3, "
+        "algorithm.rollout_correction={bypass_mode: true, loss_type: reinforce, rollout_is: token, "
+        "rollout_rs: token_k3, "
         "rollout_rs_threshold: 0.01}",
     ],
 }
@@ -39,7 +49,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps_of(run: Path) -> dict[int, dict[str, float]]:
     lines = read_metrics(run / "metrics.jsonl").items()
-    return {step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)} for step, line in lines}
+    return {
+        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
+        for step, line in lines
+    }
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -58,13 +71,23 @@ def test_resumed_runs_are_equal_to_the_bit(name: str, model: Path, tmp_path: Pat
     assert resumed == straight
 
 
-def test_a_resume_under_another_algorithm_says_so(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_under_another_algorithm_says_so(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = ["algorithm.adv_estimator=grpo", "trainer.total_training_steps=1", "trainer.save_freq=1"]
     elsewhere = "actor_rollout_ref.actor.fsdp_config.param_offload=true"  # where a model is says nothing of what it learns
-    for settings in (first, [*first, "trainer.total_training_steps=2", elsewhere], [*first, elsewhere, "algorithm.adv_estimator=rloo"]):
+    for settings in (
+        first,
+        [*first, "trainer.total_training_steps=2", elsewhere],
+        [*first, elsewhere, "algorithm.adv_estimator=rloo"],
+    ):
         caplog.clear()
         with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
             trainer.fit()
-        changed = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
+        changed = [
+            record.getMessage() for record in caplog.records if "other settings" in record.getMessage()
+        ]
         assert bool(changed) == ("algorithm.adv_estimator=rloo" in settings)
-    assert changed == ["it goes on with other settings than it began with: algorithm.adv_estimator: grpo → rloo"]
+    assert changed == [
+        "it goes on with other settings than it began with: algorithm.adv_estimator: grpo → rloo"
+    ]

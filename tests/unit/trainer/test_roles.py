@@ -51,15 +51,26 @@ def own(tmp_path: Path) -> Path:
         (["algorithm.adv_estimator=grpo"], ""),
         (["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"], "reference"),
         (["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"], "reference"),
-        (["algorithm.adv_estimator=grpo", "reward.process_reward_model.enable=true"], "reference process_reward"),
+        (
+            ["algorithm.adv_estimator=grpo", "reward.process_reward_model.enable=true"],
+            "reference process_reward",
+        ),
         (["algorithm.adv_estimator='OWN:plain'"], ""),
         (["algorithm.adv_estimator='OWN:distils'"], "teacher"),
         (["algorithm.adv_estimator='OWN:process'"], "reference process_reward"),
         (["algorithm.adv_estimator='OWN:if_there'"], "reference"),
-        (["algorithm.adv_estimator='OWN:plain'", "actor_rollout_ref.actor.policy_loss.loss_mode='OWN:loss'"], "reference"),
+        (
+            [
+                "algorithm.adv_estimator='OWN:plain'",
+                "actor_rollout_ref.actor.policy_loss.loss_mode='OWN:loss'",
+            ],
+            "reference",
+        ),
     ],
 )
-def test_roles_follow_from_what_is_named(model: Path, own: Path, tmp_path: Path, settings: list[str], roles: str) -> None:
+def test_roles_follow_from_what_is_named(
+    model: Path, own: Path, tmp_path: Path, settings: list[str], roles: str
+) -> None:
     config = ppo_config(model, tmp_path / "run", *(text.replace("OWN", str(own)) for text in settings))
     assert needed_roles(config) == ["actor", "rollout", *roles.split()]
 
@@ -72,7 +83,9 @@ def test_a_teacher_is_another_model_and_is_never_trained(model: Path, own: Path,
         assert group is not None
         module = group.backend.worker("teacher").engine.module
         before = [parameter.clone() for parameter in module.parameters()]
-        assert before[0].shape[1] == 48 and not any(parameter.requires_grad for parameter in module.parameters())
+        assert before[0].shape[1] == 48 and not any(
+            parameter.requires_grad for parameter in module.parameters()
+        )
         metrics = trainer.fit()
         assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
         assert metrics and "teacher" not in trainer.store.load(trainer.state.save(trainer.store)).engines
@@ -89,7 +102,9 @@ def test_a_teacher_must_be_given_and_read_the_same_tokens(model: Path, own: Path
     _change_vocabulary(other, by=-8)
     given = f"distillation.teacher_model.path='{other}'"
     with (
-        pytest.raises(ModelError, match=r"teacher_model has a vocabulary of (\d+) tokens and the actor one of (\d+)"),
+        pytest.raises(
+            ModelError, match=r"teacher_model has a vocabulary of (\d+) tokens and the actor one of (\d+)"
+        ),
         build(ppo_config(model, tmp_path / "run", *settings, given)),
     ):
         pass
@@ -113,7 +128,10 @@ def test_heads_may_be_padded_to_different_sizes(own: Path, tmp_path: Path) -> No
         padding.batch["input_ids"] = padding.batch["input_ids"].clone()
         padding.batch["input_ids"][0, -1] = theirs
         assert trainer.state.roles.teacher is not None
-        with pytest.raises(ModelError, match=f"token id {theirs}, which is padding of its own head, and this model has {theirs} rows"):
+        with pytest.raises(
+            ModelError,
+            match=f"token id {theirs}, which is padding of its own head, and this model has {theirs} rows",
+        ):
             trainer.state.roles.teacher.log_probs(padding)
 
 
@@ -130,7 +148,9 @@ def _change_vocabulary(folder: Path, by: int) -> None:
     model.save_pretrained(folder)
 
 
-def test_the_process_reward_model_starts_as_the_actor_or_from_its_own_path(model: Path, own: Path, tmp_path: Path) -> None:
+def test_the_process_reward_model_starts_as_the_actor_or_from_its_own_path(
+    model: Path, own: Path, tmp_path: Path
+) -> None:
     process = f"algorithm.adv_estimator='{own}:process'"
     other = tiny_model(tmp_path / "other", hidden=48, layers=1, seed=3)
     for path, width in ((None, 32), (other, 48)):

@@ -19,7 +19,12 @@ from hybridflow.errors import CheckpointError
 from hybridflow.trainer.ppo.sync import SyncTrainer
 from hybridflow.workers.state import StatefulGroup
 
-KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50", "data.task.size=9")
+KL = (
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=50",
+    "data.task.size=9",
+)
 PARTS = ("model", "optimizer", "scheduler")
 GRPO = ("algorithm.adv_estimator=grpo",)
 
@@ -31,7 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def states(trainer: SyncTrainer) -> dict[str, Any]:
     roles = trainer.state.roles
-    groups = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference, "process_reward": roles.process_reward}
+    groups = {
+        "actor": roles.actor,
+        "critic": roles.critic,
+        "reference": roles.reference,
+        "process_reward": roles.process_reward,
+    }
     engines = {name: engine_state(group) for name, group in groups.items() if group}
     return {
         **engines,
@@ -60,7 +70,9 @@ def equal(ours: Any, theirs: Any) -> bool:
 
 def test_a_saved_run_is_taken_over_whole(model: Path, tmp_path: Path) -> None:
     """Weights, moments, counters, data position in the second epoch, KL coefficient and step."""
-    with build(ppo_config(model, tmp_path / "run", *KL, "trainer.total_training_steps=3", "trainer.save_freq=3")) as trainer:
+    with build(
+        ppo_config(model, tmp_path / "run", *KL, "trainer.total_training_steps=3", "trainer.save_freq=3")
+    ) as trainer:
         fresh = states(trainer)
         trainer.fit()
         done = states(trainer)
@@ -87,7 +99,9 @@ def test_a_saved_run_is_taken_over_whole(model: Path, tmp_path: Path) -> None:
         ([], set()),
     ],
 )
-def test_a_checkpoint_holds_what_was_asked_for(model: Path, tmp_path: Path, words: list[str], parts: set[str]) -> None:
+def test_a_checkpoint_holds_what_was_asked_for(
+    model: Path, tmp_path: Path, words: list[str], parts: set[str]
+) -> None:
     contents = f"actor_rollout_ref.actor.checkpoint.save_contents=[{','.join(words)}]"
     with build(ppo_config(model, tmp_path / "run", *GRPO, contents)) as trainer:
         trainer.state.step = 1
@@ -102,26 +116,47 @@ def test_load_contents_choose_what_is_read(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO, "trainer.save_freq=2")) as trainer:
         trainer.fit()
         done = states(trainer)
-    with build(ppo_config(model, tmp_path / "run", *GRPO, "actor_rollout_ref.actor.checkpoint.load_contents=[model]")) as resumed:
+    with build(
+        ppo_config(model, tmp_path / "run", *GRPO, "actor_rollout_ref.actor.checkpoint.load_contents=[model]")
+    ) as resumed:
         found = states(resumed)
     assert equal(found["actor"]["model"], done["actor"]["model"]) and found["step"] == 2
     moments = [tensor for state in found["actor"]["optimizer"].values() for tensor in state.values()]
     assert found["actor"]["scheduler"]["num_steps"] == 0 and not any(bool(tensor.any()) for tensor in moments)
-    with build(ppo_config(model, tmp_path / "run", *GRPO, "actor_rollout_ref.actor.checkpoint.load_contents=[optimizer,extra]")) as resumed:
+    with build(
+        ppo_config(
+            model,
+            tmp_path / "run",
+            *GRPO,
+            "actor_rollout_ref.actor.checkpoint.load_contents=[optimizer,extra]",
+        )
+    ) as resumed:
         found = states(resumed)
-    assert not equal(found["actor"]["model"], done["actor"]["model"]) and equal(found["actor"]["optimizer"], done["actor"]["optimizer"])
+    assert not equal(found["actor"]["model"], done["actor"]["model"]) and equal(
+        found["actor"]["optimizer"], done["actor"]["optimizer"]
+    )
 
 
-def test_what_the_checkpoint_lacks_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_checkpoint_lacks_is_said(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for words in ("model", ""):
         with build(
-            ppo_config(model, tmp_path / f"run_{words}", *GRPO, f"actor_rollout_ref.actor.checkpoint.save_contents=[{words}]")
+            ppo_config(
+                model,
+                tmp_path / f"run_{words}",
+                *GRPO,
+                f"actor_rollout_ref.actor.checkpoint.save_contents=[{words}]",
+            )
         ) as trainer:
             trainer.state.step = 1
             trainer.state.save(trainer.store)
     with caplog.at_level(logging.WARNING), build(ppo_config(model, tmp_path / "run_model", *GRPO)):
         assert "no optimizer and no scheduler of the actor" in caplog.text
-    with pytest.raises(CheckpointError, match="no model of the actor"), build(ppo_config(model, tmp_path / "run_", *GRPO)):
+    with (
+        pytest.raises(CheckpointError, match="no model of the actor"),
+        build(ppo_config(model, tmp_path / "run_", *GRPO)),
+    ):
         pass
 
 
@@ -172,7 +207,9 @@ def test_a_moving_reference_and_a_process_reward_model_go_on_to_the_bit(model: P
         whole = states(trainer)
     assert whole["process_reward"]["scheduler"]["num_steps"] == 3
     assert not equal(whole["reference"]["model"], fresh["reference"]["model"])
-    assert not equal(whole["reference"]["model"], whole["actor"]["model"]), "the third step was taken against it"
+    assert not equal(whole["reference"]["model"], whole["actor"]["model"]), (
+        "the third step was taken against it"
+    )
     path = tmp_path / "whole" / "global_step_2"
     assert CheckpointStore(tmp_path / "whole").load(path).engines == {
         "actor": set(PARTS),
@@ -181,13 +218,18 @@ def test_a_moving_reference_and_a_process_reward_model_go_on_to_the_bit(model: P
     }
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path='{path}'")
     with build(ppo_config(model, tmp_path / "resumed", *settings, *resume)) as trainer:
-        assert equal(states(trainer)["reference"]["model"], read_engine(path / "reference")["model"]) and trainer.state.step == 2
+        assert (
+            equal(states(trainer)["reference"]["model"], read_engine(path / "reference")["model"])
+            and trainer.state.step == 2
+        )
         trainer.fit()
         assert equal(states(trainer), whole)
 
 
 def test_a_reference_that_moved_is_kept_where_it_moves_no_more(model: Path, tmp_path: Path) -> None:
-    with build(ppo_config(model, tmp_path / "run", *GRPO, *KL, "algorithm.ref_update_freq=1", "trainer.save_freq=2")) as trainer:
+    with build(
+        ppo_config(model, tmp_path / "run", *GRPO, *KL, "algorithm.ref_update_freq=1", "trainer.save_freq=2")
+    ) as trainer:
         trainer.fit()
         moved = states(trainer)
     assert equal(moved["reference"]["model"], moved["actor"]["model"])
@@ -211,7 +253,9 @@ def test_a_still_reference_is_no_part_of_a_checkpoint(model: Path, tmp_path: Pat
 
 
 def test_weights_are_taken_over_in_place(model: Path, tmp_path: Path) -> None:
-    with build(ppo_config(model, tmp_path / "run", *GRPO, "trainer.save_freq=1", "trainer.total_training_steps=1")) as trainer:
+    with build(
+        ppo_config(model, tmp_path / "run", *GRPO, "trainer.save_freq=1", "trainer.total_training_steps=1")
+    ) as trainer:
         state, saved = states(trainer), trainer.state.save(trainer.store)
         trainer.fit()
         assert not equal(states(trainer)["actor"], state["actor"])

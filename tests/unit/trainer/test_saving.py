@@ -1,4 +1,6 @@
-"""Checkpoints written while the run goes on: what counts when, what a failure or a kill leaves, and who is told."""
+"""Checkpoints written while the run goes on: what counts when, what a failure or a kill leaves, and who is
+told.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class Numbers:
         self.value = torch.zeros(64)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": {"w": self.value}, "optimizer": {"w": {"exp_avg": self.value + 1}}, "scheduler": {"num_steps": int(self.value[0])}}
+        return {
+            "model": {"w": self.value},
+            "optimizer": {"w": {"exp_avg": self.value + 1}},
+            "scheduler": {"num_steps": int(self.value[0])},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value.copy_(state["model"]["w"])
@@ -72,9 +78,13 @@ class House:
     def __init__(self, run_dir: Path, keep: int | None = None, **contents: CheckpointContentsConfig) -> None:
         self.engines = {role: Numbers() for role in ("actor", "critic")}
         self.backend = LocalBackend(
-            lambda host: {role: lambda info, role=role: StatefulWorker(self.engines[role]) for role in self.engines}
+            lambda host: {
+                role: lambda info, role=role: StatefulWorker(self.engines[role]) for role in self.engines
+            }
         )
-        self.groups: dict[str, StatefulGroup[StatefulWorker]] = {role: StatefulGroup(self.backend, role) for role in self.engines}
+        self.groups: dict[str, StatefulGroup[StatefulWorker]] = {
+            role: StatefulGroup(self.backend, role) for role in self.engines
+        }
         self.contents = {"actor": BESIDE, "critic": BESIDE} | contents
         self.store, self.saves = CheckpointStore(run_dir, keep), RunSaves()
 
@@ -83,7 +93,9 @@ class House:
         for engine in self.engines.values():
             engine.value.fill_(step)
         saved = {role: SavedEngine(group, self.contents[role]) for role, group in self.groups.items()}
-        path = self.saves.save(self.store, step, {"trainer": {"step": step}}, saved, {"actor/huggingface": write_config})
+        path = self.saves.save(
+            self.store, step, {"trainer": {"step": step}}, saved, {"actor/huggingface": write_config}
+        )
         for engine in self.engines.values():
             engine.value.fill_(-1)  # training goes on
         return path
@@ -113,7 +125,9 @@ def assert_holds(house: House, step: int) -> None:
 
 
 @pytest.mark.parametrize("critic", [BESIDE, AT_ONCE], ids=["both beside", "one at once"])
-def test_it_counts_only_when_all_is_written(tmp_path: Path, gate: Gate, critic: CheckpointContentsConfig) -> None:
+def test_it_counts_only_when_all_is_written(
+    tmp_path: Path, gate: Gate, critic: CheckpointContentsConfig
+) -> None:
     gate.opened.set()
     house = House(tmp_path, critic=critic)
     house.save(1)
@@ -137,7 +151,9 @@ def test_it_counts_only_when_all_is_written(tmp_path: Path, gate: Gate, critic: 
     assert house.saves.commit(house.store) is None, "nothing is under way"
 
 
-def test_the_second_save_waits_for_the_first_and_rotation_keeps_the_newest(tmp_path: Path, gate: Gate) -> None:
+def test_the_second_save_waits_for_the_first_and_rotation_keeps_the_newest(
+    tmp_path: Path, gate: Gate
+) -> None:
     house = House(tmp_path, keep=1)
     house.save(1)
     assert steps(tmp_path) == []
@@ -174,7 +190,8 @@ def test_a_failed_write_names_role_rank_and_cause_and_leaves_what_was(tmp_path: 
     gate.fails = "critic"
     house.save(2)
     with pytest.raises(
-        CheckpointError, match=r"step 2 could not be written beside the run: critic, rank 0: .*No space left.*local_dir"
+        CheckpointError,
+        match=r"step 2 could not be written beside the run: critic, rank 0: .*No space left.*local_dir",
     ) as told:
         house.saves.commit(house.store)
     assert "those before it are as they were" in str(told.value)
@@ -199,7 +216,9 @@ def test_a_save_that_cannot_begin_ends_what_had_begun(tmp_path: Path, gate: Gate
     assert_holds(house, 2)
 
 
-def test_one_given_up_leaves_nothing_once_its_threads_are_done(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_given_up_leaves_nothing_once_its_threads_are_done(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
     house = House(tmp_path)
     house.save(1)
     gate.reached.wait(5)
@@ -243,7 +262,11 @@ def test_a_kill_leaves_the_checkpoint_before(tmp_path: Path, moment: str, gate: 
             gate.opened.clear()
             gate.reached.clear()
         house.save(2)
-        while not (gate.reached.is_set() if moment == "while writing" else all(group.save_done() for group in house.groups.values())):
+        while not (
+            gate.reached.is_set()
+            if moment == "while writing"
+            else all(group.save_done() for group in house.groups.values())
+        ):
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -252,7 +275,9 @@ def test_a_kill_leaves_the_checkpoint_before(tmp_path: Path, moment: str, gate: 
     assert hidden(tmp_path) == [], "the next start tidies up"
 
 
-def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def elsewhere(path: Path, tensors: dict[str, Tensor]) -> Any:
         digest = write_tensors(path, tensors)
         path.rename(tmp_path / path.name)  # a folder of another node
@@ -261,7 +286,11 @@ def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(tmp_path: Path, mo
     monkeypatch.setattr(shard_storage, "write_tensors", elsewhere)
     house = House(tmp_path / "run", actor=AT_ONCE, critic=AT_ONCE)
     with pytest.raises(
-        CheckpointError, match=r"actor/.*safetensors is not there.*trainer\.default_local_dir must be on a file system that all nodes"
+        CheckpointError,
+        match=(
+            r"actor/.*safetensors is not there.*trainer\.default_local_dir must be on a file system that "
+            r"all nodes"
+        ),
     ):
         house.save(1)
     assert steps(tmp_path / "run") == [] and hidden(tmp_path / "run") == []

@@ -17,11 +17,22 @@ from hybridflow.trainer.ppo.scoring import place_scores, score
 
 
 def test_a_score_lands_on_the_last_sampled_token() -> None:
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
+    mask = torch.tensor(
+        [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
+    ).bool()
     placed = place_scores(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), mask)
-    assert placed.tolist() == [[0, 0, 0, 1], [0, 2, 0, 0], [0, 0, 3, 0], [4, 0, 0, 0], [0, 0, 0, 0], [0, 6, 0, 0]]
+    assert placed.tolist() == [
+        [0, 0, 0, 1],
+        [0, 2, 0, 0],
+        [0, 0, 3, 0],
+        [4, 0, 0, 0],
+        [0, 0, 0, 0],
+        [0, 6, 0, 0],
+    ]
     assert not placed[~mask].any()
-    assert place_scores(torch.tensor([1.0, 2.0]), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0), "no response has a token"
+    assert place_scores(torch.tensor([1.0, 2.0]), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0), (
+        "no response has a token"
+    )
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
@@ -53,7 +64,9 @@ def test_scores_and_extra_keys_become_columns() -> None:
     batch = scored.batch
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 1.5, 0.0]
     assert batch.batch["token_level_scores"].nonzero().tolist() == [[0, 1], [1, 2]]
-    assert list(batch.non_tensor_batch["acc"]) == [1.0, 1.0, 0.0] and list(batch.non_tensor_batch["pred"]) == ["4", "4", "5"]
+    assert list(batch.non_tensor_batch["acc"]) == [1.0, 1.0, 0.0] and list(
+        batch.non_tensor_batch["pred"]
+    ) == ["4", "4", "5"]
     assert scored.metrics.to_floats()["reward/num_errors"] == 0.0 and not scored.dropped.any()
     assert torch.equal(batch.batch["loss_mask"], batch.batch["response_mask"])
 
@@ -64,10 +77,15 @@ def test_a_reward_cannot_replace_a_column_of_ours(caplog: pytest.LogCaptureFixtu
 
     rewards = RewardManager(InProcessScorer(presuming, RewardConfig().timeout))
     batch = score(rows("4", "4", "5"), rewards).batch
-    assert list(batch.non_tensor_batch["uid"]) == ["a"] * 3 and list(batch.non_tensor_batch["share"]) == [0.5] * 3
+    assert (
+        list(batch.non_tensor_batch["uid"]) == ["a"] * 3
+        and list(batch.non_tensor_batch["share"]) == [0.5] * 3
+    )
     assert not {"reward", "advantages"} & {*batch.batch.keys(), *batch.non_tensor_batch}
     score(rows("4", "4", "5"), rewards)
-    assert caplog.text.count("the reward returns uid, reward, advantages") == 1, "said once, not at every step"
+    assert caplog.text.count("the reward returns uid, reward, advantages") == 1, (
+        "said once, not at every step"
+    )
 
 
 def test_a_failed_row_is_marked_where_it_is_to_be_dropped() -> None:
@@ -78,6 +96,8 @@ def test_a_failed_row_is_marked_where_it_is_to_be_dropped() -> None:
 
 def test_on_error_zero_and_raise() -> None:
     scored = score(rows("4", "broken"), manager("zero"))
-    assert scored.batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0] and not scored.dropped.any()
+    assert (
+        scored.batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0] and not scored.dropped.any()
+    )
     with pytest.raises(RewardError, match="no number in it"):
         score(rows("4", "broken"), manager("raise"))

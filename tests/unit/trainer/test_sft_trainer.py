@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_before_the_first_token_to_learn_is_the_prompt() -> None:
-    rows = conversation_rows([SFTRow([5, 6, 7, 8], [0, 0, 1, 1], 0), SFTRow([9, 10, 11, 12, 13], [0, 1, 0, 0, 1], 1)], pad_id=0)
+    rows = conversation_rows(
+        [SFTRow([5, 6, 7, 8], [0, 0, 1, 1], 0), SFTRow([9, 10, 11, 12, 13], [0, 1, 0, 0, 1], 1)], pad_id=0
+    )
     assert rows.batch["prompts"].tolist() == [[5, 6], [0, 9]]
     assert rows.batch["responses"].tolist() == [[7, 8, 0, 0], [10, 11, 12, 13]]
     for name in ("response_mask", "loss_mask"):
@@ -51,12 +53,17 @@ def test_only_the_assistants_words_are_learned_in_several_turns() -> None:
     rows = conversation_rows([dataset[0]], pad_id=int(tokenizer.pad_token_id))
     learned = rows.batch["responses"][rows.batch["loss_mask"]].tolist()
     assert tokenizer.decode(learned) == "2<|im_end|>5 ok<|im_end|>"
-    assert tokenizer.decode(rows.batch["input_ids"][0].tolist()) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(rows.batch["input_ids"][0].tolist()) == tokenizer.apply_chat_template(
+        messages, tokenize=False
+    )
 
 
 def metrics_of(run: Path) -> dict[int, dict[str, float]]:
     lines = read_metrics(run / "metrics.jsonl")
-    return {step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)} for step, line in lines.items()}
+    return {
+        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
+        for step, line in lines.items()
+    }
 
 
 def test_a_run_learns_repeats_and_resumes(model: Path, tmp_path: Path) -> None:
@@ -73,16 +80,28 @@ def test_a_run_learns_repeats_and_resumes(model: Path, tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "c") == lines
 
 
-def test_what_a_checkpoint_holds_and_a_resume_reads(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1", "checkpoint.save_contents=[model]")) as trainer:
+def test_what_a_checkpoint_holds_and_a_resume_reads(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with build(
+        sft_config(
+            model, tmp_path / "run", "trainer.total_training_steps=1", "checkpoint.save_contents=[model]"
+        )
+    ) as trainer:
         trainer.fit()
     path = tmp_path / "run" / "global_step_1"
     assert CheckpointStore(tmp_path / "run").load(path).engines == {"actor": {"model"}}
     folder = path / "actor" / "huggingface"
     assert (folder / "config.json").is_file() and not list(folder.glob("*.safetensors"))
-    with caplog.at_level(logging.WARNING), build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer:
+    with (
+        caplog.at_level(logging.WARNING),
+        build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer,
+    ):
         assert trainer.fit() == 1, "nothing is left to do"
-    assert "no optimizer and no scheduler" in caplog.text and "the run is complete: 1 of 1 steps are done" in caplog.text
+    assert (
+        "no optimizer and no scheduler" in caplog.text
+        and "the run is complete: 1 of 1 steps are done" in caplog.text
+    )
 
 
 def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
@@ -93,7 +112,10 @@ def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> 
         build(sft_config(model, tmp_path / "run", "trainer.seed=7")),
     ):
         pass
-    with pytest.raises(CheckpointError, match="of kind sft, this one is of kind ppo"), build_ppo(ppo_config(model, tmp_path / "run")):
+    with (
+        pytest.raises(CheckpointError, match="of kind sft, this one is of kind ppo"),
+        build_ppo(ppo_config(model, tmp_path / "run")),
+    ):
         pass
 
 
@@ -109,5 +131,7 @@ def test_a_checkpoint_has_the_model_as_a_folder_of_its_own(model: Path, tmp_path
     with build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer:
         trainer.fit()
         weights = {name: tensor.clone() for name, tensor in trainer.group.weights().items()}
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "global_step_1" / "actor" / "huggingface")
+    exported = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "global_step_1" / "actor" / "huggingface"
+    )
     assert all(torch.equal(tensor, weights[f"hf.{name}"]) for name, tensor in exported.state_dict().items())

@@ -24,7 +24,12 @@ LORA = (
     ("where", "world", "parts"),
     [
         pytest.param(("trainer.nnodes=4",), 4, 1, id="with the actor, it is the actor's module"),
-        pytest.param(("trainer.resource_pools={a: [4], b: [2]}", "trainer.placement={reference: b}"), 2, 2, id="elsewhere, by its own"),
+        pytest.param(
+            ("trainer.resource_pools={a: [4], b: [2]}", "trainer.placement={reference: b}"),
+            2,
+            2,
+            id="elsewhere, by its own",
+        ),
     ],
 )
 def test_the_reference_of_a_lora_run(where: tuple[str, ...], world: int, parts: int, tmp_path: Path) -> None:
@@ -34,9 +39,14 @@ def test_the_reference_of_a_lora_run(where: tuple[str, ...], world: int, parts: 
     assert (mesh.world_size, mesh.num_parts) == (world, parts)
 
 
-def test_rows_of_a_prompt_go_to_one_rank_where_they_share_it_and_ranks_stay_even(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_a_prompt_go_to_one_rank_where_they_share_it_and_ranks_stay_even(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO):
-        assert [dealt_by(ActorConfig(ppo_mini_batch_size=9), parts) for parts in (1, 8)] == [[], []] and not caplog.messages
+        assert [dealt_by(ActorConfig(ppo_mini_batch_size=9), parts) for parts in (1, 8)] == [
+            [],
+            [],
+        ] and not caplog.messages
         shared = ActorConfig(ppo_mini_batch_size=9, use_prefix_grouper=True)
         assert [dealt_by(shared, parts) for parts in (1, 2, 3)] == [["group_ids"]] * 3 and not caplog.messages
         assert dealt_by(shared, 8) == [] and "ppo_mini_batch_size to a multiple of 8" in caplog.text

@@ -1,4 +1,6 @@
-"""The whole of a run in this process, on a tiny model: the same twice, one copy of the weights, the same numbers on both sides."""
+"""The whole of a run in this process, on a tiny model: the same twice, one copy of the weights, the same
+numbers on both sides.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from hybridflow.trainer.ppo.sync import SyncTrainer
 
 FAST = "actor_rollout_ref.rollout.exact=false"
 PPO = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50")
-GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coeff=0.01")
+GRPO = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,9 @@ def train(model: Path, run: Path, overrides: Sequence[str]) -> dict[int, dict[st
 
 
 @pytest.mark.parametrize("overrides", [PPO, GRPO], ids=["ppo", "grpo"])
-def test_two_identical_runs_give_the_same_metrics_to_the_bit(model: Path, tmp_path: Path, overrides: Sequence[str]) -> None:
+def test_two_identical_runs_give_the_same_metrics_to_the_bit(
+    model: Path, tmp_path: Path, overrides: Sequence[str]
+) -> None:
     first = train(model, tmp_path / "a" / "run", overrides)
     torch.manual_seed(99)
     second = train(model, tmp_path / "b" / "run", overrides)
@@ -56,8 +64,13 @@ def test_two_identical_runs_give_the_same_metrics_to_the_bit(model: Path, tmp_pa
     assert first != train(model, tmp_path / "c" / "run", [*overrides, "trainer.seed=2"])
 
 
-def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(model: Path, tmp_path: Path) -> None:
-    validate = ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0")
+def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(
+    model: Path, tmp_path: Path
+) -> None:
+    validate = (
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+    )
     common = [*PPO, *validate, "actor_rollout_ref.rollout.val_kwargs.n=2", "trainer.total_training_steps=1"]
     cut = [
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -70,9 +83,14 @@ def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(m
     whole = train(model, tmp_path / "a" / "run", common)[1]
     split = train(model, tmp_path / "b" / "run", [*common, *cut])[1]
     assert any(name.startswith("val-core/") for name in whole)
-    scheduling = [name for name in whole if name.startswith("rollout/")]  # how many rows meet in a decode step is what was cut
+    # how many rows meet in a decode step is what was cut
+    scheduling = [name for name in whole if name.startswith("rollout/")]
     assert whole["rollout/max_rows"] == 8.0 and split["rollout/max_rows"] == 3.0
-    assert whole["rollout/generated_tokens"] == split["rollout/generated_tokens"] == whole["response_length/mean"] * 8
+    assert (
+        whole["rollout/generated_tokens"]
+        == split["rollout/generated_tokens"]
+        == whole["response_length/mean"] * 8
+    )
     for line in (whole, split):
         for name in scheduling:
             del line[name]
@@ -99,7 +117,9 @@ def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
     common = [*GRPO, FAST, "trainer.total_training_steps=1"]
     apart = train(model, tmp_path / "a" / "run", common)[1]
     assert saved == []
-    once = train(model, tmp_path / "b" / "run", [*common, "actor_rollout_ref.actor.use_prefix_grouper=true"])[1]
+    once = train(model, tmp_path / "b" / "run", [*common, "actor_rollout_ref.actor.use_prefix_grouper=true"])[
+        1
+    ]
     assert once == pytest.approx(apart, rel=1e-3, abs=1e-4)
     old, reference, *updates = saved  # of four prompts with two rows each
     assert dealt == [True] * 4, "several ranks would get whole groups"
@@ -114,7 +134,9 @@ def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) ->
         assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}
         before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
         trainer.fit()
-        assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}, "no copy was made"
+        assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}, (
+            "no copy was made"
+        )
         assert any(not torch.equal(parameter, before[name]) for name, parameter in theirs.named_parameters())
         assert engine.policy_version == 2  # validation after step 2
         reference = trainer.state.roles.reference.backend.worker("reference").engine.module  # type: ignore[union-attr, attr-defined]
@@ -131,21 +153,37 @@ def run_one_step(trainer: SyncTrainer, **columns: Any) -> tuple[DataProto, dict[
 def test_columns_of_a_step(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", *PPO, FAST)) as trainer:
         batch, metrics = run_one_step(trainer)
-    added = {"old_log_probs", "entropys", "ref_log_prob", "values", "token_level_scores", "token_level_rewards", "advantages", "returns"}
+    added = {
+        "old_log_probs",
+        "entropys",
+        "ref_log_prob",
+        "values",
+        "token_level_scores",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+    }
     assert added <= set(batch.batch.keys())
     mask = batch.batch["response_mask"]
     for name in added:
         assert batch.batch[name].dtype == torch.float32 and not batch.batch[name][~mask].any(), name
     assert torch.equal(batch.batch["policy_version"][mask], torch.zeros(int(mask.sum()), dtype=torch.int32))
     assert torch.equal(batch.batch["ref_log_prob"], batch.batch["old_log_probs"]), "nothing has moved yet"
-    assert abs(metrics["actor/reward_kl_penalty"]) < 1e-6 and metrics["actor/reward_kl_penalty_coeff"] == 0.001
+    assert (
+        abs(metrics["actor/reward_kl_penalty"]) < 1e-6 and metrics["actor/reward_kl_penalty_coeff"] == 0.001
+    )
 
 
 def test_in_critic_warm_up_only_the_critic_moves(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", "trainer.critic_warmup=1")) as trainer:
-        before = {name: parameter.detach().clone() for name, parameter in actor_module(trainer).named_parameters()}
+        before = {
+            name: parameter.detach().clone() for name, parameter in actor_module(trainer).named_parameters()
+        }
         _, metrics = run_one_step(trainer)
-        assert all(torch.equal(parameter, before[name]) for name, parameter in actor_module(trainer).named_parameters())
+        assert all(
+            torch.equal(parameter, before[name])
+            for name, parameter in actor_module(trainer).named_parameters()
+        )
     assert metrics["critic/num_updates"] == 2.0 and "actor/num_updates" not in metrics
 
 
@@ -169,7 +207,9 @@ def test_a_run_can_be_ended_after_a_step_and_goes_on_later(model: Path, tmp_path
     with build(ppo_config(model, tmp_path / "run", *GRPO, "trainer.total_training_steps=3")) as trainer:
         trainer.fit(stop_at_two)
         assert trainer.state.step == 2
-        assert seen == [(step, line["rollout/generated_tokens"]) for step, line in metrics_of(tmp_path / "run").items()]
+        assert seen == [
+            (step, line["rollout/generated_tokens"]) for step, line in metrics_of(tmp_path / "run").items()
+        ]
         trainer.fit()
         assert trainer.state.step == 3 and [step for step, _ in seen] == [1, 2]
 
@@ -177,16 +217,28 @@ def test_a_run_can_be_ended_after_a_step_and_goes_on_later(model: Path, tmp_path
 def test_validation_only(model: Path, tmp_path: Path) -> None:
     config = ppo_config(model, tmp_path / "run", "trainer.val_only=true", "algorithm.adv_estimator=grpo")
     with build(config) as trainer:
-        before = {name: parameter.detach().clone() for name, parameter in actor_module(trainer).named_parameters()}
+        before = {
+            name: parameter.detach().clone() for name, parameter in actor_module(trainer).named_parameters()
+        }
         found = trainer.fit()
-        assert all(torch.equal(parameter, before[name]) for name, parameter in actor_module(trainer).named_parameters())
-    assert {name for name in found if name.startswith("val-core/")} == {"val-core/arithmetic_chain/reward/mean@1"}
+        assert all(
+            torch.equal(parameter, before[name])
+            for name, parameter in actor_module(trainer).named_parameters()
+        )
+    assert {name for name in found if name.startswith("val-core/")} == {
+        "val-core/arithmetic_chain/reward/mean@1"
+    }
     assert {"val-aux/arithmetic_chain/share/mean@1", "val-aux/response_length/mean"} <= found.keys()
     assert list(metrics_of(tmp_path / "run")) == [0]
 
 
 def test_a_run_in_which_the_actor_would_never_train_is_refused(model: Path, tmp_path: Path) -> None:
-    overrides = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "data.task.size=8", "trainer.critic_warmup=2")
+    overrides = (
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=1",
+        "data.task.size=8",
+        "trainer.critic_warmup=2",
+    )
     with (
         pytest.raises(ConfigError, match=r"critic_warmup=2 leaves none of the run's 2 steps"),
         build(ppo_config(model, tmp_path / "run", *overrides)),
@@ -194,16 +246,33 @@ def test_a_run_in_which_the_actor_would_never_train_is_refused(model: Path, tmp_
         pass
 
 
-def test_a_step_of_several_generation_batches_takes_as_many_from_an_epoch(model: Path, tmp_path: Path) -> None:
-    sampling = ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
-    sizes = ("data.task.size=64", "data.gen_batch_size=3", "trainer.total_training_steps=null", "trainer.total_epochs=2")
+def test_a_step_of_several_generation_batches_takes_as_many_from_an_epoch(
+    model: Path, tmp_path: Path
+) -> None:
+    sampling = (
+        "algorithm.adv_estimator=grpo",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=score",
+    )
+    sizes = (
+        "data.task.size=64",
+        "data.gen_batch_size=3",
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=2",
+    )
     with build(ppo_config(model, tmp_path / "run", *sampling, *sizes)) as trainer:
         assert trainer.total_steps == 2 * (64 // 6), "4 groups take two generation batches of 3 prompts"
 
 
-def test_answers_of_the_data_are_the_actors_in_bypass_mode_and_not_measured_as_its_own(model: Path, tmp_path: Path) -> None:
+def test_answers_of_the_data_are_the_actors_in_bypass_mode_and_not_measured_as_its_own(
+    model: Path, tmp_path: Path
+) -> None:
     bypass = "algorithm.rollout_correction.bypass_mode=true"
-    spin = ("algorithm.adv_estimator=spin", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo", "data.max_response_length=40")
+    spin = (
+        "algorithm.adv_estimator=spin",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=dpo",
+        "data.max_response_length=40",
+    )
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with build(ppo_config(model, tmp_path / "a" / "run", *spin, FAST)) as trainer:
@@ -236,7 +305,9 @@ def test_a_users_loss_that_compares_rows_gets_whole_groups(model: Path, tmp_path
     loss = f"actor_rollout_ref.actor.policy_loss.loss_mode='{tmp_path}/mine.py:compares'"
     limit = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3"
     try:
-        with build(ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=rloo", loss, limit)) as trainer:
+        with build(
+            ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=rloo", loss, limit)
+        ) as trainer:
             _, metrics = run_one_step(trainer)
     finally:
         POLICY_LOSSES.pop("compares_rows", None)

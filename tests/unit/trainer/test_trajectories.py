@@ -1,4 +1,6 @@
-"""From prompts to the rows that train, on a tiny model: every column stays with its row through rounds, filters, baselines and answers."""
+"""From prompts to the rows that train, on a tiny model: every column stays with its row through rounds,
+filters, baselines and answers.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,30 @@ def check_rows(trainer: SyncTrainer, batch: DataProto) -> None:
     assert len(set(rows["row_id"].tolist())) == len(batch)
     assert torch.equal(rows["input_ids"], torch.cat([rows["prompts"], rows["responses"]], dim=1))
     width = rows["prompts"].shape[1]
-    assert rows["attention_mask"][:, :width].any(0).all() and rows["attention_mask"][:, width:].any(0).all(), "no column of padding only"
-    demonstrations = rows["is_demonstration"] if "is_demonstration" in batch else torch.zeros(len(batch), dtype=torch.bool)
+    assert (
+        rows["attention_mask"][:, :width].any(0).all() and rows["attention_mask"][:, width:].any(0).all()
+    ), "no column of padding only"
+    demonstrations = (
+        rows["is_demonstration"] if "is_demonstration" in batch else torch.zeros(len(batch), dtype=torch.bool)
+    )
     for row in range(len(batch)):
         question = trainer.tokenizer.decode(rows["prompts"][row], skip_special_tokens=True)
         assert eval(question.partition("user\n")[2].partition(" = ?")[0]) == int(columns["ground_truth"][row])
         mask, text = rows["response_mask"][row], columns["solution_str"][row]
-        assert text == trainer.tokenizer.decode(rows["responses"][row][mask], skip_special_tokens=True) == columns["text"][row]
+        assert (
+            text
+            == trainer.tokenizer.decode(rows["responses"][row][mask], skip_special_tokens=True)
+            == columns["text"][row]
+        )
         penalty = float(columns["overlong_reward"][row]) if "overlong_reward" in batch else 0.0
-        score = float(len(text) % 2 == 0) + 0.01 * len(text) + 0.001 * int(columns["ground_truth"][row]) + penalty
+        score = (
+            float(len(text) % 2 == 0) + 0.01 * len(text) + 0.001 * int(columns["ground_truth"][row]) + penalty
+        )
         assert float(rows["token_level_scores"][row].sum()) == pytest.approx(score, abs=1e-6)
         log_probs = rows["rollout_log_probs"][row]
-        assert ((log_probs == 0) if demonstrations[row] else (log_probs < 0))[mask].all() and not log_probs[~mask].any()
+        assert ((log_probs == 0) if demonstrations[row] else (log_probs < 0))[mask].all() and not log_probs[
+            ~mask
+        ].any()
 
 
 def tokens_of(batch: DataProto) -> dict[int, tuple[Any, ...]]:
@@ -88,44 +102,81 @@ def assert_same_rows(ours: DataProto, theirs: DataProto) -> None:
 
 
 def test_dynamic_sampling_keeps_the_first_groups_that_vary(model: Path, tmp_path: Path) -> None:
-    batch, metrics = trajectories(model, tmp_path / "a" / "run", *FILTER, "data.gen_batch_size=3", "data.train_batch_size=4")
+    batch, metrics = trajectories(
+        model, tmp_path / "a" / "run", *FILTER, "data.gen_batch_size=3", "data.train_batch_size=4"
+    )
     rounds = int(metrics["training/num_gen_batches"])
     assert rounds >= 2
     everything = [f"data.train_batch_size={3 * rounds}", "actor_rollout_ref.actor.ppo_mini_batch_size=3"]
-    whole, plain = trajectories(model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", *everything)  # in one batch
+    # in one batch
+    whole, plain = trajectories(model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", *everything)
     assert plain["training/num_gen_batches"] == 1 and "training/filtered_groups_ratio" not in plain
     uids, acc = list(whole.non_tensor_batch["uid"]), list(whole.non_tensor_batch["acc"])
-    varied = [uid for uid in dict.fromkeys(uids) if len({a for u, a in zip(uids, acc, strict=True) if u == uid}) == 2]
+    varied = [
+        uid
+        for uid in dict.fromkeys(uids)
+        if len({a for u, a in zip(uids, acc, strict=True) if u == uid}) == 2
+    ]
     assert list(dict.fromkeys(batch.non_tensor_batch["uid"])) == varied[:4]
     assert_same_rows(batch, whole.select_idxs([row for row, uid in enumerate(uids) if uid in varied[:4]]))
     assert len(batch) == 8
     assert metrics["training/filtered_groups_ratio"] == pytest.approx(1 - len(varied) / (3 * rounds))
     tokens = int(whole.batch["response_mask"].sum())
-    assert metrics["rollout/generated_tokens"] == plain["rollout/generated_tokens"] == tokens, "those of dropped groups count"
-    assert metrics["training/unfiltered_score/mean"] == pytest.approx(float(whole.batch["token_level_scores"].sum()) / len(whole))
+    assert metrics["rollout/generated_tokens"] == plain["rollout/generated_tokens"] == tokens, (
+        "those of dropped groups count"
+    )
+    assert metrics["training/unfiltered_score/mean"] == pytest.approx(
+        float(whole.batch["token_level_scores"].sum()) / len(whole)
+    )
 
 
 def test_dynamic_sampling_says_what_it_found_when_it_gives_up(model: Path, tmp_path: Path) -> None:
-    starved = [*FILTER, "algorithm.filter_groups.min_mean=0.9", "algorithm.filter_groups.max_num_gen_batches=2", "data.gen_batch_size=3"]
-    wanted = r"train_batch_size=4 groups whose acc varies, mean ≥ 0\.9, and kept 0 of the 6 that 2 generation batches gave.*=2 allows"
+    starved = [
+        *FILTER,
+        "algorithm.filter_groups.min_mean=0.9",
+        "algorithm.filter_groups.max_num_gen_batches=2",
+        "data.gen_batch_size=3",
+    ]
+    wanted = (
+        r"train_batch_size=4 groups whose acc varies, mean ≥ 0\.9, and kept 0 of the 6 that 2 "
+        r"generation batches gave.*=2 allows"
+    )
     with pytest.raises(DataError, match=wanted):
         trajectories(model, tmp_path / "run", *starved)
 
 
-def test_dynamic_sampling_without_a_limit_does_not_go_on_for_ever(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamic_sampling_without_a_limit_does_not_go_on_for_ever(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hybridflow.trainer.ppo.trajectories.MAX_BARREN_BATCHES", 3)
-    endless = [*FILTER, "algorithm.filter_groups.min_mean=0.9", "algorithm.filter_groups.max_num_gen_batches=0", "data.gen_batch_size=3"]
-    with pytest.raises(DataError, match=r"kept 0 of the 9 that 3 generation batches gave: the last 3 of them gave none"):
+    endless = [
+        *FILTER,
+        "algorithm.filter_groups.min_mean=0.9",
+        "algorithm.filter_groups.max_num_gen_batches=0",
+        "data.gen_batch_size=3",
+    ]
+    with pytest.raises(
+        DataError, match=r"kept 0 of the 9 that 3 generation batches gave: the last 3 of them gave none"
+    ):
         trajectories(model, tmp_path / "run", *endless)
 
 
 def lines(run: Path) -> dict[int, dict[str, float]]:
     found = read_metrics(run / "metrics.jsonl")
-    return {step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)} for step, line in found.items()}
+    return {
+        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
+        for step, line in found.items()
+    }
 
 
 def test_a_resumed_run_takes_the_generation_batches_that_come_next(model: Path, tmp_path: Path) -> None:
-    settings = [*FILTER, "data.gen_batch_size=3", "data.task.size=13", "trainer.total_training_steps=3", "trainer.save_freq=1"]
+    settings = [
+        *FILTER,
+        "data.gen_batch_size=3",
+        "data.task.size=13",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=1",
+    ]
     for run in ("a", "b"):
         (tmp_path / run).mkdir()
     with build(config(model, tmp_path / "a" / "run", *settings)) as trainer:
@@ -139,7 +190,9 @@ def test_a_resumed_run_takes_the_generation_batches_that_come_next(model: Path, 
         assert resumed.loader.state_dict() == done
     whole = lines(tmp_path / "a" / "run")
     assert lines(tmp_path / "b" / "run") == whole
-    assert sum(line["training/num_gen_batches"] for line in whole.values()) > 4, "beyond the first epoch of four"
+    assert sum(line["training/num_gen_batches"] for line in whole.values()) > 4, (
+        "beyond the first epoch of four"
+    )
 
 
 def estimator(folder: Path, names: str) -> str:
@@ -155,16 +208,26 @@ def estimator(folder: Path, names: str) -> str:
 def test_a_baseline_is_the_greedy_score_of_its_own_prompt(model: Path, tmp_path: Path) -> None:
     remax = ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=3")
     batch, metrics = trajectories(model, tmp_path / "a" / "run", *remax)
-    plain, without = trajectories(model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3")
+    plain, without = trajectories(
+        model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3"
+    )
     assert_same_rows(batch, plain)  # the greedy ones are gone and have changed no draw
     with build(config(model, tmp_path / "a" / "run", *remax)) as trainer:  # validation is greedy
         greedy, _ = trainer.trajectories.for_validation(next(iter(trainer.loader)), 0)
         tokens = trainer.trajectories.rollout.stats().generated_tokens
-    assert not torch.equal(greedy.batch["token_level_scores"].sum(-1), greedy.batch["token_level_scores"].sum(-1).flip(0))
-    torch.testing.assert_close(batch.batch["reward_baselines"], greedy.batch["token_level_scores"].sum(-1).repeat_interleave(3))
+    assert not torch.equal(
+        greedy.batch["token_level_scores"].sum(-1), greedy.batch["token_level_scores"].sum(-1).flip(0)
+    )
+    torch.testing.assert_close(
+        batch.batch["reward_baselines"], greedy.batch["token_level_scores"].sum(-1).repeat_interleave(3)
+    )
     assert metrics["rollout/generated_tokens"] == without["rollout/generated_tokens"] + tokens
-    assert metrics["rollout/prefill_tokens"] == without["rollout/prefill_tokens"], "in one call: a prompt is prefilled once"
-    assert metrics["training/reward_baseline/mean"] == pytest.approx(float(batch.batch["reward_baselines"].mean()))
+    assert metrics["rollout/prefill_tokens"] == without["rollout/prefill_tokens"], (
+        "in one call: a prompt is prefilled once"
+    )
+    assert metrics["training/reward_baseline/mean"] == pytest.approx(
+        float(batch.batch["reward_baselines"].mean())
+    )
 
 
 def test_baselines_go_with_their_rows_through_dynamic_sampling(model: Path, tmp_path: Path) -> None:
@@ -184,7 +247,10 @@ def test_baselines_go_with_their_rows_through_dynamic_sampling(model: Path, tmp_
     torch.testing.assert_close(batch.batch["reward_baselines"], wanted)
     assert len(drawn) > 1 and told.tolist() == [False, False, True] * 4
     for group in range(4):
-        assert len(set(columns["uid"][3 * group : 3 * group + 3])) == 1 and columns["acc"][3 * group] != columns["acc"][3 * group + 1]
+        assert (
+            len(set(columns["uid"][3 * group : 3 * group + 3])) == 1
+            and columns["acc"][3 * group] != columns["acc"][3 * group + 1]
+        )
 
 
 def noted(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
@@ -196,11 +262,15 @@ def noted(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
 def test_the_answers_of_the_data_are_rows_of_their_groups(model: Path, tmp_path: Path) -> None:
     spin = (estimator(tmp_path, "is_demonstration"), "data.max_response_length=40")
     batch, metrics = trajectories(model, tmp_path / "a" / "run", *spin)
-    plain, without = trajectories(model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", "data.max_response_length=40")
+    plain, without = trajectories(
+        model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", "data.max_response_length=40"
+    )
     told = batch.batch["is_demonstration"]
     assert told.tolist() == [False, False, True] * 4 and told.dtype == torch.bool
     assert_same_rows(batch.select_idxs(~told), plain)
-    assert metrics["rollout/generated_tokens"] == without["rollout/generated_tokens"], "nothing is generated for them"
+    assert metrics["rollout/generated_tokens"] == without["rollout/generated_tokens"], (
+        "nothing is generated for them"
+    )
     answers, columns = batch.select_idxs(told), batch.non_tensor_batch
     for row in range(len(answers)):
         text = answers.non_tensor_batch["solution_str"][row]
@@ -208,20 +278,34 @@ def test_the_answers_of_the_data_are_rows_of_their_groups(model: Path, tmp_path:
     assert torch.equal(answers.batch["loss_mask"], answers.batch["response_mask"])
     ends = answers.batch["responses"].gather(1, answers.batch["response_mask"].sum(-1, keepdim=True) - 1)
     assert len(set(ends.flatten().tolist())) == 1, "each closed by the end token"
-    assert set(answers.non_tensor_batch["finish_reason"]) == {"stop"} and (answers.batch["policy_version"] == -1).all()
-    assert [columns["uid"][row] for row in range(0, 12, 3)] == [columns["uid"][row] for row in range(2, 12, 3)]
+    assert (
+        set(answers.non_tensor_batch["finish_reason"]) == {"stop"}
+        and (answers.batch["policy_version"] == -1).all()
+    )
+    assert [columns["uid"][row] for row in range(0, 12, 3)] == [
+        columns["uid"][row] for row in range(2, 12, 3)
+    ]
 
 
 def test_keys_of_sampling_reach_the_engine_in_training_and_validation(model: Path, tmp_path: Path) -> None:
     """Responses end at the stop texts and tokens; each key changes what is sampled."""
     rollout = "actor_rollout_ref.rollout."
     val = (f"{rollout}val_kwargs.do_sample=true", f"{rollout}val_kwargs.temperature=1.0")
-    with build(config(model, tmp_path / "run", *val, f"{rollout}stop=['1','a b']", f"{rollout}stop_token_ids=[40,41,42]")) as trainer:
+    with build(
+        config(
+            model, tmp_path / "run", *val, f"{rollout}stop=['1','a b']", f"{rollout}stop_token_ids=[40,41,42]"
+        )
+    ) as trainer:
         prompts = next(trainer.loader.endless())
-        made = [trainer.trajectories.for_training(trainer.loader.endless(), 1)[0], trainer.trajectories.for_validation(prompts, 0)[0]]
+        made = [
+            trainer.trajectories.for_training(trainer.loader.endless(), 1)[0],
+            trainer.trajectories.for_validation(prompts, 0)[0],
+        ]
     ended = 0
     for batch in made:
-        for text, tokens, mask in zip(batch.non_tensor_batch["solution_str"], batch.batch["responses"], batch.batch["response_mask"]):
+        for text, tokens, mask in zip(
+            batch.non_tensor_batch["solution_str"], batch.batch["responses"], batch.batch["response_mask"]
+        ):
             response = tokens[mask].tolist()
             assert "1" not in text[:-1] and not {40, 41, 42} & set(response[:-1])
             ended += text.endswith("1") or response[-1] in (40, 41, 42)
@@ -233,11 +317,15 @@ def test_keys_of_sampling_reach_the_engine_in_training_and_validation(model: Pat
 
 def test_overlong_shaping_and_filtering(model: Path, tmp_path: Path) -> None:
     buffer = "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 4, penalty_factor: 2.0}"
-    batch, metrics = trajectories(model, tmp_path / "run", "algorithm.adv_estimator=grpo", buffer, "algorithm.overlong_filtering=true")
+    batch, metrics = trajectories(
+        model, tmp_path / "run", "algorithm.adv_estimator=grpo", buffer, "algorithm.overlong_filtering=true"
+    )
     rows, penalties = batch.batch, torch.tensor(list(batch.non_tensor_batch["overlong_reward"]))
     lengths = rows["response_mask"].sum(-1)
     torch.testing.assert_close(penalties, -(lengths - 6).clamp(min=0) / 4 * 2.0)
-    assert penalties.min() == -2.0 and metrics["training/overlong_reward/mean"] == pytest.approx(float(penalties.mean()))
+    assert penalties.min() == -2.0 and metrics["training/overlong_reward/mean"] == pytest.approx(
+        float(penalties.mean())
+    )
     cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
     assert cut.any() and torch.equal(rows["loss_mask"], rows["response_mask"] & ~cut[:, None])
     assert metrics["training/overlong_filtered_ratio"] == pytest.approx(float(cut.float().mean()))
@@ -248,14 +336,21 @@ def test_overlong_shaping_and_filtering(model: Path, tmp_path: Path) -> None:
 
 
 def failing(letters: Sequence[str]) -> list[str]:
-    return [f"reward.custom_reward_function.reward_kwargs={{fail_on: '{''.join(letters)}'}}", "algorithm.adv_estimator=grpo"]
+    return [
+        f"reward.custom_reward_function.reward_kwargs={{fail_on: '{''.join(letters)}'}}",
+        "algorithm.adv_estimator=grpo",
+    ]
 
 
 def test_rows_whose_reward_failed_leave_the_batch(model: Path, tmp_path: Path) -> None:
     plain, _ = trajectories(model, tmp_path / "a" / "run", "algorithm.adv_estimator=grpo")
-    letters = sorted({text[:1] for text in plain.non_tensor_batch["solution_str"] if text and text[0].isalnum()})[:2]
+    letters = sorted(
+        {text[:1] for text in plain.non_tensor_batch["solution_str"] if text and text[0].isalnum()}
+    )[:2]
     batch, metrics = trajectories(model, tmp_path / "b" / "run", *failing(letters), "reward.on_error=drop")
-    failed = {row for row, text in enumerate(plain.non_tensor_batch["solution_str"]) if text[:1] in letters and text}
+    failed = {
+        row for row, text in enumerate(plain.non_tensor_batch["solution_str"]) if text[:1] in letters and text
+    }
     assert failed and metrics["reward/num_errors"] == len(failed)
     assert_same_rows(batch, plain.select_idxs([row for row in range(len(plain)) if row not in failed]))
     with pytest.raises(RewardError, match="a response that cannot be scored"):
@@ -264,7 +359,13 @@ def test_rows_whose_reward_failed_leave_the_batch(model: Path, tmp_path: Path) -
 
 def test_where_every_reward_failed_nothing_is_learned(model: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("")
-    made = ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", "reward.on_error=drop", "trainer.total_training_steps=1")
+    made = ppo_config(
+        model,
+        tmp_path / "run",
+        "algorithm.adv_estimator=grpo",
+        "reward.on_error=drop",
+        "trainer.total_training_steps=1",
+    )
     (tmp_path / "reward.py").write_text("def compute_score(**row):\n    raise ValueError('never')\n")
     with build(made) as trainer:
         seen: list[dict[str, float]] = []
@@ -273,7 +374,13 @@ def test_where_every_reward_failed_nothing_is_learned(model: Path, tmp_path: Pat
 
 
 def test_keys_of_a_reward_that_sound_like_ours_do_no_harm_in_validation(model: Path, tmp_path: Path) -> None:
-    made = ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", "trainer.val_only=true", "data.val_batch_size=2")
+    made = ppo_config(
+        model,
+        tmp_path / "run",
+        "algorithm.adv_estimator=grpo",
+        "trainer.val_only=true",
+        "data.val_batch_size=2",
+    )
     (tmp_path / "reward.py").write_text(
         "def compute_score(solution_str, **row):\n"
         "    more = {'length_only_here': 1.0} if row['extra_info']['index'] < 2 else {}\n"
@@ -281,6 +388,11 @@ def test_keys_of_a_reward_that_sound_like_ours_do_no_harm_in_validation(model: P
     )
     with build(made) as trainer:
         found = trainer.fit()
-    assert found["val-core/arithmetic_chain/reward/mean@1"] == 0.25 and found["val-aux/arithmetic_chain/response_length/mean@1"] == 3.0
+    assert (
+        found["val-core/arithmetic_chain/reward/mean@1"] == 0.25
+        and found["val-aux/arithmetic_chain/response_length/mean@1"] == 3.0
+    )
     assert 0 < found["val-aux/response_length/mean"] <= 10
-    assert found["val-aux/arithmetic_chain/length_only_here/mean@1"] == 0.4, "two of five; the others count as 0"
+    assert found["val-aux/arithmetic_chain/length_only_here/mean@1"] == 0.4, (
+        "two of five; the others count as 0"
+    )

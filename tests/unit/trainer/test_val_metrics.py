@@ -15,10 +15,16 @@ NAN = float("nan")
 
 
 def metrics(
-    values: Sequence[Any], predictions: Sequence[Any] | None = None, n: int = 4, seed: int = 0, **more: Sequence[Any]
+    values: Sequence[Any],
+    predictions: Sequence[Any] | None = None,
+    n: int = 4,
+    seed: int = 0,
+    **more: Sequence[Any],
 ) -> dict[str, float]:
     uids = [f"p{row // n}" for row in range(len(values))]
-    return validation_metrics(["math"] * len(values), uids, {"reward": values, **more}, predictions, seed=seed)
+    return validation_metrics(
+        ["math"] * len(values), uids, {"reward": values, **more}, predictions, seed=seed
+    )
 
 
 def expectation(scores: Sequence[float], k: int, of: Callable[[tuple[int, ...]], float]) -> float:
@@ -35,7 +41,12 @@ def test_mean_and_deviation_over_prompts_by_hand() -> None:
     found = metrics([1, 0, 0, 1, 1, 1, 1, 1])
     assert found["val-core/math/reward/mean@4"] == 0.75
     assert found["val-core/math/reward/std@4"] == pytest.approx((1 / 3) ** 0.5 / 2)
-    assert {name.rsplit("/", 2)[1] for name in found if "@" in name.rsplit("/", 2)[1]} == {"best@2", "best@4", "worst@2", "worst@4"}
+    assert {name.rsplit("/", 2)[1] for name in found if "@" in name.rsplit("/", 2)[1]} == {
+        "best@2",
+        "best@4",
+        "worst@2",
+        "worst@4",
+    }
 
 
 @pytest.mark.parametrize("k", [2, 4])
@@ -57,14 +68,19 @@ def test_best_worst_and_majority_are_the_exact_expectations(k: int) -> None:
 
 def test_certain_cases() -> None:
     unanimous = metrics([0, 0, 0, 0], ["7"] * 4)
-    assert unanimous["val-core/math/reward/maj@4/mean"] == 0.0 and unanimous["val-core/math/reward/best@4/mean"] == 0.0
+    assert (
+        unanimous["val-core/math/reward/maj@4/mean"] == 0.0
+        and unanimous["val-core/math/reward/best@4/mean"] == 0.0
+    )
     assert metrics([1, 1, 1, 1], [7, 7, 7, 7])["val-core/math/reward/maj@2/mean"] == 1.0
     assert not any("maj" in name for name in metrics([1, 0, 1, 0]))
 
 
 def test_sizes_are_powers_of_two_and_n_itself() -> None:
     found = metrics([1, 0, 1, 0, 1, 0], n=6)
-    assert {name for name in found if "best" in name} == {f"val-core/math/reward/best@{k}/mean" for k in (2, 4, 6)}
+    assert {name for name in found if "best" in name} == {
+        f"val-core/math/reward/best@{k}/mean" for k in (2, 4, 6)
+    }
 
 
 def test_draws_are_keyed_by_the_seed() -> None:

@@ -11,7 +11,13 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.ppo.sync import SyncTrainer
 
-TIMINGS = ("timing_s/", "perf/throughput", "perf/time_per_step", "perf/rollout_tokens_per_second", "reward/seconds")
+TIMINGS = (
+    "timing_s/",
+    "perf/throughput",
+    "perf/time_per_step",
+    "perf/rollout_tokens_per_second",
+    "reward/seconds",
+)
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     share = sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
@@ -20,7 +26,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def tiny_model(folder: Path, **changes: Any) -> Path:
-    return create_tiny_model(folder, **{"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 48, **changes})
+    return create_tiny_model(
+        folder, **{"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 48, **changes}
+    )
 
 
 def ppo_config(model: Path, run: Path, *overrides: str) -> PPOConfig:

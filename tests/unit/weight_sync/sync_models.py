@@ -18,7 +18,9 @@ from hybridflow.rollout.base import GenerationRequest, SamplingParams
 VOCABULARY = 37  # odd, so that shards are uneven
 
 
-def policy(kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PolicyModel:
+def policy(
+    kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PolicyModel:
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -66,6 +68,12 @@ def spread(model: PolicyModel, how: str) -> PolicyModel:
 
 def requests(count: int = 6, n: int = 2, max_tokens: int = 8, **params: Any) -> list[GenerationRequest]:
     draw = torch.Generator().manual_seed(5)
-    prompts = [tuple(torch.randint(3, VOCABULARY, (2 + row % 5,), generator=draw).tolist()) for row in range(count)]
+    prompts = [
+        tuple(torch.randint(3, VOCABULARY, (2 + row % 5,), generator=draw).tolist()) for row in range(count)
+    ]
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return [GenerationRequest(i * n + j, prompt, sampling, seed=100 * i + j) for i, prompt in enumerate(prompts) for j in range(n)]
+    return [
+        GenerationRequest(i * n + j, prompt, sampling, seed=100 * i + j)
+        for i, prompt in enumerate(prompts)
+        for j in range(n)
+    ]

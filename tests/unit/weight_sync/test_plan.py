@@ -20,7 +20,9 @@ def grid(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list) -> lis
     return [box_at(shape, mesh, placements, place) for place in itertools.product(*map(range, mesh))]
 
 
-def deliver(plan: Plan, held: list[dict[str, Box]], wanted: list[dict[str, Box]], tensors: dict[str, torch.Tensor]) -> list[list[int]]:
+def deliver(
+    plan: Plan, held: list[dict[str, Box]], wanted: list[dict[str, Box]], tensors: dict[str, torch.Tensor]
+) -> list[list[int]]:
     """Carry a plan out in memory; bytes that each rank sent to each."""
     out = [{name: torch.full(box.shape, -1.0) for name, box in boxes.items()} for boxes in wanted]
     moved = [[0] * len(held) for _ in held]
@@ -50,12 +52,16 @@ def deliver(plan: Plan, held: list[dict[str, Box]], wanted: list[dict[str, Box]]
     ],
 )
 @pytest.mark.parametrize("bucket", [64, 1 << 20])
-def test_everybody_gets_what_it_wants_and_nothing_it_has(mesh: tuple[int, ...], placements: list, bucket: int) -> None:  # type: ignore[type-arg]
+def test_everybody_gets_what_it_wants_and_nothing_it_has(
+    mesh: tuple[int, ...], placements: list, bucket: int
+) -> None:  # type: ignore[type-arg]
     shapes = {"a": (11, 6), "b": (6, 10), "c": (5, 4)}
     boxes = {name: grid(shape, mesh, placements) for name, shape in shapes.items()}
     ranks = len(boxes["a"])
     held = [{name: boxes[name][rank] for name in shapes} for rank in range(ranks)]
-    tensors = {name: torch.arange(float(torch.Size(shape).numel())).view(shape) + 1 for name, shape in shapes.items()}
+    tensors = {
+        name: torch.arange(float(torch.Size(shape).numel())).view(shape) + 1 for name, shape in shapes.items()
+    }
     whole = [{name: Box.whole(shape) for name, shape in shapes.items()} for _ in range(ranks)]
     parameters = {name: Parameter(shape, FP32) for name, shape in shapes.items()}
     plan = make_plan(held, whole, parameters, bucket)
@@ -64,21 +70,31 @@ def test_everybody_gets_what_it_wants_and_nothing_it_has(mesh: tuple[int, ...], 
         lacking = sum(4 * (whole[target][name].numel - held[target][name].numel) for name in shapes)
         assert sum(sent[target] for sent in moved) == lacking
     for name, owners in plan.owners.items():
-        assert sum(held[rank][name].numel for rank in owners) == whole[0][name].numel, "each element has one rank that answers for it"
+        assert sum(held[rank][name].numel for rank in owners) == whole[0][name].numel, (
+            "each element has one rank that answers for it"
+        )
     row = 4 * 10
     assert all(max(each.load) <= max(bucket, row * ranks) for each in plan.rounds)
     assert plan == make_plan(held, whole, parameters, bucket)
 
 
 def test_slices_that_are_held_stay_where_they_are() -> None:
-    """Two ranks train by tensor parallelism and generate so too: nothing moves. Trained by FSDP, each lacks half of its slice."""
+    """Two ranks train by tensor parallelism and generate so too: nothing moves. Trained by FSDP, each lacks
+    half of its slice.
+    """
     column = [Box.whole((8, 6)).cut(1, rank, 2) for rank in range(2)]
     row = [Box.whole((8, 6)).cut(0, rank, 2) for rank in range(2)]
     parameters = {"w": Parameter((8, 6), FP32)}
 
     def travels(held: list[Box], wanted: list[Box]) -> int:
         plan = make_plan([{"w": box} for box in held], [{"w": box} for box in wanted], parameters, 1 << 20)
-        return sum(box.numel for each in plan.rounds for piece in each.pieces for source, target, box in piece.routes if source != target)
+        return sum(
+            box.numel
+            for each in plan.rounds
+            for piece in each.pieces
+            for source, target, box in piece.routes
+            if source != target
+        )
 
     assert travels(column, column) == 0
     assert travels(row, column) == 24
@@ -89,7 +105,13 @@ def test_copies_share_the_sending() -> None:
     """HSDP, 2 copies on 8 ranks: the shards come from the own copy, so all ranks send as much."""
     held = [{"w": box} for box in grid((16, 2), (2, 4), [Replicate(), Shard(0)])]
     plan = make_plan(held, [{"w": Box.whole((16, 2))}] * 8, {"w": Parameter((16, 2), FP32)}, 1 << 20)
-    routes = [route for each in plan.rounds for piece in each.pieces for route in piece.routes if route.source != route.target]
+    routes = [
+        route
+        for each in plan.rounds
+        for piece in each.pieces
+        for route in piece.routes
+        if route.source != route.target
+    ]
     assert all(route.source // 4 == route.target // 4 for route in routes)
     assert [sum(route.source == rank for route in routes) for rank in range(8)] == [3] * 8
 
@@ -119,4 +141,6 @@ def test_a_large_plan_is_made_quickly_and_sorted_by_dtype() -> None:
     plan = make_plan(held, wanted, parameters, 1 << 20)
     dtypes = [each.dtype for each in plan.rounds]
     assert dtypes == sorted(dtypes, key=str) and sum(len(each.pieces) for each in plan.rounds) == len(names)
-    assert len({id(piece.routes) for each in plan.rounds for piece in each.pieces}) <= 2, "equal parameters share their routes"
+    assert len({id(piece.routes) for each in plan.rounds for piece in each.pieces}) <= 2, (
+        "equal parameters share their routes"
+    )

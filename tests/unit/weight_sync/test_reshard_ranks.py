@@ -29,7 +29,9 @@ CPU = torch.device("cpu")
 
 
 def twin_of(model: PolicyModel, dtype: torch.dtype | None = None, **settings: Any) -> Twin:
-    return Twin(model, dtypes={name: dtype or p.dtype for name, p in model.named_parameters()}, device=CPU, **settings)
+    return Twin(
+        model, dtypes={name: dtype or p.dtype for name, p in model.named_parameters()}, device=CPU, **settings
+    )
 
 
 def gather(rank: int, how: str, bucket: int) -> dict[str, Any]:
@@ -45,13 +47,21 @@ def gather(rank: int, how: str, bucket: int) -> dict[str, Any]:
     reshard.run(out)
     assert all(torch.equal(out[name], wanted[name]) for name in wanted)
     lacking = sum(tensor.numel() for tensor in wanted.values()) - own
-    return {"received": reshard.bytes_received, "lacking": 4 * lacking, "sent": reshard.bytes_sent, "sums": reshard.checksums().tolist()}
+    return {
+        "received": reshard.bytes_received,
+        "lacking": 4 * lacking,
+        "sent": reshard.bytes_sent,
+        "sums": reshard.checksums().tolist(),
+    }
 
 
 @pytest.mark.parametrize("how", ["fsdp", "hsdp", "tensor", "whole"])
 def test_shards_of_every_kind_become_whole(two_ranks: Ranks, how: str) -> None:
     first, second = two_ranks.run(gather, how, 1 << 20)
-    assert first["received"] == first["lacking"] == second["sent"] and second["received"] == second["lacking"] == first["sent"]
+    assert (
+        first["received"] == first["lacking"] == second["sent"]
+        and second["received"] == second["lacking"] == first["sent"]
+    )
     assert (first["received"] > 0) == (how in ("fsdp", "tensor")), "who holds all of it receives nothing"
     assert first["sums"] == second["sums"] == two_ranks.run(gather, "whole", 1 << 20)[0]["sums"]
     assert two_ranks.run(gather, how, 300) == [first, second], "however small the buckets"
@@ -65,9 +75,17 @@ def cast(rank: int) -> None:
         reshard = Reshard(lambda: held, boxes, dict.fromkeys(held, to))
         out = {name: torch.empty(box.shape, dtype=to) for name, box in boxes.items()}
         reshard.run(out)
-        whole = {name: tensor.full_tensor().detach() for name, tensor in held.items() if isinstance(tensor, DTensor)}
-        assert all(torch.equal(out[name], tensor.to(to)) for name, tensor in whole.items()) and len(whole) == len(out)
-        assert reshard.bytes_sent == to.itemsize * sum(local(tensor).numel() for tensor in held.values()), "cast before it travels"
+        whole = {
+            name: tensor.full_tensor().detach()
+            for name, tensor in held.items()
+            if isinstance(tensor, DTensor)
+        }
+        assert all(torch.equal(out[name], tensor.to(to)) for name, tensor in whole.items()) and len(
+            whole
+        ) == len(out)
+        assert reshard.bytes_sent == to.itemsize * sum(local(tensor).numel() for tensor in held.values()), (
+            "cast before it travels"
+        )
 
 
 def test_the_sender_casts(two_ranks: Ranks) -> None:
@@ -83,7 +101,12 @@ def sleep_and_wake(rank: int, lora: bool) -> dict[str, Any]:
             if "lora_B" in name:
                 torch.nn.init.constant_(parameter, 0.1)
     asked = requests()
-    alone = [output.token_ids for output in sorted(NativeEngine(model, eos_token_ids=[2]).generate(asked), key=lambda o: o.request_id)]
+    alone = [
+        output.token_ids
+        for output in sorted(
+            NativeEngine(model, eos_token_ids=[2]).generate(asked), key=lambda o: o.request_id
+        )
+    ]
     spread(model, "fsdp")
     twin = twin_of(model, lora=settings)
     engine = NativeEngine(twin.policy, eos_token_ids=[2], source=GatheredWeights(model, twin))
@@ -115,9 +138,18 @@ def sleep_and_wake(rank: int, lora: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_sharded_policy_generates_on_gathered_weights_that_sleep_frees(two_ranks: Ranks, lora: bool) -> None:
+def test_a_sharded_policy_generates_on_gathered_weights_that_sleep_frees(
+    two_ranks: Ranks, lora: bool
+) -> None:
     for found in two_ranks.run(sleep_and_wake, lora):
-        assert found == {"same": True, "moved": True, "full": found["whole"], "rest": 0, "hooks": 0, "whole": found["whole"]}
+        assert found == {
+            "same": True,
+            "moved": True,
+            "full": found["whole"],
+            "rest": 0,
+            "hooks": 0,
+            "whole": found["whole"],
+        }
 
 
 def release_again(rank: int, rests: bool) -> list[int]:
@@ -146,7 +178,9 @@ class Resting:
 
 
 @pytest.mark.parametrize("rests", [False, True])
-def test_weights_may_be_released_before_they_came_and_again_and_come_back(two_ranks: Ranks, rests: bool) -> None:
+def test_weights_may_be_released_before_they_came_and_again_and_come_back(
+    two_ranks: Ranks, rests: bool
+) -> None:
     whole = sum(parameter.numel() for parameter in policy().parameters())
     assert two_ranks.run(release_again, rests) == [[whole, 0, 0, whole, 0, 0]] * 2
 
@@ -189,7 +223,9 @@ def lockstep(rank: int, kind: str, how: str, lora: bool) -> dict[str, Any]:
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
     asked = requests(n=3, temperature=0.9)
-    alone = sorted(NativeEngine(model, eos_token_ids=[2]).generate(asked), key=lambda output: output.request_id)
+    alone = sorted(
+        NativeEngine(model, eos_token_ids=[2]).generate(asked), key=lambda output: output.request_id
+    )
     replica = Replica.of_this_rank(2)
     held = {name: own_box(tensor).numel for name, tensor in spread(model, how).named_parameters()}
     twin = twin_of(model, lora=settings, replica=replica)
@@ -213,9 +249,17 @@ def lockstep(rank: int, kind: str, how: str, lora: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "how", "lora"),
-    [("llama", "fsdp", False), ("qwen2", "fsdp", False), ("phi3", "fsdp", False), ("llama", "tensor", False), ("qwen2", "fsdp", True)],
+    [
+        ("llama", "fsdp", False),
+        ("qwen2", "fsdp", False),
+        ("phi3", "fsdp", False),
+        ("llama", "tensor", False),
+        ("qwen2", "fsdp", True),
+    ],
 )
-def test_a_replica_of_two_ranks_generates_what_one_does(two_ranks: Ranks, kind: str, how: str, lora: bool) -> None:
+def test_a_replica_of_two_ranks_generates_what_one_does(
+    two_ranks: Ranks, kind: str, how: str, lora: bool
+) -> None:
     for found in two_ranks.run(lockstep, kind, how, lora):
         assert found["same"] and found["worst"] < 1e-9 and found["cut"] > 0
         assert found["slices"] < 0.75 * found["whole"], "dense layers are cut in half"

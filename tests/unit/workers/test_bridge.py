@@ -56,7 +56,8 @@ def field(*values: tuple[float, float, float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-# ---- KL in the reward ---------------------------------------------------------------------------------------------
+# ---- KL in the reward
+# ---------------------------------------------------------------------------------------------
 
 OLD = field((-1.0, -2.0, NAN), (-1.0, NAN, -1.0), (NAN, NAN, NAN), (-1.0, -1.0, -1.0))
 REF = field((-1.5, -2.5, 0.0), (-2.0, 0.0, -1.0), (0.0, 0.0, 0.0), (-1.0, -1.0, -1.3))
@@ -74,12 +75,17 @@ def test_a_fixed_coefficient_is_taken_off_each_sampled_token() -> None:
     controller = kl_controller(config)
     batch, metrics = apply_kl_penalty(kl_rows(), config, controller)
     torch.testing.assert_close(batch.batch["token_level_rewards"], SCORES - 0.1 * KL)
-    assert metrics.to_floats() == pytest.approx({"actor/reward_kl_penalty": MEAN_KL, "actor/reward_kl_penalty_coeff": 0.1})
+    assert metrics.to_floats() == pytest.approx(
+        {"actor/reward_kl_penalty": MEAN_KL, "actor/reward_kl_penalty_coeff": 0.1}
+    )
     assert controller.value == 0.1
 
 
 def test_an_adaptive_coefficient_moves_after_use() -> None:
-    config = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=40, target_kl=0.1))
+    config = AlgorithmConfig(
+        use_kl_in_reward=True,
+        kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=40, target_kl=0.1),
+    )
     controller = kl_controller(config)
     for beta in (0.1, 0.1 * 1.02, 0.1 * 1.02**2):  # error clipped to 0.2, times 4 rows / 40
         batch, metrics = apply_kl_penalty(kl_rows(), config, controller)
@@ -103,7 +109,8 @@ def test_no_sampled_token_at_all_leaves_the_coefficient_finite() -> None:
     assert metrics.to_floats()["actor/reward_kl_penalty"] == 0.0
 
 
-# ---- advantages ---------------------------------------------------------------------------------------------------
+# ---- advantages
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_groups_are_numbered_in_order_of_appearance() -> None:
@@ -116,7 +123,9 @@ def test_grpo_by_hand() -> None:
     for by_std, size in ((True, 1 / 2**0.5), (False, 1.0)):
         config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
         found = advantages_of(batch, config).batch["advantages"]
-        torch.testing.assert_close(found, field((-size, -size, 0), (size, 0, size), (0, 0, 0), (0, 0, 0)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            found, field((-size, -size, 0), (size, 0, size), (0, 0, 0), (0, 0, 0)), atol=1e-5, rtol=0
+        )
 
 
 def test_gae_by_hand_jumps_over_tokens_that_were_not_sampled() -> None:
@@ -126,10 +135,13 @@ def test_gae_by_hand_jumps_over_tokens_that_were_not_sampled() -> None:
     )
     config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5)
     found = advantages_of(rows(token_level_rewards=rewards, values=values), config).batch
-    # row 0: delta_1 = 1 - .5 = .5, delta_0 = .25 - .5 = -.25, L_0 = -.25 + .25 * .5; row 1: delta_2 = 1, delta_0 = .5 - 1, L_0 = -.5 + .25
+    # row 0: delta_1 = 1 - .5 = .5, delta_0 = .25 - .5 = -.25, L_0 = -.25 + .25 * .5; row 1: delta_2 = 1,
+    # delta_0 = .5 - 1, L_0 = -.5 + .25
     raw = field((-0.125, 0.5, 0), (-0.25, 0, 1), (0, 0, 0), (0, 0, 0))
     kept = raw[MASK]
-    torch.testing.assert_close(found["advantages"][MASK], (kept - kept.mean()) / kept.std(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        found["advantages"][MASK], (kept - kept.mean()) / kept.std(), atol=1e-5, rtol=0
+    )
     assert not found["advantages"][~MASK].any()
     torch.testing.assert_close(found["returns"], torch.where(MASK, raw + torch.where(MASK, values, 0.0), 0.0))
 
@@ -140,13 +152,16 @@ def test_whitening_sees_only_what_is_learned_from() -> None:
     batch.narrow_loss_mask(torch.tensor([True, True, True, False])[:, None].expand(4, 3))
     advantages = advantages_of(batch, AlgorithmConfig(adv_estimator="gae")).batch["advantages"]
     learned = batch.batch["loss_mask"]
-    assert advantages[learned].mean().abs() < 1e-6 and advantages[learned].std() == pytest.approx(1.0, abs=1e-4)
+    assert advantages[learned].mean().abs() < 1e-6 and advantages[learned].std() == pytest.approx(
+        1.0, abs=1e-4
+    )
 
 
 def test_an_estimator_from_a_users_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from hybridflow.algorithms.advantages import Advantages\n"
-        "def centred(token_level_rewards, response_mask, group_ids, *, weight, rollout_log_probs, absent=None, **fields):\n"
+        "def centred(token_level_rewards, response_mask, group_ids, *, weight, rollout_log_probs, "
+        "absent=None, **fields):\n"
         "    assert absent is None and 'gamma' in fields and 'loss_mask' in fields\n"
         "    a = weight * group_ids[:, None] * response_mask + rollout_log_probs\n"
         "    return a, token_level_rewards\n"
@@ -160,18 +175,26 @@ def test_an_estimator_from_a_users_file(tmp_path: Path) -> None:
         advantages_of(batch, AlgorithmConfig(adv_estimator=spec))
 
 
-# ---- losses -------------------------------------------------------------------------------------------------------
+# ---- losses
+# -------------------------------------------------------------------------------------------------------
 
 ADVANTAGES = field((1, 2, NAN), (-1, NAN, 3), (NAN,) * 3, (0.5, 1, 1))
 
 
 def loss_rows() -> DataProto:
     zeros = torch.zeros(4, 3)
-    columns = {"advantages": ADVANTAGES, "ref_log_prob": zeros.clone(), "values": zeros.clone(), "returns": ADVANTAGES}
+    columns = {
+        "advantages": ADVANTAGES,
+        "ref_log_prob": zeros.clone(),
+        "values": zeros.clone(),
+        "returns": ADVANTAGES,
+    }
     return rows(old_log_probs=zeros, **columns)
 
 
-def evaluate(config: ActorConfig, batch: DataProto, log_prob: float = 0.0, **outputs: Tensor) -> tuple[float, dict[str, float]]:
+def evaluate(
+    config: ActorConfig, batch: DataProto, log_prob: float = 0.0, **outputs: Tensor
+) -> tuple[float, dict[str, float]]:
     loss = policy_loss(config, LossScale.count(batch.batch["loss_mask"]), find_policy_loss(config))
     value, metrics = loss({"log_probs": torch.full((4, 3), log_prob), **outputs}, batch)
     return float(value), metrics.to_floats()
@@ -210,7 +233,13 @@ def test_clipping_keys_reach_the_loss() -> None:
 
 
 def test_entropy_and_kl_terms_by_hand() -> None:
-    config = ActorConfig(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k2", loss_agg_mode="seq-mean-token-sum")
+    config = ActorConfig(
+        entropy_coeff=0.1,
+        use_kl_loss=True,
+        kl_loss_coef=0.5,
+        kl_loss_type="k2",
+        loss_agg_mode="seq-mean-token-sum",
+    )
     value, metrics = evaluate(config, loss_rows(), 0.1, entropy=torch.full((4, 3), 2.0))
     entropy, kl = 2.0 * 7 / 3, 0.005 * 7 / 3
     assert metrics["actor/entropy_loss"] == pytest.approx(entropy)
@@ -228,9 +257,11 @@ def test_rollout_weights_multiply_where_they_are() -> None:
 def test_a_policy_loss_from_a_users_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from hybridflow.algorithms.aggregation import LossOutput, aggregate\n"
-        "def plain(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, *, sharpness,\n"
+        "def plain(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, *, "
+        "sharpness,\n"
         "          loss_agg_mode=None, loss_scale_factor=None):\n"
-        "    loss = aggregate(-sharpness * advantages * log_prob, response_mask, loss_agg_mode or 'token-sum', scale, loss_scale_factor)\n"
+        "    loss = aggregate(-sharpness * advantages * log_prob, response_mask, loss_agg_mode or "
+        "'token-sum', scale, loss_scale_factor)\n"
         "    return LossOutput(loss, {'actor/mine': (loss.detach(), response_mask.sum())})\n"
     )
     mine = PolicyLossConfig(loss_mode=f"{tmp_path / 'mine.py'}:plain", options={"sharpness": 2.0})
@@ -252,7 +283,9 @@ def test_value_loss_by_hand() -> None:
 
 def test_sft_loss_is_the_mean_over_all_tokens_to_learn() -> None:
     value, metrics = sft_loss(LossScale.count(MASK))({"log_probs": ADVANTAGES}, loss_rows())
-    assert float(value) == pytest.approx(-7.5 / 7) and metrics.to_floats()["train/loss"] == pytest.approx(-7.5 / 7)
+    assert float(value) == pytest.approx(-7.5 / 7) and metrics.to_floats()["train/loss"] == pytest.approx(
+        -7.5 / 7
+    )
 
 
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[3], [0, 2], [1]], [[2], [1, 0, 3]]])
@@ -263,8 +296,15 @@ def test_metrics_do_not_depend_on_how_rows_are_cut(parts: list[list[int]]) -> No
     def all_metrics(cuts: list[list[int]]) -> dict[str, float]:
         joined = Metrics()
         for indices in cuts:
-            micro, outputs = batch.select_idxs(indices), {"log_probs": log_prob[indices], "values": log_prob[indices]}
-            joined.update(policy_loss(ActorConfig(use_kl_loss=True), scale, find_policy_loss(ActorConfig()))(outputs, micro)[1])
+            micro, outputs = (
+                batch.select_idxs(indices),
+                {"log_probs": log_prob[indices], "values": log_prob[indices]},
+            )
+            joined.update(
+                policy_loss(ActorConfig(use_kl_loss=True), scale, find_policy_loss(ActorConfig()))(
+                    outputs, micro
+                )[1]
+            )
             joined.update(critic_loss(CriticConfig(), scale, None)(outputs, micro)[1])
         joined.average_sums(LOSS_SHARES)
         return joined.to_floats()
@@ -284,7 +324,8 @@ def test_explained_variance() -> None:
     assert explained_variance(off_by_one, returns, MASK) == pytest.approx(float(exact))
 
 
-# ---- what later stages read ---------------------------------------------------------------------------------------
+# ---- what later stages read
+# ---------------------------------------------------------------------------------------
 
 
 def test_right_rows_by_acc_and_by_score_where_there_is_none() -> None:
@@ -292,13 +333,20 @@ def test_right_rows_by_acc_and_by_score_where_there_is_none() -> None:
     assert identify(batch).batch["positive"].tolist() == [True, True, False, True]
     batch.non_tensor_batch["acc"] = np.array([0.0, 1.0, 1.0, NAN], dtype=object)
     found = identify(batch).batch
-    assert found["positive"].tolist() == [False, True, True, True] and found["group_ids"].tolist() == [0, 0, 1, 1]
+    assert found["positive"].tolist() == [False, True, True, True] and found["group_ids"].tolist() == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 def test_reward_components_by_their_keys() -> None:
     batch = rows("aabb", token_level_rewards=SCORES, token_level_scores=SCORES)
     batch.non_tensor_batch["fmt"] = np.array([1.0, 0.0, 1.0, 1.0], dtype=object)
-    config = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["score", "fmt"], gdpo_reward_weights=[1.0, 0.0])
+    config = AlgorithmConfig(
+        adv_estimator="gdpo", gdpo_reward_keys=["score", "fmt"], gdpo_reward_weights=[1.0, 0.0]
+    )
     by_score = advantages_of(batch, config).batch["advantages"]
     assert by_score[1, 0] > by_score[0, 0]
     other = advantages_of(batch, replace(config, gdpo_reward_weights=[0.0, 1.0])).batch["advantages"]
@@ -306,17 +354,26 @@ def test_reward_components_by_their_keys() -> None:
     with pytest.raises(ConfigError, match="names nothing_such, which the reward does not return"):
         advantages_of(batch, replace(config, gdpo_reward_keys=["nothing_such"]))
     batch.non_tensor_batch["fmt"][2] = None
-    with pytest.raises(RewardError, match="fmt is None for 1 rows, wanted a number for every row; rows whose reward failed have none"):
+    with pytest.raises(
+        RewardError,
+        match="fmt is None for 1 rows, wanted a number for every row; rows whose reward failed have none",
+    ):
         advantages_of(batch, config)
     del batch.non_tensor_batch["fmt"]
     batch.narrow_loss_mask(torch.zeros_like(batch.batch["loss_mask"]))
-    assert not advantages_of(batch, config).batch["advantages"].any(), "every reward failed: nothing is learned, nothing is missing"
+    assert not advantages_of(batch, config).batch["advantages"].any(), (
+        "every reward failed: nothing is learned, nothing is missing"
+    )
 
 
 def test_correction_weights_and_rejects_what_the_policy_sampled_only() -> None:
-    batch = rows(rollout_log_probs=torch.zeros(4, 3), is_demonstration=torch.tensor([False, True, False, False]))
+    batch = rows(
+        rollout_log_probs=torch.zeros(4, 3), is_demonstration=torch.tensor([False, True, False, False])
+    )
     trained = field((0.5, 2.0, NAN), (9, NAN, 9), (NAN, NAN, NAN), (0, 0, 0))
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token_k1", rollout_rs_threshold="0.5_5.0")
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token_k1", rollout_rs_threshold="0.5_5.0"
+    )
     found = correct_rollout(batch, config, trained)
     assert found.weights is not None and found.keep is not None
     # k1 tests π_rollout/π_old: e^-2 is below 0.5
@@ -335,12 +392,21 @@ def test_without_correction_the_difference_is_measured_all_the_same() -> None:
 
 
 def test_tokens_are_selected_over_the_whole_mini_batch_and_left_out_by_the_loss() -> None:
-    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=100.0))
+    config = ActorConfig(
+        policy_loss=PolicyLossConfig(
+            loss_mode="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=100.0
+        )
+    )
     batch, base = loss_rows(), find_policy_loss(config)
     log_prob = torch.arange(12.0).reshape(4, 3) * 0.01
-    drawn = [select_tokens(batch, config, base, log_prob, generator(1, "select_tokens", 1, 0)) for _ in range(2)]
+    drawn = [
+        select_tokens(batch, config, base, log_prob, generator(1, "select_tokens", 1, 0)) for _ in range(2)
+    ]
     columns = drawn[0].batch
-    assert all(torch.equal(columns[name], drawn[1].batch[name]) for name in columns.keys()), "the same seed draws the same tokens"  # noqa: SIM118
+    names = list(columns.keys())
+    assert all(torch.equal(columns[name], drawn[1].batch[name]) for name in names), (
+        "the same seed draws the same tokens"
+    )
     chosen = next(iter(columns.values())).bool()
     assert 1 <= int(chosen.sum()) < int(MASK.sum()) and not bool((chosen & ~MASK).any())
     log_prob.requires_grad_()
@@ -354,7 +420,9 @@ def test_the_positive_example_term() -> None:
     batch = loss_rows() | DataProto.from_dict({"positive": torch.tensor([True, False, True, False])})
     config = ActorConfig(positive_lm_loss_coef=0.5)
     scale = LossScale.count(batch.batch["loss_mask"], batch.batch["positive"])
-    value, metrics = policy_loss(config, scale, find_policy_loss(config))({"log_probs": torch.full((4, 3), -0.2)}, batch)
+    value, metrics = policy_loss(config, scale, find_policy_loss(config))(
+        {"log_probs": torch.full((4, 3), -0.2)}, batch
+    )
     found = metrics.to_floats()
     assert found["actor/positive_lm_loss"] == pytest.approx(0.2), "the mean over the tokens of right rows"
     assert float(value) == pytest.approx(found["actor/pg_loss"] + 0.1)
@@ -384,7 +452,9 @@ def test_what_a_users_file_registers_is_known_of_its_functions_by_path(tmp_path:
     (tmp_path / "mine.py").write_text(REGISTERED)
     try:
         assert find_estimator(AlgorithmConfig(adv_estimator=f"{tmp_path}/mine.py:plain")).needs_group
-        loss = find_policy_loss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{tmp_path}/mine.py:compares")))
+        loss = find_policy_loss(
+            ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{tmp_path}/mine.py:compares"))
+        )
         assert loss.keeps_groups and loss.agg_mode == "token-sum"
     finally:
         ADVANTAGE_ESTIMATORS.pop("registered_here", None)
@@ -399,7 +469,11 @@ def test_bypass_mode_is_measured_in_the_updates() -> None:
     for joined, cuts in ((whole, [[0, 1, 2, 3]]), (parts, [[0], [2, 3], [1]])):
         for rows_of_it in cuts:
             micro = batch.select_idxs(rows_of_it)
-            joined.update(policy_loss(ActorConfig(), scale, find_policy_loss(ActorConfig()))({"log_probs": log_prob[rows_of_it]}, micro)[1])
+            joined.update(
+                policy_loss(ActorConfig(), scale, find_policy_loss(ActorConfig()))(
+                    {"log_probs": log_prob[rows_of_it]}, micro
+                )[1]
+            )
         joined.average_sums(LOSS_SHARES)
     found = whole.to_floats()
     assert found["rollout_corr/kl"] == pytest.approx(-float(log_prob[MASK].mean()))

@@ -22,7 +22,11 @@ def test_it_shares_the_actors_module(folder: str) -> None:  # noqa: F811
     engine = actor_engine(folder)
     ours = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     worker = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    assert isinstance(worker.engine, HFEngine) and isinstance(engine.module, PolicyModel) and worker.engine.model is engine.module.hf
+    assert (
+        isinstance(worker.engine, HFEngine)
+        and isinstance(engine.module, PolicyModel)
+        and worker.engine.model is engine.module.hf
+    )
     seen = []
     for version in (0, 1):
         outputs = worker.generate(requests(), policy_version=version)
@@ -41,7 +45,9 @@ def test_it_takes_pushed_weights(folder: str) -> None:  # noqa: F811
     learn(engine)
     worker.update_weights([actor.export_buckets(1)], version=1)
     shared = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    assert tokens(worker.generate(requests(), policy_version=1)) == tokens(shared.generate(requests(), policy_version=1))
+    assert tokens(worker.generate(requests(), policy_version=1)) == tokens(
+        shared.generate(requests(), policy_version=1)
+    )
     with pytest.raises(RolloutError, match="version 2"):
         worker.generate(requests(), policy_version=2)
 
@@ -49,7 +55,9 @@ def test_it_takes_pushed_weights(folder: str) -> None:  # noqa: F811
 def generate_on_ranks(rank: int, folder: str, lora: bool) -> dict[str, Any]:  # noqa: F811
     settings = LORA if lora else None
     engine = actor_engine(folder, 2, settings)
-    worker = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings)
+    worker = build_rollout_worker(
+        HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings
+    )
     found = []
     for version in (0, 1):
         found.append(tokens(worker.generate(requests(), policy_version=version)))
@@ -60,7 +68,11 @@ def generate_on_ranks(rank: int, folder: str, lora: bool) -> dict[str, Any]:  # 
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_it_generates_for_a_sharded_actor_what_one_process_does(two_ranks: Ranks, folder: str, lora: bool) -> None:  # noqa: F811
+def test_it_generates_for_a_sharded_actor_what_one_process_does(
+    two_ranks: Ranks,
+    folder: str,  # noqa: F811
+    lora: bool,
+) -> None:
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     expected = []

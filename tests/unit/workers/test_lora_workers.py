@@ -1,4 +1,6 @@
-"""Adapters in the workers: the actor learns, its base is the reference, a checkpoint holds only what learned; the same on two ranks."""
+"""Adapters in the workers: the actor learns, its base is the reference, a checkpoint holds only what learned;
+the same on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,26 @@ OPTIM = OptimConfig(lr=1e-2)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return create_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
+    return create_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1
+    )
 
 
 def engine(folder: str | Path, ranks: int = 1, lora: LoraSettings | None = LORA) -> Any:
-    sizes, model = ParallelSizes(world_size=ranks), {"path": str(folder), "device": "cpu", "dtype": "float32", "probe": False}
-    return build_engine("policy", model, name="actor", optim=OPTIM, grad_clip=1.0, fsdp=FSDPConfig(), sizes=sizes, lora=lora)
+    sizes, model = (
+        ParallelSizes(world_size=ranks),
+        {"path": str(folder), "device": "cpu", "dtype": "float32", "probe": False},
+    )
+    return build_engine(
+        "policy", model, name="actor", optim=OPTIM, grad_clip=1.0, fsdp=FSDPConfig(), sizes=sizes, lora=lora
+    )
 
 
 def groups(folder: str | Path, ranks: int = 1) -> tuple[ActorGroup, ReferenceGroup, Any]:
     whole = engine(folder, ranks)
-    actor = ActorWorker(whole, ActorConfig(ppo_max_token_len_per_gpu=40), temperature=0.7, log_prob_limits=LIMITS)
+    actor = ActorWorker(
+        whole, ActorConfig(ppo_max_token_len_per_gpu=40), temperature=0.7, log_prob_limits=LIMITS
+    )
     reference = ReferenceWorker(whole, temperature=0.7, limits=LIMITS, without_adapters=True)
     backend = LocalBackend(lambda host: {"actor": lambda info: actor, "reference": lambda info: reference})
     return ActorGroup(backend, "actor"), ReferenceGroup(backend, "reference"), whole
@@ -60,7 +71,11 @@ def learn(folder: str | Path, ranks: int = 1) -> tuple[dict[str, Tensor], Any]:
     first = reference.log_probs(batch).batch["ref_log_prob"]
     batch |= actor.log_probs(batch)
     actor.update(batch, PLAN)
-    said = {"first": first, "old": batch.batch["old_log_probs"], "last": reference.log_probs(batch).batch["ref_log_prob"]}
+    said = {
+        "first": first,
+        "old": batch.batch["old_log_probs"],
+        "last": reference.log_probs(batch).batch["ref_log_prob"],
+    }
     return {**said, "new": actor.log_probs(batch).batch["old_log_probs"]}, whole
 
 
@@ -70,7 +85,11 @@ def test_the_base_is_the_reference_and_stands_still(folder: Path) -> None:
     assert said["last"].equal(said["first"])
     assert float((said["new"] - said["old"]).abs().max()) > 1e-2, "the actor learned"
     state = whole.state_dict()
-    assert state["model"] and all(is_adapter(name) for name in state["model"]) and state["optimizer"].keys() == state["model"].keys()
+    assert (
+        state["model"]
+        and all(is_adapter(name) for name in state["model"])
+        and state["optimizer"].keys() == state["model"].keys()
+    )
 
 
 def test_a_checkpoint_holds_the_adapters_and_goes_on(tmp_path: Path, folder: Path) -> None:

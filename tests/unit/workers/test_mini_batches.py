@@ -57,7 +57,9 @@ def test_without_shuffling_rows_come_as_they_are() -> None:
 
 def batch_of(uids: list[str]) -> DataProto:
     mask = torch.ones(len(uids), 2, dtype=torch.bool)
-    return DataProto.from_dict({"loss_mask": mask, "x": torch.arange(len(uids)), "unused": torch.zeros(len(uids))}, {"uid": uids})
+    return DataProto.from_dict(
+        {"loss_mask": mask, "x": torch.arange(len(uids)), "unused": torch.zeros(len(uids))}, {"uid": uids}
+    )
 
 
 def test_updates_get_their_rows_and_the_counts_of_them() -> None:
@@ -76,10 +78,14 @@ def test_updates_get_their_rows_and_the_counts_of_them() -> None:
         metrics.add_mean("other", scale.num_tokens, 10.0)
         return metrics
 
-    metrics = update_by_mini_batches(batch, ["loss_mask", "x"], replace(PLAN, epochs=2), update, name="actor").to_floats()
+    metrics = update_by_mini_batches(
+        batch, ["loss_mask", "x"], replace(PLAN, epochs=2), update, name="actor"
+    ).to_floats()
     learned = [[row for row in rows if row != 3] for rows in mini_batch_rows(UIDS, replace(PLAN, epochs=2))]
     assert seen == learned, "a row with nothing to learn from stays behind"
-    assert metrics["actor/pg_loss"] == pytest.approx(2 * (len(UIDS) - 1) / 6 + 1), "the mean of the losses of six mini-batches"
+    assert metrics["actor/pg_loss"] == pytest.approx(2 * (len(UIDS) - 1) / 6 + 1), (
+        "the mean of the losses of six mini-batches"
+    )
     assert metrics["other"] == pytest.approx(2 * (2 * len(UIDS) - 3) / 60)
 
 
@@ -117,6 +123,10 @@ def test_a_hook_sees_each_mini_batch_whole_before_it_is_counted() -> None:
 
     batch = batch_of([*"aabbcc"])
     batch |= DataProto.from_dict({"response_mask": batch.batch["loss_mask"].clone()})
-    metrics = update_by_mini_batches(batch, ["loss_mask", "response_mask"], plan, update, name="actor", prepare=prepare)
+    metrics = update_by_mini_batches(
+        batch, ["loss_mask", "response_mask"], plan, update, name="actor", prepare=prepare
+    )
     assert counts == [1.0, 2.0] and metrics.to_floats() == {"seen": 6.0}
-    assert bool(batch.batch["loss_mask"].all()), "the step's batch keeps its mask: rejection under new weights is per update"
+    assert bool(batch.batch["loss_mask"].all()), (
+        "the step's batch keeps its mask: rejection under new weights is per update"
+    )

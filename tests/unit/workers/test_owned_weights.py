@@ -1,6 +1,8 @@
-"""Engines with weights of their own: they get the actor's before each step, wherever the actor is and however it is spread.
+"""Engines with weights of their own: they get the actor's before each step, wherever the actor is and however
+it is spread.
 
-In the place of vLLM stands a native engine over a model of its own, which takes weights by the names of the model's files.
+In the place of vLLM stands a native engine over a model of its own, which takes weights by the names of the
+model's files.
 """
 
 from __future__ import annotations
@@ -10,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_rollout_worker import EOS, LORA, Apart, actor_engine, actor_worker, folder, learn, model, requests, tokens
+from test_rollout_worker import (
+    EOS,
+    LORA,
+    Apart,
+    actor_engine,
+    actor_worker,
+    folder,
+    learn,
+    model,
+    requests,
+    tokens,
+)
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.controller import LocalBackend
@@ -33,7 +46,9 @@ __all__ = ["folder"]
 VLLM = RolloutConfig(name="vllm", max_model_len=32)
 
 
-def stand_in(config: RolloutConfig, facts: ModelFacts, eos_token_ids: Sequence[int], *, rank: int, ranks: int) -> NativeEngine:
+def stand_in(
+    config: RolloutConfig, facts: ModelFacts, eos_token_ids: Sequence[int], *, rank: int, ranks: int
+) -> NativeEngine:
     """A model of its own, with zeros for weights."""
     own = build_policy(facts.path, device="cpu", dtype="float64", probe=False)
     with torch.no_grad():
@@ -63,7 +78,9 @@ def expected(folder: str, updates: int, lora: LoraSettings | None = None) -> lis
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("backend", [LocalBackend, Apart])
-def test_it_generates_with_what_was_pushed_before_the_step(folder: str, backend: type[LocalBackend], lora: LoraSettings | None) -> None:
+def test_it_generates_with_what_was_pushed_before_the_step(
+    folder: str, backend: type[LocalBackend], lora: LoraSettings | None
+) -> None:
     engine = actor_engine(folder, lora=lora)
     house = backend(
         lambda host: {
@@ -75,7 +92,9 @@ def test_it_generates_with_what_was_pushed_before_the_step(folder: str, backend:
     learn(engine)
     rollout.update_from(actor, 1)
     outputs = rollout.generate(requests(), policy_version=1)
-    assert tokens(outputs) == expected(folder, 1, lora) and {each for output in outputs for each in output.policy_versions} == {1}
+    assert tokens(outputs) == expected(folder, 1, lora) and {
+        each for output in outputs for each in output.policy_versions
+    } == {1}
     own = house.worker("rollout").engine  # type: ignore[attr-defined]
     keep, own.update_weights = own.update_weights, lambda weights, version: None
     learn(engine)
@@ -96,7 +115,9 @@ def push_on_ranks(rank: int, folder: str, lora: LoraSettings | None) -> Any:
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
-def test_a_sharded_actor_fills_an_engine_on_each_rank(two_ranks: Ranks, folder: str, lora: LoraSettings | None) -> None:
+def test_a_sharded_actor_fills_an_engine_on_each_rank(
+    two_ranks: Ranks, folder: str, lora: LoraSettings | None
+) -> None:
     assert two_ranks.run(push_on_ranks, folder, lora) == [expected(folder, 1, lora)] * 2
 
 
@@ -107,16 +128,37 @@ def test_plain_weights_are_those_of_a_file_and_tied_ones_have_each_name(folder: 
     plain = build_policy(folder, device="cpu", dtype="float64", probe=False)
     assert set(found) == set(plain.hf.state_dict())
     assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
-    half = dict(plain_weights(plain, {"hf.lm_head.weight": torch.bfloat16, "hf.model.norm.weight": torch.bfloat16}))
+    half = dict(
+        plain_weights(plain, {"hf.lm_head.weight": torch.bfloat16, "hf.model.norm.weight": torch.bfloat16})
+    )
     assert half["lm_head.weight"].dtype == half["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_keys_become_arguments_of_vllm(folder: str) -> None:
-    facts = ModelFacts(folder, torch.device("cpu"), "float32", override_config={"max_position_embeddings": 48})
-    arguments = engine_arguments(RolloutConfig(name="vllm", max_model_len=48, max_num_seqs=7, max_num_batched_tokens=9), facts)
-    assert arguments["enforce_eager"] and not arguments["enable_chunked_prefill"] and arguments["max_num_batched_tokens"] == 48
-    assert arguments["kv_cache_memory_bytes"] == 8 * 128 * 2 * 2 * 2 * 8 * 4 and "quantization" not in arguments
+    facts = ModelFacts(
+        folder, torch.device("cpu"), "float32", override_config={"max_position_embeddings": 48}
+    )
+    arguments = engine_arguments(
+        RolloutConfig(name="vllm", max_model_len=48, max_num_seqs=7, max_num_batched_tokens=9), facts
+    )
+    assert (
+        arguments["enforce_eager"]
+        and not arguments["enable_chunked_prefill"]
+        and arguments["max_num_batched_tokens"] == 48
+    )
+    assert (
+        arguments["kv_cache_memory_bytes"] == 8 * 128 * 2 * 2 * 2 * 8 * 4 and "quantization" not in arguments
+    )
     line = command_line(arguments)
-    assert "--no-enable-chunked-prefill" in line and line[line.index("--hf-overrides") + 1] == '{"max_position_embeddings": 48}'
-    on_cuda = engine_arguments(RolloutConfig(name="vllm", quantization="fp8"), ModelFacts(folder, torch.device("cuda"), "bfloat16"))
-    assert on_cuda["enable_sleep_mode"] and on_cuda["quantization"] == "fp8" and "kv_cache_memory_bytes" not in on_cuda
+    assert (
+        "--no-enable-chunked-prefill" in line
+        and line[line.index("--hf-overrides") + 1] == '{"max_position_embeddings": 48}'
+    )
+    on_cuda = engine_arguments(
+        RolloutConfig(name="vllm", quantization="fp8"), ModelFacts(folder, torch.device("cuda"), "bfloat16")
+    )
+    assert (
+        on_cuda["enable_sleep_mode"]
+        and on_cuda["quantization"] == "fp8"
+        and "kv_cache_memory_bytes" not in on_cuda
+    )

@@ -40,9 +40,20 @@ LORA = LoraSettings(rank=2, seed=3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(
-        vocab_size=33, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0, **sizes
+        vocab_size=33,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        **sizes,
     )
     path = tmp_path_factory.mktemp("model")
     with torch.random.fork_rng(devices=[]):
@@ -57,7 +68,9 @@ def model(folder: str) -> dict[str, Any]:
 
 def actor_engine(folder: str, world_size: int = 1, lora: LoraSettings | None = None) -> FSDPEngine:
     optim = OptimConfig(lr=1e-2)
-    return build_engine("policy", model(folder), name="actor", optim=optim, sizes=ParallelSizes(world_size), lora=lora)
+    return build_engine(
+        "policy", model(folder), name="actor", optim=optim, sizes=ParallelSizes(world_size), lora=lora
+    )
 
 
 def actor_worker(engine: FSDPEngine) -> ActorWorker:
@@ -75,7 +88,11 @@ def learn(engine: FSDPEngine) -> None:
 def requests(groups: int = 5, n: int = 3) -> list[GenerationRequest]:
     sampling = SamplingParams(max_tokens=7)
     prompts = [(*range(3, 5 + group % 3), 4 + group) for group in range(groups)]
-    return [GenerationRequest(10 * i + j, prompt, sampling, seed=10 * i + j) for j in range(n) for i, prompt in enumerate(prompts)]
+    return [
+        GenerationRequest(10 * i + j, prompt, sampling, seed=10 * i + j)
+        for j in range(n)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def tokens(outputs: list[GenerationOutput]) -> list[tuple[int, list[int]]]:
@@ -94,7 +111,9 @@ def local_groups(folder: str, backend: type[LocalBackend]) -> tuple[ActorGroup, 
     shared = None if backend is Apart else engine
 
     def rollout(info: object) -> RolloutWorker:
-        return build_rollout_worker(RolloutConfig(), actor_engine=shared, model=model(folder), eos_token_ids=EOS)
+        return build_rollout_worker(
+            RolloutConfig(), actor_engine=shared, model=model(folder), eos_token_ids=EOS
+        )
 
     house = backend(lambda host: {"actor": lambda info: actor_worker(engine), "rollout": rollout})
     return ActorGroup(house, "actor"), RolloutGroup(house, "rollout"), engine
@@ -110,7 +129,9 @@ def test_in_one_process_the_module_is_shared_and_nothing_moves(folder: str) -> N
     rollout.update_from(actor, 1)
     assert actor.backend.worker("actor")._export is None, "nothing was put together"  # type: ignore[attr-defined]
     after = rollout.generate(requests(), policy_version=1)
-    assert tokens(after) != before and {version for output in after for version in output.policy_versions} == {1}
+    assert tokens(after) != before and {
+        version for output in after for version in output.policy_versions
+    } == {1}
     worker.update_weights([], version=5)
     assert worker.engine.policy_version == 1
 
@@ -124,7 +145,9 @@ class Sized(LocalBackend):
 
 def test_a_rollout_on_a_part_of_the_actors_processes_is_refused(folder: str) -> None:
     actor, rollout, _ = local_groups(folder, Sized)
-    with pytest.raises(RolloutError, match=r"rollout has 1 of the 2 ranks of actor.*trainer\.placement\.rollout"):
+    with pytest.raises(
+        RolloutError, match=r"rollout has 1 of the 2 ranks of actor.*trainer\.placement\.rollout"
+    ):
         rollout.update_from(actor, 1)
 
 
@@ -145,7 +168,8 @@ def test_a_replica_of_its_own_generates_with_what_was_pushed(folder: str) -> Non
     again = rollout.generate(requests(), policy_version=1)
     assert tokens(again) == wanted() != tokens(outputs)
     assert {version for output in again for version in output.policy_versions} == {1}
-    rollout.update_from(actor, 2)  # a step that changed nothing (its learning rate was 0, or it was skipped) is no error
+    # a step that changed nothing (its learning rate was 0, or it was skipped) is no error
+    rollout.update_from(actor, 2)
     assert tokens(rollout.generate(requests(), policy_version=2)) == wanted()
 
 
@@ -181,7 +205,9 @@ def test_the_base_under_adapters_is_read_by_turns_and_a_change_of_it_is_found(
 ) -> None:
     engine = actor_engine(folder, lora=LORA)
     actor = actor_worker(engine)
-    worker = build_rollout_worker(RolloutConfig(), actor_engine=None, model=model(folder), eos_token_ids=EOS, lora=LORA)
+    worker = build_rollout_worker(
+        RolloutConfig(), actor_engine=None, model=model(folder), eos_token_ids=EOS, lora=LORA
+    )
     base = sum(parameter.numel() for parameter in engine.module.parameters() if not parameter.requires_grad)
     adapters = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
     read: list[int] = []
@@ -203,21 +229,28 @@ def test_the_base_under_adapters_is_read_by_turns_and_a_change_of_it_is_found(
     turns = [push(version) for version in range(2, 18)]
     assert sum(turns) == 2 * (base + 16 * adapters) and max(turns) < base
     owner = engine.module if where == "trainer" else worker.engine.policy  # type: ignore[attr-defined]
-    frozen = next(parameter for name, parameter in owner.named_parameters() if "layers.1.mlp.up_proj" in name and "lora" not in name)
+    frozen = next(
+        parameter
+        for name, parameter in owner.named_parameters()
+        if "layers.1.mlp.up_proj" in name and "lora" not in name
+    )
     frozen.data.view(torch.int64)[2, 1] ^= 1
     with pytest.raises(RolloutError, match=r"differs is hf\.model\.layers\.1\.mlp\.up_proj\.base"):
         for version in range(18, 34):
             push(version)
 
 
-# ---- ranks --------------------------------------------------------------------------------------------------------
+# ---- ranks
+# --------------------------------------------------------------------------------------------------------
 
 
 def generate_on_ranks(rank: int, folder: str, tensor: int, lora: bool, calls: list[Call]) -> dict[str, Any]:
     settings = LORA if lora else None
     engine = actor_engine(folder, 2, settings)
     config = RolloutConfig(tensor_model_parallel_size=tensor)
-    worker = build_rollout_worker(config, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings)
+    worker = build_rollout_worker(
+        config, actor_engine=engine, model=model(folder), eos_token_ids=EOS, lora=settings
+    )
     found = []
     for version in (0, 1):
         outputs = worker.generate(*calls[rank].args, policy_version=version)
@@ -232,12 +265,16 @@ def generate_on_ranks(rank: int, folder: str, tensor: int, lora: bool, calls: li
 
 
 @pytest.mark.parametrize(("tensor", "lora"), [(1, False), (2, False), (1, True), (2, True)])
-def test_replicas_of_a_sharded_actor_generate_what_one_process_does(two_ranks: Ranks, folder: str, tensor: int, lora: bool) -> None:
+def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
+    two_ranks: Ranks, folder: str, tensor: int, lora: bool
+) -> None:
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     mesh = MeshInfo(2, (("dp", 2 // tensor), ("tp", tensor)))
     deal = Dispatch.DP_DEAL.split(Call((requests(),), {"policy_version": 0}), mesh)
-    assert tensor == 2 or all(call is not None and 0 < len(call.args[0]) < len(requests()) for call in deal.calls)
+    assert tensor == 2 or all(
+        call is not None and 0 < len(call.args[0]) < len(requests()) for call in deal.calls
+    )
     ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, deal.calls)
     for version in (0, 1):
         expected = alone.generate(requests(), policy_version=version)
@@ -251,12 +288,17 @@ def test_replicas_of_a_sharded_actor_generate_what_one_process_does(two_ranks: R
     if tensor == 1:
         joined = RolloutStats.join([found["stats"] for found in ranks], together=True)
         one = alone.stats()
-        assert (joined.generated_tokens, joined.prefill_tokens) == (one.generated_tokens, one.prefill_tokens), "a group stays together"
+        assert (joined.generated_tokens, joined.prefill_tokens) == (
+            one.generated_tokens,
+            one.prefill_tokens,
+        ), "a group stays together"
         assert joined.seconds == max(found["stats"].seconds for found in ranks)
 
 
 def empty_part(rank: int, folder: str) -> int:
-    worker = build_rollout_worker(RolloutConfig(), actor_engine=actor_engine(folder, 2), model=model(folder), eos_token_ids=EOS)
+    worker = build_rollout_worker(
+        RolloutConfig(), actor_engine=actor_engine(folder, 2), model=model(folder), eos_token_ids=EOS
+    )
     return len(worker.generate(requests()[:1] if rank == 0 else [], policy_version=0))
 
 
@@ -270,7 +312,9 @@ def push_on_ranks(rank: int, folder: str, tensor: int, lora: bool) -> dict[str, 
     engine = actor_engine(folder, 2, settings)
     actor = actor_worker(engine)
     config = RolloutConfig(tensor_model_parallel_size=tensor)
-    worker = build_rollout_worker(config, actor_engine=None, model=model(folder), eos_token_ids=EOS, lora=settings)
+    worker = build_rollout_worker(
+        config, actor_engine=None, model=model(folder), eos_token_ids=EOS, lora=settings
+    )
     before = worker.generate(requests(), policy_version=0)
     learn(engine)
     own = actor.export_buckets(1)
@@ -284,11 +328,18 @@ def push_on_ranks(rank: int, folder: str, tensor: int, lora: bool) -> dict[str, 
         shares = [late, late]
         dist.all_gather_object(shares, late)
         worker.update_weights([shares[0], replace(shares[1], tensors={})], version=2)
-    return {"before": before, "after": after, "bytes": sum(tensor.nbytes for tensor in own.tensors.values()), "names": list(own.tensors)}
+    return {
+        "before": before,
+        "after": after,
+        "bytes": sum(tensor.nbytes for tensor in own.tensors.values()),
+        "names": list(own.tensors),
+    }
 
 
 @pytest.mark.parametrize(("tensor", "lora"), [(1, False), (2, False), (2, True)])
-def test_shards_are_pushed_to_replicas_of_their_own(two_ranks: Ranks, folder: str, tensor: int, lora: bool) -> None:
+def test_shards_are_pushed_to_replicas_of_their_own(
+    two_ranks: Ranks, folder: str, tensor: int, lora: bool
+) -> None:
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     expected = [tokens(alone.generate(requests(), policy_version=0))]
@@ -299,7 +350,9 @@ def test_shards_are_pushed_to_replicas_of_their_own(two_ranks: Ranks, folder: st
         assert [tokens(rank["before"]), tokens(rank["after"])] == expected and expected[0] != expected[1]
     names = [name for rank in found for name in rank["names"]]
     trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    assert sorted(names) == sorted(trained), "each trained tensor once, and of an adapted model only the adapters"
+    assert sorted(names) == sorted(trained), (
+        "each trained tensor once, and of an adapted model only the adapters"
+    )
     sizes = [parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad]
     assert abs(found[0]["bytes"] - found[1]["bytes"]) <= 8 * max(sizes)
 
@@ -307,19 +360,32 @@ def test_shards_are_pushed_to_replicas_of_their_own(two_ranks: Ranks, folder: st
 def not_divisible(rank: int, folder: str) -> tuple[str, str]:
     engine = actor_engine(folder, 2)
     with pytest.raises(ConfigError) as sizes:
-        build_rollout_worker(RolloutConfig(tensor_model_parallel_size=3), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+        build_rollout_worker(
+            RolloutConfig(tensor_model_parallel_size=3),
+            actor_engine=engine,
+            model=model(folder),
+            eos_token_ids=EOS,
+        )
     module = engine.module
     assert isinstance(module, PolicyModel)
     module.config.num_attention_heads = 3
     with pytest.raises(ModelError) as heads:
-        build_rollout_worker(RolloutConfig(tensor_model_parallel_size=2), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+        build_rollout_worker(
+            RolloutConfig(tensor_model_parallel_size=2),
+            actor_engine=engine,
+            model=model(folder),
+            eos_token_ids=EOS,
+        )
     return str(sizes.value), str(heads.value)
 
 
 def test_what_tensor_parallel_replicas_cannot_be(two_ranks: Ranks, folder: str) -> None:
     for sizes, heads in two_ranks.run(not_divisible, folder):
         assert "tensor_model_parallel_size=3 does not divide the 2 rank" in sizes
-        assert "actor_rollout_ref.rollout.tensor_model_parallel_size=2 does not divide num_attention_heads=3" in heads
+        assert (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2 does not divide num_attention_heads=3"
+            in heads
+        )
 
 
 def test_tensors_are_dealt_by_size() -> None:

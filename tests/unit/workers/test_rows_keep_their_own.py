@@ -1,4 +1,6 @@
-"""Every row's numbers stay that row's: through reordering, resampling, mini-batches, dealing to ranks and micro-batches."""
+"""Every row's numbers stay that row's: through reordering, resampling, mini-batches, dealing to ranks and
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def batch_of(seed: int) -> DataProto:
     scores = torch.randint(0, 5, (rows,), generator=rng).float()
     placed = torch.zeros(rows, WIDTH)
     placed[torch.arange(rows), lengths - 1] = scores
-    columns = {name: tokens() for name in ("values", "old_log_probs", "teacher_log_probs", "process_rewards", "ref_log_prob")}
+    columns = {
+        name: tokens()
+        for name in ("values", "old_log_probs", "teacher_log_probs", "process_rewards", "ref_log_prob")
+    }
     return DataProto.from_dict(
         {
             "responses": torch.arange(rows)[:, None].expand(rows, WIDTH).clone(),
@@ -46,7 +51,11 @@ def batch_of(seed: int) -> DataProto:
             "is_demonstration": torch.arange(rows) % 4 == 0,
             **columns,
         },
-        {"uid": GROUPS, "acc": [float(s > 2) for s in scores], "format": torch.rand(rows, generator=rng).tolist()},
+        {
+            "uid": GROUPS,
+            "acc": [float(s > 2) for s in scores],
+            "format": torch.rand(rows, generator=rng).tolist(),
+        },
     )
 
 
@@ -61,7 +70,8 @@ def test_advantages_follow_their_rows(name: str) -> None:
     batch |= advantages(batch, name)
     assert bool(batch.batch["advantages"].any())
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(5))
-    moved = batch.select(["responses", *(key for key in batch.batch.keys() if key not in ("advantages", "returns"))])  # noqa: SIM118
+    names = list(batch.batch.keys())
+    moved = batch.select(["responses", *(key for key in names if key not in ("advantages", "returns"))])
     moved = moved.select_idxs(order)
     found = advantages(moved, name).batch["advantages"]
     torch.testing.assert_close(found, batch.batch["advantages"][order], rtol=1e-4, atol=1e-5)
@@ -72,10 +82,17 @@ def test_from_the_estimator_to_the_micro_batch(method: str) -> None:
     batch = batch_of(2)
     batch |= identify(batch)
     batch |= advantages(batch, "gae")
-    truth = {int(row[0]): (a.clone(), r.clone()) for row, a, r in zip(*(batch.batch[k] for k in ("responses", "advantages", "returns")))}
+    truth = {
+        int(row[0]): (a.clone(), r.clone())
+        for row, a, r in zip(*(batch.batch[k] for k in ("responses", "advantages", "returns")))
+    }
     batch = resample(batch, PFPPOConfig(reweight_method=method), generator(3, "pf_ppo", 1))  # type: ignore[arg-type]
-    assert len(batch) == len(GROUPS) and len(set(batch.batch["row_id"].tolist())) == len(GROUPS), "duplicates get ids of their own"
-    assert any(count > 1 for count in torch.unique(batch.batch["responses"][:, 0], return_counts=True)[1].tolist())
+    assert len(batch) == len(GROUPS) and len(set(batch.batch["row_id"].tolist())) == len(GROUPS), (
+        "duplicates get ids of their own"
+    )
+    assert any(
+        count > 1 for count in torch.unique(batch.batch["responses"][:, 0], return_counts=True)[1].tolist()
+    )
     seen: list[int] = []
 
     def update(mini: DataProto, scale: LossScale) -> Metrics:
@@ -93,5 +110,7 @@ def test_from_the_estimator_to_the_micro_batch(method: str) -> None:
         return Metrics()
 
     plan = MiniBatchPlan(groups=2, epochs=1, shuffle=True, seed=1, step=1)
-    update_by_mini_batches(batch, ["responses", "loss_mask", "advantages", "returns", "positive"], plan, update, name="actor")
+    update_by_mini_batches(
+        batch, ["responses", "loss_mask", "advantages", "returns", "positive"], plan, update, name="actor"
+    )
     assert sorted(seen) == sorted(batch.batch["responses"][:, 0].tolist())

@@ -1,4 +1,6 @@
-"""What the ranks of one role do together with their state: files and failures of all are known to all, weights go from rank to rank."""
+"""What the ranks of one role do together with their state: files and failures of all are known to all,
+weights go from rank to rank.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,24 @@ def save_and_load(rank: int, folder: str) -> tuple[dict[str, FileDigest], dict[s
     worker.engine.weight.zero_()
     beside = worker.finish_save()
     worker.load(f"{folder}/beside", PARTS)
-    return dict(at_once), dict(beside), bool(worker.engine.weight.full_tensor().equal(Sharded(1.0).weight.full_tensor()))
+    return (
+        dict(at_once),
+        dict(beside),
+        bool(worker.engine.weight.full_tensor().equal(Sharded(1.0).weight.full_tensor())),
+    )
 
 
 def test_every_rank_knows_the_digests_of_all(two_ranks: Ranks, tmp_path: Path) -> None:
     (at_once, beside, same), other = two_ranks.run(save_and_load, str(tmp_path))
     assert other == (at_once, beside, True) and same
-    assert at_once == beside == {path.name: FileDigest(path.stat().st_size, file_digest(path)) for path in (tmp_path / "beside").iterdir()}
+    assert (
+        at_once
+        == beside
+        == {
+            path.name: FileDigest(path.stat().st_size, file_digest(path))
+            for path in (tmp_path / "beside").iterdir()
+        }
+    )
     assert len(at_once) == 4
 
 
@@ -80,12 +93,16 @@ def test_every_rank_is_told_which_could_not_write(two_ranks: Ranks, tmp_path: Pa
 
 
 def take_over(rank: int) -> tuple[bool, str]:
-    actor, reference, other = (StatefulWorker(engine) for engine in (Sharded(2.0), Sharded(0.0), Sharded(0.0, rows=7)))
+    actor, reference, other = (
+        StatefulWorker(engine) for engine in (Sharded(2.0), Sharded(0.0), Sharded(0.0, rows=7))
+    )
     reference.take_weights(actor.weights())
     try:
         other.take_weights(actor.weights())
     except CheckpointError as error:
-        return bool(reference.engine.weight.full_tensor().equal(actor.engine.weight.full_tensor())), str(error)
+        return bool(reference.engine.weight.full_tensor().equal(actor.engine.weight.full_tensor())), str(
+            error
+        )
     raise AssertionError("weights of another shape were taken")
 
 
@@ -106,7 +123,9 @@ def test_a_group_copies_another() -> None:
             self.weight.copy_(state["model"]["w"])
 
     engines = {"actor": Whole(2.0), "reference": Whole(1.0)}
-    backend = LocalBackend(lambda host: {role: lambda info, role=role: StatefulWorker(engines[role]) for role in engines})
+    backend = LocalBackend(
+        lambda host: {role: lambda info, role=role: StatefulWorker(engines[role]) for role in engines}
+    )
     actor, reference = (StatefulGroup[StatefulWorker](backend, role) for role in engines)
     reference.copy_from(actor)
     assert engines["reference"].weight.eq(2.0).all()

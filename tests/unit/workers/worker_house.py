@@ -41,9 +41,20 @@ PLAN = MiniBatchPlan(groups=2, epochs=2, shuffle=True, seed=0, step=1)
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     config = LlamaConfig(
-        vocab_size=32, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=True, pad_token_id=0, **sizes
+        vocab_size=32,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        **sizes,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -53,9 +64,15 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
 class House:
     """All roles of a step on tiny models; the rollout has the actor's module."""
 
-    def __init__(self, config: ActorConfig | None = None, process: ProcessRewardModelConfig | None = None) -> None:
+    def __init__(
+        self, config: ActorConfig | None = None, process: ProcessRewardModelConfig | None = None
+    ) -> None:
         config = config or ActorConfig(ppo_max_token_len_per_gpu=24)
-        self.policy, self.frozen, self.value = PolicyModel(llama()), PolicyModel(llama()).requires_grad_(False), ValueModel(llama())
+        self.policy, self.frozen, self.value = (
+            PolicyModel(llama()),
+            PolicyModel(llama()).requires_grad_(False),
+            ValueModel(llama()),
+        )
 
         def actor(info: RankInfo) -> ActorWorker:
             engine = FSDPEngine(self.policy, name="actor", optim=OPTIM, grad_clip=1.0)
@@ -66,7 +83,9 @@ class House:
             return CriticWorker(engine, CriticConfig(), forward_limits=LIMITS, loss_scale_factor=None)
 
         def reference(info: RankInfo) -> ReferenceWorker:
-            return ReferenceWorker(FSDPEngine(self.frozen, name="reference", optim=None), temperature=0.7, limits=LIMITS)
+            return ReferenceWorker(
+                FSDPEngine(self.frozen, name="reference", optim=None), temperature=0.7, limits=LIMITS
+            )
 
         def rollout(info: RankInfo) -> RolloutWorker:
             return RolloutWorker(NativeEngine(self.policy, eos_token_ids=[2]))
@@ -77,23 +96,32 @@ class House:
 
         def process_reward(info: RankInfo) -> ProcessRewardWorker:
             engine = FSDPEngine(PolicyModel(llama()), name="process_reward", optim=OPTIM)
-            return ProcessRewardWorker(engine, process or ProcessRewardModelConfig(), temperature=0.7, limits=LIMITS)
+            return ProcessRewardWorker(
+                engine, process or ProcessRewardModelConfig(), temperature=0.7, limits=LIMITS
+            )
 
         def sft(info: RankInfo) -> SFTWorker:
             return SFTWorker(FSDPEngine(self.policy, name="train", optim=OPTIM), LIMITS)
 
         factories = {"actor": actor, "critic": critic, "reference": reference, "rollout": rollout, "sft": sft}
-        backend = self.backend = LocalBackend(lambda host: {**factories, "teacher": teacher, "process_reward": process_reward})
+        backend = self.backend = LocalBackend(
+            lambda host: {**factories, "teacher": teacher, "process_reward": process_reward}
+        )
         self.actor, self.critic = ActorGroup(backend, "actor"), CriticGroup(backend, "critic")
         self.reference, self.rollout = ReferenceGroup(backend, "reference"), RolloutGroup(backend, "rollout")
-        self.teacher, self.process_reward = TeacherGroup(backend, "teacher"), ProcessRewardGroup(backend, "process_reward")
+        self.teacher, self.process_reward = (
+            TeacherGroup(backend, "teacher"),
+            ProcessRewardGroup(backend, "process_reward"),
+        )
         self.sft = SFTGroup(backend, "sft")
 
 
 def rows() -> DataProto:
     draw = torch.Generator().manual_seed(3)
     lengths = [(3, 5), (3, 2), (6, 4), (6, 1), (2, 7), (2, 3)]
-    prompts, responses = ([torch.randint(3, 32, (pair[i],), generator=draw).tolist() for pair in lengths] for i in (0, 1))
+    prompts, responses = (
+        [torch.randint(3, 32, (pair[i],), generator=draw).tolist() for pair in lengths] for i in (0, 1)
+    )
     columns = make_rows(prompts, responses, pad_id=0)
     columns["loss_mask"] = columns["response_mask"].clone()
     columns["positive"] = torch.tensor([True, False, True, False, False, True])

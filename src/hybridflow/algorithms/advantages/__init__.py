@@ -1,7 +1,8 @@
 """Advantage estimators by name (`algorithm.adv_estimator`): token rewards in, advantages and returns out.
 
-To add one: a file with its function, a line in the table, its name and facts in `config/algorithm_names.py`, its keys in the
-configuration, a test. From outside the project: `path/to/file.py:name`, or `register_adv_est`.
+To add one: a file with its function, a line in the table, its name and facts in `config/algorithm_names.py`,
+its keys in the configuration, a test. From outside the project: `path/to/file.py:name`, or
+`register_adv_est`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,15 @@ from hybridflow.algorithms.advantages.max_rl import max_rl
 from hybridflow.algorithms.advantages.on_policy_distillation import on_policy_distillation
 from hybridflow.algorithms.advantages.online_dpo import online_dpo
 from hybridflow.algorithms.advantages.opo import opo
-from hybridflow.algorithms.advantages.optimal_token_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from hybridflow.algorithms.advantages.optimal_token_baseline import (
+    optimal_token_baseline,
+    tir_optimal_token_baseline,
+)
 from hybridflow.algorithms.advantages.prime import prime
-from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from hybridflow.algorithms.advantages.reinforce_plus_plus import (
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
 from hybridflow.algorithms.advantages.remax import remax
 from hybridflow.algorithms.advantages.rloo import rloo
 from hybridflow.algorithms.advantages.spin import spin
@@ -55,14 +62,15 @@ ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
 def register_adv_est(name: str, *, needs_group: bool = False) -> Callable[[_Function], _Function]:
     """Make a function of yours an estimator by name; it gets what its arguments name.
 
-    Example: `@register_adv_est("mine")` above `def mine(token_level_rewards, response_mask, group_ids, **_) -> Advantages`.
-    Raises ConfigError for a name that is taken.
+    Example: `@register_adv_est("mine")` above `def mine(token_level_rewards, response_mask, group_ids, **_)
+    -> Advantages`. Raises ConfigError for a name that is taken.
     """
 
     def add(function: _Function) -> _Function:
         if name in ADVANTAGE_ESTIMATORS:
             raise ConfigError(
-                f"advantage estimator {name!r} exists already: give yours another name than {', '.join(ADVANTAGE_ESTIMATORS)}"
+                f"advantage estimator {name!r} exists already: give yours another name than "
+                f"{', '.join(ADVANTAGE_ESTIMATORS)}"
             )
         ADVANTAGE_ESTIMATORS[name] = AdvantageEstimator.of(function, needs_group=needs_group)
         return function

@@ -1,4 +1,6 @@
-"""Generalised advantage estimation, Schulman et al., 1506.02438, with VAPO's two options, Yue et al., 2504.05118."""
+"""Generalised advantage estimation, Schulman et al., 1506.02438, with VAPO's two options, Yue et al.,
+2504.05118.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ def gae(
 ) -> Advantages:
     """δ_t = r_t + γ·V_next − V_t; L_t = δ_t + γλ·L_next, right to left; A = whiten(L); returns = L + V.
 
-    token_level_rewards, values [B, R] float, in units of the score; response_mask [B, R] bool. Tokens that the policy did not sample
-    are no steps: V_next and L pass them unchanged. After the last token V_next = 0: a row cut at the length limit counts as ended.
-    The recursion runs on `response_mask`, whitening over `loss_mask` (default: the same).
+    token_level_rewards, values [B, R] float, in units of the score; response_mask [B, R] bool. Tokens that
+    the policy did not sample are no steps: V_next and L pass them unchanged. After the last token V_next = 0:
+    a row cut at the length limit counts as ended. The recursion runs on `response_mask`, whitening over
+    `loss_mask` (default: the same).
 
-    VAPO (2504.05118): with `lam_length_alpha` α the λ of the advantages is 1 − 1/(α·len), clamped to [0, 1], where len is the row's
-    sampled tokens; with `lam_critic` the returns run on a λ of their own (VAPO: 1), or else on `lam`. The clamp is ours: rows shorter
-    than 1/α tokens (20 with the paper's α = 0.05) would get a λ below 0.
+    VAPO (2504.05118): with `lam_length_alpha` α the λ of the advantages is 1 − 1/(α·len), clamped to [0, 1],
+    where len is the row's sampled tokens; with `lam_critic` the returns run on a λ of their own (VAPO: 1), or
+    else on `lam`. The clamp is ours: rows shorter than 1/α tokens (20 with the paper's α = 0.05) would get a
+    λ below 0.
 
     Left out: bootstrapping from the value of what a cut row would have gone on with.
     """
@@ -41,5 +45,12 @@ def gae(
         policy_lam = (1 - 1 / (lam_length_alpha * mask.sum(-1).clamp(min=1).to(delta.dtype))).clamp(0.0, 1.0)
     running = discounted_sum(delta, mask, gamma * policy_lam)
     own_lam = lam if lam_critic is None else lam_critic
-    to_teach = running if lam_length_alpha is None and own_lam == lam else discounted_sum(delta, mask, gamma * own_lam)
-    return Advantages(advantages=masked_whiten(running, learned_from(mask, loss_mask)), returns=zero_outside(to_teach + state_values, mask))
+    to_teach = (
+        running
+        if lam_length_alpha is None and own_lam == lam
+        else discounted_sum(delta, mask, gamma * own_lam)
+    )
+    return Advantages(
+        advantages=masked_whiten(running, learned_from(mask, loss_mask)),
+        returns=zero_outside(to_teach + state_values, mask),
+    )

@@ -23,23 +23,27 @@ def gdpo(
     gdpo_reward_weights: Sequence[float] | None = None,
     loss_mask: Tensor | None = None,
 ) -> Advantages:
-    """A = whiten over rows of Σ_k w_k·(s_k − μ_gk)/(σ_gk + 1e-6), on every token of a row; s_k the row's reward under key k.
+    """A = whiten over rows of Σ_k w_k·(s_k − μ_gk)/(σ_gk + 1e-6), on every token of a row; s_k the row's
+    reward under key k.
 
-    reward_components [B, K] float, one column a key; response_mask [B, R] bool; group_ids [B] int64, equal for the responses of one
-    prompt; w_k from `gdpo_reward_weights`, K numbers (default: 1 each). μ_gk, σ_gk are mean and Bessel-corrected deviation over the
-    group's rows with a sampled token. Whitening (mean and Bessel variance, rsqrt(var + 1e-8)) is over the rows with a token in
-    `loss_mask` (default: `response_mask`), each counted once however long it is, as in the paper. A key that does not vary in a group
-    adds 0 there; a group in which none varies gets exactly 0, after whitening too. Raises ConfigError for another number of weights.
+    reward_components [B, K] float, one column a key; response_mask [B, R] bool; group_ids [B] int64, equal
+    for the responses of one prompt; w_k from `gdpo_reward_weights`, K numbers (default: 1 each). μ_gk, σ_gk
+    are mean and Bessel-corrected deviation over the group's rows with a sampled token. Whitening (mean and
+    Bessel variance, rsqrt(var + 1e-8)) is over the rows with a token in `loss_mask` (default:
+    `response_mask`), each counted once however long it is, as in the paper. A key that does not vary in a
+    group adds 0 there; a group in which none varies gets exactly 0, after whitening too. Raises ConfigError
+    for another number of weights.
 
-    Left out: the paper's rewards that count only where another is reached (that is the reward function's), and a KL penalty in the
-    reward, which is no component.
+    Left out: the paper's rewards that count only where another is reached (that is the reward function's),
+    and a KL penalty in the reward, which is no component.
     """
     mask, components = response_mask.bool(), at_least_float32(reward_components)
     counts, num_keys = mask.any(dim=-1), components.shape[-1]
     weights = [1.0] * num_keys if gdpo_reward_weights is None else list(gdpo_reward_weights)
     if len(weights) != num_keys:
         raise ConfigError(
-            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {num_keys} rewards: give one for each of "
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {num_keys} rewards: give one for "
+            "each of "
             "algorithm.gdpo_reward_keys, or none for 1 each"
         )
     total, varies = components.new_zeros(len(components)), torch.zeros_like(counts)

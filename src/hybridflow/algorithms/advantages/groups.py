@@ -1,8 +1,10 @@
 """Statistics of the scores inside each group, handed back row by row.
 
-    scores [B], counts [B] bool, group_ids [B] int64, any numbers ──► sum, maximum, mean and deviation, the one best row of each group
+    scores [B], counts [B] bool, group_ids [B] int64, any numbers ──► sum, maximum, mean and deviation, the
+    one best row of each group
 
-A row counts where the policy sampled a token of it; what a row that does not count holds, NaN included, has no effect.
+A row counts where the policy sampled a token of it; what a row that does not count holds, NaN included, has
+no effect.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ class GroupStatistics:
     std: Tensor
     """float, Bessel-corrected; 0 for fewer than two rows."""
     varies: Tensor
-    """bool: the largest score is not the smallest, decided on the scores themselves and not after rounding."""
+    """bool: the largest score is not the smallest, decided on the scores themselves and not after rounding.
+    """
 
 
 def group_statistics(scores: Tensor, counts: Tensor, group_ids: Tensor) -> GroupStatistics:
-    """Mean and deviation of scores [B] float over the rows of each group where `counts` [B] bool; group_ids [B] int64."""
+    """Mean and deviation of scores [B] float over the rows of each group where `counts` [B] bool; group_ids
+    [B] int64.
+    """
     weight = counts.to(scores.dtype)
     kept = torch.where(counts, scores, 0.0)
     size = group_sum(weight, group_ids)
@@ -52,7 +57,8 @@ def group_max(scores: Tensor, counts: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def group_best(scores: Tensor, counts: Tensor, group_ids: Tensor, row_id: Tensor | None = None) -> Tensor:
-    """[B] bool: the row with the highest score of each group, one a group; of equal ones that of the smallest row id [B] int64.
+    """[B] bool: the row with the highest score of each group, one a group; of equal ones that of the smallest
+    row id [B] int64.
 
     Without row ids the first of equal rows. A group without a row that counts has no best.
     """

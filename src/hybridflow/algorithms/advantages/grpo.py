@@ -11,14 +11,19 @@ from hybridflow.algorithms.advantages.types import Advantages
 EPSILON = 1e-6
 
 
-def grpo(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, norm_by_std: bool) -> Advantages:
-    """A = (s − μ_g)/(σ_g + 1e-6) on every token of a row, or s − μ_g without `norm_by_std`; s = Σ_t r_t over sampled tokens.
+def grpo(
+    token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, norm_by_std: bool
+) -> Advantages:
+    """A = (s − μ_g)/(σ_g + 1e-6) on every token of a row, or s − μ_g without `norm_by_std`; s = Σ_t r_t over
+    sampled tokens.
 
-    token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses of one prompt.
-    μ_g, σ_g are mean and Bessel-corrected deviation of the group's rows with a sampled token. A row alone in its group gets 0, and so
-    do all rows of a group whose scores are equal. Returns are the advantages: there is no critic to teach.
+    token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses
+    of one prompt. μ_g, σ_g are mean and Bessel-corrected deviation of the group's rows with a sampled token.
+    A row alone in its group gets 0, and so do all rows of a group whose scores are equal. Returns are the
+    advantages: there is no critic to teach.
 
-    Left out: the papers' rewards for single steps (process supervision); the reward model's place is the reward's.
+    Left out: the papers' rewards for single steps (process supervision); the reward model's place is the
+    reward's.
     """
     mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
     return on_every_token(against_the_group(scores, group, norm_by_std=norm_by_std), mask)

@@ -21,9 +21,11 @@ def optimal_token_baseline(
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> Advantages:
-    """w_t = 1 − 2π_t + Σ_v π(v)²; W_t = Σ_{t' ≤ t} w_t'; B_t = Σ_j G_jt·W_jt / Σ_j W_jt over the group; A_t = G_t − B_t; returns = G.
+    """w_t = 1 − 2π_t + Σ_v π(v)²; W_t = Σ_{t' ≤ t} w_t'; B_t = Σ_j G_jt·W_jt / Σ_j W_jt over the group; A_t =
+    G_t − B_t; returns = G.
 
-    token_level_rewards, old_log_probs (nats), sum_pi_squared (Σ_v π(v)² over the vocabulary) [B, R] float; response_mask [B, R] bool;
+    token_level_rewards, old_log_probs (nats), sum_pi_squared (Σ_v π(v)² over the vocabulary) [B, R] float;
+    response_mask [B, R] bool;
     group_ids [B] int64, equal for the responses of one prompt. G_t = Σ_{t' ≥ t} r_t' is the reward to go, π_t = exp(old_log_probs) the
     probability of the sampled token. w_t is the squared length of the gradient of logπ_t in the logits, W_t that of the row so far, and
     B_t the baseline of least variance at step t. Sums run over sampled tokens, the group's only over rows that sampled position t. With
@@ -36,7 +38,9 @@ def optimal_token_baseline(
     mask, _, group = scored(token_level_rewards, response_mask, group_ids)
     returns = discounted_sum(token_level_rewards, mask, 1.0)
     # never below (1 − π)² but by rounding
-    weight = (1.0 - 2.0 * zero_outside(old_log_probs, mask).exp() + zero_outside(sum_pi_squared, mask)).clamp(min=0.0)
+    weight = (1.0 - 2.0 * zero_outside(old_log_probs, mask).exp() + zero_outside(sum_pi_squared, mask)).clamp(
+        min=0.0
+    )
     if rollout_is_weights is not None:
         weight = weight * zero_outside(rollout_is_weights, mask).square()
     so_far = zero_outside(zero_outside(weight, mask).cumsum(-1), mask)
@@ -59,11 +63,13 @@ def tir_optimal_token_baseline(
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> Advantages:
-    """w_k = 1 − 2π_k + Σ_v π(v)²; W_k = Σ_{k' ≤ k} w_k'; B_k = Σ_j G_jk·W_jk / Σ_j W_jk over the group; A_k = G_k − B_k; returns = G.
+    """w_k = 1 − 2π_k + Σ_v π(v)²; W_k = Σ_{k' ≤ k} w_k'; B_k = Σ_j G_jk·W_jk / Σ_j W_jk over the group; A_k =
+    G_k − B_k; returns = G.
 
-    `optimal_token_baseline` for responses with tool calls (tool-integrated reasoning): k counts the sampled tokens of a row, so the k-th
-    sampled token of one row is compared with the k-th of the others, wherever the tools' answers stand between them. Arguments, shapes
-    and edge cases are the same; a row's length is the number of its sampled tokens. Source: 2602.07078.
+    `optimal_token_baseline` for responses with tool calls (tool-integrated reasoning): k counts the sampled
+    tokens of a row, so the k-th sampled token of one row is compared with the k-th of the others, wherever
+    the tools' answers stand between them. Arguments, shapes and edge cases are the same; a row's length is
+    the number of its sampled tokens. Source: 2602.07078.
 
     Left out: nothing but the exact gradient lengths, which the paper, too, replaces by w.
     """

@@ -25,8 +25,9 @@ def prime(
     """p_t = n/(n − 1)·q_t − Σ_j q̄_j/(n − 1); o = n/(n − 1)·(s − μ_g) on the last token;
     G_t = Σ_{t' ≥ t} (c_p·p_t' + c_o·o_t'); A = whiten(G); returns = G.
 
-    process_rewards q, token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses of one
-    prompt. q_t is the implicit process reward β·(logπ_rm − logπ_ref), q̄_j its mean over the sampled tokens of row j; s = Σ_t r_t over
+    process_rewards q, token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal
+    for the responses of one prompt. q_t is the implicit process reward β·(logπ_rm − logπ_ref), q̄_j its mean
+    over the sampled tokens of row j; s = Σ_t r_t over
     sampled tokens; n and μ_g are number and mean of the group's rows with a sampled token; c_p = `process_coef`, c_o = `outcome_coef`
     (5 and 5 in the authors' runs). Whitening is over the tokens of `loss_mask` (default: `response_mask`).
     A row alone in its group gets 0. Where all scores of a group are equal the outcome's part is exactly 0; the process rewards still speak.
@@ -42,4 +43,6 @@ def prime(
     outcome = zero_outside(leave_one_out(scores, group).unsqueeze(-1), still_to_come(mask) == 1)
     compared = n > 1
     returns = discounted_sum(process_coef * process + outcome_coef * outcome, mask, 1.0).where(compared, 0.0)
-    return Advantages(advantages=masked_whiten(returns, learned_from(mask, loss_mask)).where(compared, 0.0), returns=returns)
+    return Advantages(
+        advantages=masked_whiten(returns, learned_from(mask, loss_mask)).where(compared, 0.0), returns=returns
+    )

@@ -1,4 +1,6 @@
-"""Sums from a token to the end of its row, over sampled tokens only: tokens of tools and environments are no steps."""
+"""Sums from a token to the end of its row, over sampled tokens only: tokens of tools and environments are no
+steps.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from hybridflow.algorithms.masked import zero_outside
 
 
 def discounted_sum(x: Tensor, mask: Tensor, discount: float | Tensor) -> Tensor:
-    """G_t = x_t + discount·G_next [B, R] float, right to left; where the mask [B, R] bool is false G passes unchanged and the result is 0.
+    """G_t = x_t + discount·G_next [B, R] float, right to left; where the mask [B, R] bool is false G passes
+    unchanged and the result is 0.
 
     x [B, R] float; `discount` a number or [B] float, one a row.
     """
@@ -34,5 +37,7 @@ def next_step(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def still_to_come(mask: Tensor) -> Tensor:
-    """[B, R] int64: sampled tokens of the row at or after each position; 1 from the last sampled token back to the one before it."""
+    """[B, R] int64: sampled tokens of the row at or after each position; 1 from the last sampled token back
+    to the one before it.
+    """
     return mask.flip(-1).cumsum(-1).flip(-1)

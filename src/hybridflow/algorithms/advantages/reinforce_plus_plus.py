@@ -1,4 +1,6 @@
-"""REINFORCE++: returns whitened over the whole batch, without and with a group's mean as baseline. Hu et al., 2501.03262."""
+"""REINFORCE++: returns whitened over the whole batch, without and with a group's mean as baseline. Hu et al.,
+2501.03262.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import masked_whiten
 
 
-def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float, loss_mask: Tensor | None = None) -> Advantages:
+def reinforce_plus_plus(
+    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float, loss_mask: Tensor | None = None
+) -> Advantages:
     """G_t = r_t + γ·G_next, right to left over sampled tokens; A = whiten(G); returns = G.
 
-    token_level_rewards [B, R] float, in units of the score; response_mask [B, R] bool. Tokens that the policy did not sample are no
-    steps: G passes them unchanged. Whitening (mean and Bessel variance, rsqrt(var + 1e-8)) is over the tokens of `loss_mask` (default:
-    `response_mask`) of the whole batch. One response a prompt is enough.
+    token_level_rewards [B, R] float, in units of the score; response_mask [B, R] bool. Tokens that the policy
+    did not sample are no steps: G passes them unchanged. Whitening (mean and Bessel variance, rsqrt(var +
+    1e-8)) is over the tokens of `loss_mask` (default: `response_mask`) of the whole batch. One response a
+    prompt is enough.
 
-    Left out: the paper's KL penalty in each token's reward is a key of its own (`algorithm.use_kl_in_reward`).
+    Left out: the paper's KL penalty in each token's reward is a key of its own
+    (`algorithm.use_kl_in_reward`).
     """
     mask = response_mask.bool()
     returns = discounted_sum(token_level_rewards, mask, gamma)
@@ -30,10 +36,11 @@ def reinforce_plus_plus_baseline(
 ) -> Advantages:
     """A = whiten(s − μ_g), where s − μ_g stands on every token of a row; s = Σ_t r_t over sampled tokens.
 
-    token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses of one prompt.
-    μ_g is the mean of the group's rows with a sampled token. Whitening (mean and Bessel variance, rsqrt(var + 1e-8)) is over the tokens
-    of `loss_mask` (default: `response_mask`) of the whole batch, so a long row weighs more. A row alone in its group and the rows of a
-    group whose scores are equal take part in it with 0, and get exactly 0 (in the paper they get −mean/deviation).
+    token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses
+    of one prompt. μ_g is the mean of the group's rows with a sampled token. Whitening (mean and Bessel
+    variance, rsqrt(var + 1e-8)) is over the tokens of `loss_mask` (default: `response_mask`) of the whole
+    batch, so a long row weighs more. A row alone in its group and the rows of a group whose scores are equal
+    take part in it with 0, and get exactly 0 (in the paper they get −mean/deviation).
 
     Left out: the paper's KL loss is a key of its own (`actor.use_kl_loss`, `kl_loss_type: k2`).
     """

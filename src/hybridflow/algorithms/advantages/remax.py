@@ -10,13 +10,17 @@ from hybridflow.algorithms.masked import at_least_float32, zero_outside
 
 
 def remax(token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor) -> Advantages:
-    """A_t = Σ_{t' ≥ t} r_t' − b on each sampled token; b the score of the greedy response to the same prompt; returns = Σ_{t' ≥ t} r_t'.
+    """A_t = Σ_{t' ≥ t} r_t' − b on each sampled token; b the score of the greedy response to the same prompt;
+    returns = Σ_{t' ≥ t} r_t'.
 
-    token_level_rewards [B, R] float; response_mask [B, R] bool; reward_baselines [B] float, in units of the score. One response a
-    prompt is enough: the baseline comes from one more rollout at temperature 0.
+    token_level_rewards [B, R] float; response_mask [B, R] bool; reward_baselines [B] float, in units of the
+    score. One response a prompt is enough: the baseline comes from one more rollout at temperature 0.
 
     Left out: nothing.
     """
     mask = response_mask.bool()
     returns = discounted_sum(token_level_rewards, mask, 1.0)
-    return Advantages(advantages=zero_outside(returns - at_least_float32(reward_baselines).unsqueeze(-1), mask), returns=returns)
+    return Advantages(
+        advantages=zero_outside(returns - at_least_float32(reward_baselines).unsqueeze(-1), mask),
+        returns=returns,
+    )

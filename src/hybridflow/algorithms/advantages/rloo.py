@@ -10,11 +10,13 @@ from hybridflow.algorithms.advantages.types import Advantages
 
 
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> Advantages:
-    """A = n/(n − 1)·(s − μ_g) on every token of a row, which is s minus the mean score of the group's other rows.
+    """A = n/(n − 1)·(s − μ_g) on every token of a row, which is s minus the mean score of the group's other
+    rows.
 
-    token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses of one prompt.
-    s = Σ_t r_t over sampled tokens; n and μ_g are number and mean of the group's rows with a sampled token. A row alone in its group
-    has no others to compare with and gets 0, and so do all rows of a group whose scores are equal.
+    token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses
+    of one prompt. s = Σ_t r_t over sampled tokens; n and μ_g are number and mean of the group's rows with a
+    sampled token. A row alone in its group has no others to compare with and gets 0, and so do all rows of a
+    group whose scores are equal.
 
     Left out: nothing; the paper's loss is plain REINFORCE on whole responses (`loss_mode: reinforce`).
     """

@@ -9,7 +9,9 @@ from hybridflow.algorithms.advantages.types import Advantages
 from hybridflow.algorithms.masked import masked_sum, zero_outside
 
 
-def scored(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, GroupStatistics]:
+def scored(
+    token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
+) -> tuple[Tensor, Tensor, GroupStatistics]:
     """Mask [B, R] bool, scores s = Σ_t r_t over sampled tokens [B] float, and their statistics in each group.
 
     Only rows with a sampled token count in their group.
@@ -20,11 +22,15 @@ def scored(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
 
 
 def learned_from(mask: Tensor, loss_mask: Tensor | None) -> Tensor:
-    """[B, R] bool: the tokens of the mask that `loss_mask` leaves in, over which advantages are whitened; without one, all of them."""
+    """[B, R] bool: the tokens of the mask that `loss_mask` leaves in, over which advantages are whitened;
+    without one, all of them.
+    """
     return mask if loss_mask is None else mask & loss_mask.bool()
 
 
 def on_every_token(per_row: Tensor, mask: Tensor) -> Advantages:
-    """The advantage [B] of a row on each of its tokens of the mask [B, R] bool. Returns are the same: there is no critic to teach."""
+    """The advantage [B] of a row on each of its tokens of the mask [B, R] bool. Returns are the same: there
+    is no critic to teach.
+    """
     per_token = zero_outside(per_row.unsqueeze(-1).expand(mask.shape), mask)
     return Advantages(advantages=per_token, returns=per_token.clone())

@@ -11,14 +11,16 @@ from hybridflow.algorithms.advantages.types import Advantages
 
 
 def spin(response_mask: Tensor, is_demonstration: Tensor, group_ids: Tensor) -> Advantages:
-    """A = +1 on every token of the data's own answer, −1 on every sampled response to the same prompt; 0 in a group without both.
+    """A = +1 on every token of the data's own answer, −1 on every sampled response to the same prompt; 0 in a
+    group without both.
 
-    response_mask [B, R] bool, on a demonstration the tokens of its answer; is_demonstration [B] bool; group_ids [B] int64, equal for
-    the responses of one prompt. Only rows with a token count. The signs mark chosen and rejected for the loss `dpo`, which pairs every
-    demonstration with every sampled response of its group. There is no score: the data is what to win against.
+    response_mask [B, R] bool, on a demonstration the tokens of its answer; is_demonstration [B] bool;
+    group_ids [B] int64, equal for the responses of one prompt. Only rows with a token count. The signs mark
+    chosen and rejected for the loss `dpo`, which pairs every demonstration with every sampled response of its
+    group. There is no score: the data is what to win against.
 
-    Left out: the paper's rounds of several epochs on one set of samples; samples are fresh each step, and the reference (the opponent)
-    is renewed every `algorithm.ref_update_freq` steps.
+    Left out: the paper's rounds of several epochs on one set of samples; samples are fresh each step, and the
+    reference (the opponent) is renewed every `algorithm.ref_update_freq` steps.
     """
     mask, shown = response_mask.bool(), is_demonstration.bool()
     counts = mask.any(dim=-1)

@@ -26,7 +26,8 @@ class Advantages:
 class AdvantageEstimator:
     """A function with what it needs, read off its signature (`of`): trainers and checks ask here.
 
-    `hybridflow.config` must not load torch and so has names and needs of its own; a test keeps the two in step.
+    `hybridflow.config` must not load torch and so has names and needs of its own; a test keeps the two in
+    step.
     """
 
     function: Callable[..., Any]
@@ -41,8 +42,9 @@ class AdvantageEstimator:
 
     @classmethod
     def of(cls, function: Callable[..., Any], *, needs_group: bool = False) -> AdvantageEstimator:
-        """Arguments without a default are needed, the others taken if there; `**rest` takes all. The one fact that no signature tells
-        is `needs_group`."""
+        """Arguments without a default are needed, the others taken if there; `**rest` takes all. The one fact
+        that no signature tells is `needs_group`.
+        """
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
@@ -59,20 +61,35 @@ class AdvantageEstimator:
         return "values" in self.needs
 
     def __call__(self, available: Mapping[str, Any]) -> Advantages:
-        """Call the function with what it names out of `available` (fields of the batch, `group_ids`, parameters).
+        """Call the function with what it names out of `available` (fields of the batch, `group_ids`,
+        parameters).
 
         Raises ConfigError where a needed name is not there, and where the result is not two tensors [B, R].
         """
         missing = [name for name in self.needs if name not in available]
         if missing:
-            raise ConfigError(f"advantage estimator {self.name} needs {', '.join(missing)}; there are {', '.join(sorted(available))}")
-        names = available.keys() if self.takes_all else [name for name in (*self.needs, *self.takes) if name in available]
+            raise ConfigError(
+                f"advantage estimator {self.name} needs {', '.join(missing)}; there are "
+                f"{', '.join(sorted(available))}"
+            )
+        names = (
+            available.keys()
+            if self.takes_all
+            else [name for name in (*self.needs, *self.takes) if name in available]
+        )
         result = self.function(**{name: available[name] for name in names})
         if isinstance(result, tuple) and len(result) == 2:  # a user's own may return a plain pair
             result = Advantages(*result)
         shape = available["response_mask"].shape
-        if not isinstance(result, Advantages) or result.advantages.shape != shape or result.returns.shape != shape:
-            raise ConfigError(f"advantage estimator {self.name} must return Advantages(advantages, returns), both {tuple(shape)}")
+        if (
+            not isinstance(result, Advantages)
+            or result.advantages.shape != shape
+            or result.returns.shape != shape
+        ):
+            raise ConfigError(
+                f"advantage estimator {self.name} must return Advantages(advantages, returns), both "
+                f"{tuple(shape)}"
+            )
         return result
 
     @property

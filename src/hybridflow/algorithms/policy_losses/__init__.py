@@ -1,8 +1,10 @@
-"""Policy losses by name (`actor.policy_loss.loss_mode`): log-probs and advantages in, a share of the mini-batch loss out.
+"""Policy losses by name (`actor.policy_loss.loss_mode`): log-probs and advantages in, a share of the
+mini-batch loss out.
 
-One signature: `(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, **its own parameters) -> LossOutput`,
-where `loss_agg_mode=None` and `loss_scale_factor=None` are parameters of every loss. To add one: a file with its function, a line in
-the table, its keys in the configuration, a test. From outside the project: `path/to/file.py:name`, or `register_policy_loss`.
+One signature: `(log_prob, old_log_prob, advantages, response_mask, scale, rollout_is_weights=None, **its own
+parameters) -> LossOutput`, where `loss_agg_mode=None` and `loss_scale_factor=None` are parameters of every
+loss. To add one: a file with its function, a line in the table, its keys in the configuration, a test. From
+outside the project: `path/to/file.py:name`, or `register_policy_loss`.
 """
 
 from __future__ import annotations
@@ -48,19 +50,29 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-def register_policy_loss(name: str, *, agg_mode: str = "token-mean", keeps_groups: bool = False) -> Callable[[_Loss], _Loss]:
-    """Make a function of yours a policy loss by name; its keyword-only arguments are parameters or columns of the batch.
+def register_policy_loss(
+    name: str, *, agg_mode: str = "token-mean", keeps_groups: bool = False
+) -> Callable[[_Loss], _Loss]:
+    """Make a function of yours a policy loss by name; its keyword-only arguments are parameters or columns of
+    the batch.
 
-    `agg_mode`: what it gets as `loss_agg_mode` where the run sets none; `keeps_groups`: it needs the rows of a prompt in one micro-batch,
-    without the tokens whose advantage is 0. A run takes it as `path/to/file.py:function`, with what is said here.
-    Raises ConfigError for a name that is taken and for an unknown mode.
+    `agg_mode`: what it gets as `loss_agg_mode` where the run sets none; `keeps_groups`: it needs the rows of
+    a prompt in one micro-batch, without the tokens whose advantage is 0. A run takes it as
+    `path/to/file.py:function`, with what is said here. Raises ConfigError for a name that is taken and for an
+    unknown mode.
     """
     if agg_mode not in get_args(LossAggMode):
-        raise ConfigError(f"policy loss {name!r}: unknown agg_mode {agg_mode!r}: choose from {', '.join(get_args(LossAggMode))}")
+        raise ConfigError(
+            f"policy loss {name!r}: unknown agg_mode {agg_mode!r}: choose from "
+            f"{', '.join(get_args(LossAggMode))}"
+        )
 
     def add(function: _Loss) -> _Loss:
         if name in POLICY_LOSSES:
-            raise ConfigError(f"policy loss {name!r} exists already: give yours another name than {', '.join(POLICY_LOSSES)}")
+            raise ConfigError(
+                f"policy loss {name!r} exists already: give yours another name than "
+                f"{', '.join(POLICY_LOSSES)}"
+            )
         POLICY_LOSSES[name] = PolicyLoss(function, agg_mode, keeps_groups=keeps_groups)
         return function
 

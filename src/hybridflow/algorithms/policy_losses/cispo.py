@@ -1,4 +1,6 @@
-"""CISPO (MiniMax-M1, 2506.13585): REINFORCE whose importance weight is clipped, so that no token loses its gradient."""
+"""CISPO (MiniMax-M1, 2506.13585): REINFORCE whose importance weight is clipped, so that no token loses its
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,20 @@ def cispo(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """−sg[clip(ρ, 1 − ε_low, 1 + ε_high)]·A·logπ; ρ = exp(clamp(logπ − logπ_old, ±20)); sg stops the gradient.
+    """−sg[clip(ρ, 1 − ε_low, 1 + ε_high)]·A·logπ; ρ = exp(clamp(logπ − logπ_old, ±20)); sg stops the
+    gradient.
 
-    Shapes and `rollout_is_weights` as in `vanilla`. ε_low, ε_high: `clip_low`, `clip_high`; the paper leaves the low side open, which is
-    `clip_low` 1. `loss_agg_mode` None: token-mean.
-    Metrics, as means over tokens: `actor/pg_clipfrac` (the weight is clipped), `actor/ppo_kl` (logπ_old − logπ).
+    Shapes and `rollout_is_weights` as in `vanilla`. ε_low, ε_high: `clip_low`, `clip_high`; the paper leaves
+    the low side open, which is `clip_low` 1. `loss_agg_mode` None: token-mean. Metrics, as means over tokens:
+    `actor/pg_clipfrac` (the weight is clipped), `actor/ppo_kl` (logπ_old − logπ).
 
-    Left out: the paper's optional mask of tokens, which would bring back the clip that the loss is there to avoid.
+    Left out: the paper's optional mask of tokens, which would bring back the clip that the loss is there to
+    avoid.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss, fractions = -weight * tokens.advantages * tokens.log_prob, {"actor/pg_clipfrac": weight != ratio}
-    return share(tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions)
+    return share(
+        tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
+    )

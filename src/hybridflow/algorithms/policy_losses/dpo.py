@@ -1,4 +1,6 @@
-"""Pairs of sampled rows: online DPO (2402.04792) and SPIN (2401.01335), by the loss of DPO (2305.18290) or IPO (2310.12036)."""
+"""Pairs of sampled rows: online DPO (2402.04792) and SPIN (2401.01335), by the loss of DPO (2305.18290) or
+IPO (2310.12036).
+"""
 
 from __future__ import annotations
 
@@ -28,31 +30,45 @@ def dpo(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """mean of −logσ(β·(Δ⁺ − Δ⁻)) over a group's pairs of a row with A > 0 and one with A < 0; Δ = Σ_t (logπ − logπ_ref) over a row.
+    """mean of −logσ(β·(Δ⁺ − Δ⁻)) over a group's pairs of a row with A > 0 and one with A < 0; Δ = Σ_t (logπ −
+    logπ_ref) over a row.
 
-    Shapes and `rollout_is_weights` as in `vanilla`; ref_log_prob [B, R] float, nats; group_ids [B] int64, equal for the rows of one
-    prompt, which must be in one micro-batch. Only the sign of a row's mean advantage counts. β: `dpo_beta`; `dpo_loss` is sigmoid (with
-    `dpo_label_smoothing`: cDPO) or ipo; their equations are in `algorithms/preference`.
+    Shapes and `rollout_is_weights` as in `vanilla`; ref_log_prob [B, R] float, nats; group_ids [B] int64,
+    equal for the rows of one prompt, which must be in one micro-batch. Only the sign of a row's mean
+    advantage counts. β: `dpo_beta`; `dpo_loss` is sigmoid (with `dpo_label_smoothing`: cDPO) or ipo; their
+    equations are in `algorithms/preference`.
 
-    The group's loss is that of each row that takes part, in equal parts on its tokens; so `loss_agg_mode` None, which is
-    seq-mean-token-sum, weighs a group by its rows that take part, over all rows of the mini-batch.
-    Metrics: `actor/dpo_accuracy` (share of pairs with Δ⁺ > Δ⁻), `actor/dpo_margin` (mean over pairs of β·(Δ⁺ − Δ⁻)), `actor/ppo_kl`
-    (mean over tokens of logπ_old − logπ). Raises ConfigError for another `dpo_loss`, and for label smoothing with ipo.
+    The group's loss is that of each row that takes part, in equal parts on its tokens; so `loss_agg_mode`
+    None, which is seq-mean-token-sum, weighs a group by its rows that take part, over all rows of the
+    mini-batch. Metrics: `actor/dpo_accuracy` (share of pairs with Δ⁺ > Δ⁻), `actor/dpo_margin` (mean over
+    pairs of β·(Δ⁺ − Δ⁻)), `actor/ppo_kl` (mean over tokens of logπ_old − logπ). Raises ConfigError for
+    another `dpo_loss`, and for label smoothing with ipo.
 
     Left out: SPIN's rounds on one set of samples, and the SFT term that some add.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
-    moved = masked_sum(tokens.log_prob - zero_outside(ref_log_prob, tokens.mask).detach(), tokens.mask, dim=-1)
+    moved = masked_sum(
+        tokens.log_prob - zero_outside(ref_log_prob, tokens.mask).detach(), tokens.mask, dim=-1
+    )
     row_advantage = masked_mean(tokens.advantages, tokens.mask, dim=-1)
     good, bad = row_advantage > 0, row_advantage < 0
-    chosen, rejected = (good[:, None] & bad[None, :] & (group_ids[:, None] == group_ids[None, :])).nonzero(as_tuple=True)
+    chosen, rejected = (good[:, None] & bad[None, :] & (group_ids[:, None] == group_ids[None, :])).nonzero(
+        as_tuple=True
+    )
     pair_loss = _pair_loss(moved[chosen], moved[rejected], dpo_loss, dpo_beta, dpo_label_smoothing)
     _, group = torch.unique(group_ids, return_inverse=True)
-    sums, pairs = (moved.new_zeros(len(group)).index_add(0, group[chosen], x) for x in (pair_loss, torch.ones_like(pair_loss)))
-    row_loss = torch.where(good | bad, (sums / pairs.clamp(min=1))[group], 0.0)  # a group without a pair has the sum 0
+    sums, pairs = (
+        moved.new_zeros(len(group)).index_add(0, group[chosen], x)
+        for x in (pair_loss, torch.ones_like(pair_loss))
+    )
+    # a group without a pair has the sum 0
+    row_loss = torch.where(good | bad, (sums / pairs.clamp(min=1))[group], 0.0)
     margin = (moved[chosen] - moved[rejected]).detach()
     count = torch.tensor(len(margin), device=margin.device)
-    measured = {"actor/dpo_accuracy": ((margin > 0).sum(), count), "actor/dpo_margin": (dpo_beta * margin.sum(), count)}
+    measured = {
+        "actor/dpo_accuracy": ((margin > 0).sum(), count),
+        "actor/dpo_margin": (dpo_beta * margin.sum(), count),
+    }
     loss, mode = spread(row_loss, tokens.mask), loss_agg_mode or "seq-mean-token-sum"
     return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)
 
@@ -63,5 +79,8 @@ def _pair_loss(chosen: Tensor, rejected: Tensor, name: str, beta: float, label_s
     if name != "ipo":
         raise ConfigError(f"unknown dpo_loss {name!r}: choose from sigmoid, ipo")
     if label_smoothing:
-        raise ConfigError(f"dpo_label_smoothing={label_smoothing} has no meaning with dpo_loss=ipo: set it to 0, or dpo_loss=sigmoid")
+        raise ConfigError(
+            f"dpo_label_smoothing={label_smoothing} has no meaning with dpo_loss=ipo: set it to 0, or "
+            "dpo_loss=sigmoid"
+        )
     return preference.ipo(chosen, rejected, beta=beta)

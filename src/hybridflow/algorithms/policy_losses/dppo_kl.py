@@ -1,4 +1,6 @@
-"""Divergence PPO by KL (DPPO, 2602.04879): a trust region on the KL between two-way distributions, the sampled token and all others."""
+"""Divergence PPO by KL (DPPO, 2602.04879): a trust region on the KL between two-way distributions, the
+sampled token and all others.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,25 @@ def dppo_kl(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """−A·sg[min(ρ, c)]·logπ; 0 where D > δ_high for A > 0 and π > π_old, where D > δ_low for A ≤ 0 and π < π_old.
+    """−A·sg[min(ρ, c)]·logπ; 0 where D > δ_high for A > 0 and π > π_old, where D > δ_low for A ≤ 0 and π <
+    π_old.
 
-    D = π_old·log(π_old/π) + (1 − π_old)·log((1 − π_old)/(1 − π)), the KL of the two-way distributions, nats. δ_low, δ_high: `clip_low`,
-    `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All else as in `dppo_tv`. Left out: as there,
-    the top-k form.
+    D = π_old·log(π_old/π) + (1 − π_old)·log((1 − π_old)/(1 − π)), the KL of the two-way distributions, nats.
+    δ_low, δ_high: `clip_low`, `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All
+    else as in `dppo_tv`. Left out: as there, the top-k form.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     now, old = tokens.log_prob.detach().clamp(max=0.0), tokens.old_log_prob.clamp(max=0.0)
     divergence = _two_way_kl(old, now)
-    outside = torch.where(tokens.advantages > 0, (divergence > clip_high) & (now > old), (divergence > clip_low) & (now < old))
+    outside = torch.where(
+        tokens.advantages > 0, (divergence > clip_high) & (now > old), (divergence > clip_low) & (now < old)
+    )
     return trusted(tokens, outside, scale, rollout_is_weights, clip_c, loss_agg_mode, loss_scale_factor)
 
 
 def _two_way_kl(old: Tensor, now: Tensor) -> Tensor:
     """D of log-probs; infinite where the new policy is certain and the old was not."""
     others_old, others_now = -old.expm1(), -now.expm1()
-    rest = torch.where(others_old > 0, others_old * (others_old.log() - others_now.log()), 0.0)  # 0·log 0 is 0
+    # 0·log 0 is 0
+    rest = torch.where(others_old > 0, others_old * (others_old.log() - others_now.log()), 0.0)
     return old.exp() * (old - now) + rest

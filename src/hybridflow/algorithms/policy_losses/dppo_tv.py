@@ -1,4 +1,6 @@
-"""Divergence PPO by total variation (DPPO, 2602.04879): a trust region on how far the sampled token's probability moved."""
+"""Divergence PPO by total variation (DPPO, 2602.04879): a trust region on how far the sampled token's
+probability moved.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ def dppo_tv(
 ) -> LossOutput:
     """−A·sg[min(ρ, c)]·logπ; 0 where A > 0 and π − π_old > δ_high, and where A ≤ 0 and π − π_old < −δ_low.
 
-    Shapes and `rollout_is_weights` as in `vanilla`; ρ = exp(clamp(logπ − logπ_old, ±20)); sg stops the gradient. δ_low, δ_high:
-    `clip_low`, `clip_high`, differences of probabilities; c: `clip_c`, the largest importance weight, None: no bound. Total variation of
-    the two-way distributions is |π − π_old|. `loss_agg_mode` None: token-mean, in which masked tokens count too.
-    Metrics, as means over tokens: `actor/pg_clipfrac` (outside the trust region), `actor/pg_clipfrac_upper` (c bounds the weight),
+    Shapes and `rollout_is_weights` as in `vanilla`; ρ = exp(clamp(logπ − logπ_old, ±20)); sg stops the
+    gradient. δ_low, δ_high: `clip_low`, `clip_high`, differences of probabilities; c: `clip_c`, the largest
+    importance weight, None: no bound. Total variation of the two-way distributions is |π − π_old|.
+    `loss_agg_mode` None: token-mean, in which masked tokens count too. Metrics, as means over tokens:
+    `actor/pg_clipfrac` (outside the trust region), `actor/pg_clipfrac_upper` (c bounds the weight),
     `actor/ppo_kl` (logπ_old − logπ). Left out: the top-k form of the divergence, which needs logits.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)

@@ -1,4 +1,6 @@
-"""Direct reward optimisation (DRO, 2405.19107): the policy gradient with a squared log-ratio in place of a clip."""
+"""Direct reward optimisation (DRO, 2405.19107): the policy gradient with a squared log-ratio in place of a
+clip.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ def dro(
 ) -> LossOutput:
     """−(A·logπ − ½·β·(logπ − logπ_old)²).
 
-    Shapes and `rollout_is_weights` as in `vanilla`; β: `dro_beta`, above 0. The log-ratio is not clamped here: far tokens are pulled
-    back the harder. `loss_agg_mode` None: token-mean.
-    Metrics, as means over tokens: `actor/dro_penalty` (½·β·(logπ − logπ_old)², nats²), `actor/ppo_kl` (logπ_old − logπ).
+    Shapes and `rollout_is_weights` as in `vanilla`; β: `dro_beta`, above 0. The log-ratio is not clamped
+    here: far tokens are pulled back the harder. `loss_agg_mode` None: token-mean. Metrics, as means over
+    tokens: `actor/dro_penalty` (½·β·(logπ − logπ_old)², nats²), `actor/ppo_kl` (logπ_old − logπ).
 
-    Left out: the paper's value function, learned beside the policy: A comes from the advantage estimator; and whole responses, for
-    which tokens stand.
+    Left out: the paper's value function, learned beside the policy: A comes from the advantage estimator; and
+    whole responses, for which tokens stand.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     penalty = 0.5 * dro_beta * (tokens.log_prob - tokens.old_log_prob).square()
     loss, fractions = penalty - tokens.advantages * tokens.log_prob, {"actor/dro_penalty": penalty}
-    return share(tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions)
+    return share(
+        tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
+    )

@@ -22,15 +22,17 @@ def gspo(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """max(−A·s_t, −A·clip(s_t, 1 − ε_low, 1 + ε_high)), s_t = sg[s_i]·π_t/sg[π_t], s_i = exp(mean_t(logπ − logπ_old)) over the row.
+    """max(−A·s_t, −A·clip(s_t, 1 − ε_low, 1 + ε_high)), s_t = sg[s_i]·π_t/sg[π_t], s_i = exp(mean_t(logπ −
+    logπ_old)) over the row.
 
-    Shapes and `rollout_is_weights` as in `vanilla`; sg stops the gradient, so that s_t has the value of the row's ratio and each token
-    its own gradient (the paper's GSPO-token). ε_low, ε_high: `clip_low`, `clip_high`; they are far smaller than PPO's because the mean
-    over a row hardly moves. `loss_agg_mode` None: seq-mean-token-mean.
-    Metrics, as means over tokens: `actor/pg_clipfrac` (the clip decides), `actor/ppo_kl` (logπ_old − logπ).
+    Shapes and `rollout_is_weights` as in `vanilla`; sg stops the gradient, so that s_t has the value of the
+    row's ratio and each token its own gradient (the paper's GSPO-token). ε_low, ε_high: `clip_low`,
+    `clip_high`; they are far smaller than PPO's because the mean over a row hardly moves. `loss_agg_mode`
+    None: seq-mean-token-mean. Metrics, as means over tokens: `actor/pg_clipfrac` (the clip decides),
+    `actor/ppo_kl` (logπ_old − logπ).
 
-    Beside the paper: the mean log-ratio is clamped to ±20, so that nothing overflows. Left out: the form without tokens, whose gradient
-    this has where the tokens of a row share one advantage.
+    Beside the paper: the mean log-ratio is clamped to ±20, so that nothing overflows. Left out: the form
+    without tokens, whose gradient this has where the tokens of a row share one advantage.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     moved = masked_mean(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1)

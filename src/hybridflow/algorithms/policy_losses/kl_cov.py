@@ -22,8 +22,8 @@ def select_kl_cov(
 ) -> dict[str, Tensor]:
     """The max(1, int(ratio·tokens)) tokens of highest cov = (A − Ā)·(logπ − mean logπ), of equals the first.
 
-    Shapes as in the loss, for all rows of a mini-batch: the means and the number are over the whole of it. ratio: `kl_cov_ratio`.
-    Nothing is drawn from `generator`. Returns `kl_cov_selected` [B, R] bool.
+    Shapes as in the loss, for all rows of a mini-batch: the means and the number are over the whole of it.
+    ratio: `kl_cov_ratio`. Nothing is drawn from `generator`. Returns `kl_cov_selected` [B, R] bool.
     """
     tokens = compare(log_prob.detach(), old_log_prob, advantages, response_mask)
     places = tokens.mask.flatten().nonzero().flatten()
@@ -46,15 +46,23 @@ def kl_cov(
 ) -> LossOutput:
     """−A·ρ, + coef·|logρ| on selected tokens; ρ = exp(clamp(logπ − logπ_old, ±20)).
 
-    Shapes and `rollout_is_weights` as in `vanilla`; kl_cov_selected [B, R] bool is what `select_kl_cov` gave for the mini-batch. coef:
-    `ppo_kl_coef`. The penalty has no gradient where logρ = 0, so it is idle in the first mini-batch of a step. `loss_agg_mode` None:
-    token-mean. Metrics, as means over tokens: `actor/cov_clipfrac` (selected), `actor/ppo_kl` (logπ_old − logπ).
-    Raises ConfigError without the selection. Left out: nothing; there is no clip, as in the paper.
+    Shapes and `rollout_is_weights` as in `vanilla`; kl_cov_selected [B, R] bool is what `select_kl_cov` gave
+    for the mini-batch. coef: `ppo_kl_coef`. The penalty has no gradient where logρ = 0, so it is idle in the
+    first mini-batch of a step. `loss_agg_mode` None: token-mean. Metrics, as means over tokens:
+    `actor/cov_clipfrac` (selected), `actor/ppo_kl` (logπ_old − logπ). Raises ConfigError without the
+    selection. Left out: nothing; there is no clip, as in the paper.
     """
     if kl_cov_selected is None:
-        raise ConfigError("kl_cov needs kl_cov_selected [B, R]: call select_kl_cov on the whole mini-batch and hand in its column")
+        raise ConfigError(
+            "kl_cov needs kl_cov_selected [B, R]: call select_kl_cov on the whole mini-batch and hand in "
+            "its column"
+        )
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     selected = kl_cov_selected.bool()
-    loss = -tokens.advantages * tokens.log_ratio.exp() + torch.where(selected, ppo_kl_coef * tokens.log_ratio.abs(), 0.0)
+    loss = -tokens.advantages * tokens.log_ratio.exp() + torch.where(
+        selected, ppo_kl_coef * tokens.log_ratio.abs(), 0.0
+    )
     fractions = {"actor/cov_clipfrac": selected}
-    return share(tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions)
+    return share(
+        tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
+    )

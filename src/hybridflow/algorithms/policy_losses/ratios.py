@@ -1,6 +1,8 @@
-"""What the losses have in common: the log-ratio at the beginning, weights, aggregation and metrics at the end.
+"""What the losses have in common: the log-ratio at the beginning, weights, aggregation and metrics at the
+end.
 
-log_prob, old_log_prob, advantages, mask ──compare──► Tokens ──(a loss)──► loss per token ──share──► LossOutput
+log_prob, old_log_prob, advantages, mask ──compare──► Tokens ──(a loss)──► loss per token ──share──►
+LossOutput
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def clipped(advantages: Tensor, ratio: Tensor, clip_low: float, clip_high: float
 
 
 def spread(row_loss: Tensor, mask: Tensor) -> Tensor:
-    """A loss per row [B] in equal parts over the row's tokens [B, R]: the sum over its tokens is the row's loss."""
+    """A loss per row [B] in equal parts over the row's tokens [B, R]: the sum over its tokens is the row's
+    loss.
+    """
     kept = mask.bool()
     return zero_outside((row_loss / kept.sum(-1).clamp(min=1)).unsqueeze(-1).expand(kept.shape), kept)
 
@@ -61,13 +65,16 @@ def share(
     fractions: Mapping[str, Tensor] | None = None,
     ratios: Mapping[str, Ratio] | None = None,
 ) -> LossOutput:
-    """The end of every loss: loss [B, R] times the weights [B, R], aggregated, beside `actor/ppo_kl` = mean of −logρ over tokens.
+    """The end of every loss: loss [B, R] times the weights [B, R], aggregated, beside `actor/ppo_kl` = mean
+    of −logρ over tokens.
 
     `fractions`: further metrics [B, R] as means over tokens; `ratios`: those that count something else.
     """
     if rollout_is_weights is not None:
         loss = loss * zero_outside(rollout_is_weights, tokens.mask).detach()
     count = tokens.mask.sum()
-    metrics = {name: (masked_sum(values, tokens.mask).detach(), count) for name, values in (fractions or {}).items()}
+    metrics = {
+        name: (masked_sum(values, tokens.mask).detach(), count) for name, values in (fractions or {}).items()
+    }
     metrics["actor/ppo_kl"] = (masked_sum(-tokens.log_ratio, tokens.mask).detach(), count)
     return LossOutput(aggregate(loss, tokens.mask, mode, scale, scale_factor), metrics | dict(ratios or {}))

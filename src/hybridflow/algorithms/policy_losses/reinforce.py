@@ -21,11 +21,13 @@ def reinforce(
 ) -> LossOutput:
     """−A·logπ.
 
-    Shapes and `rollout_is_weights` as in `vanilla`; `old_log_prob` is only measured against. `loss_agg_mode` None: token-mean.
-    Metric, as a mean over tokens: `actor/ppo_kl` (logπ_old − logπ); there is no clip to report.
+    Shapes and `rollout_is_weights` as in `vanilla`; `old_log_prob` is only measured against. `loss_agg_mode`
+    None: token-mean. Metric, as a mean over tokens: `actor/ppo_kl` (logπ_old − logπ); there is no clip to
+    report.
 
-    Left out: a correction for several steps on one batch: with more than one mini-batch or epoch the gradient is that of samples from
-    the policy as it was. GPG's weight for groups that say nothing is in the estimator `gpg`.
+    Left out: a correction for several steps on one batch: with more than one mini-batch or epoch the gradient
+    is that of samples from the policy as it was. GPG's weight for groups that say nothing is in the estimator
+    `gpg`.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     loss = -tokens.advantages * tokens.log_prob

@@ -20,18 +20,23 @@ def sppo(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """(Δ − A)² for a row, Δ = Σ_t (logπ − logπ_old) over its tokens, A = η·(s − softmean) from the estimator `sppo`.
+    """(Δ − A)² for a row, Δ = Σ_t (logπ − logπ_old) over its tokens, A = η·(s − softmean) from the estimator
+    `sppo`.
 
-    Shapes and `rollout_is_weights` as in `vanilla`; A is the mean of the row's advantages, which the estimator makes equal; π_old is the
-    policy at the start of the step. A row's loss lies in equal parts on its tokens, so that `loss_agg_mode` None, which is
-    seq-mean-token-sum, is the mean over rows; the weights multiply these parts.
-    Metrics: `actor/sppo_error` (mean over rows of |Δ − A|, nats), `actor/ppo_kl` (mean over tokens of logπ_old − logπ).
+    Shapes and `rollout_is_weights` as in `vanilla`; A is the mean of the row's advantages, which the
+    estimator makes equal; π_old is the policy at the start of the step. A row's loss lies in equal parts on
+    its tokens, so that `loss_agg_mode` None, which is seq-mean-token-sum, is the mean over rows; the weights
+    multiply these parts. Metrics: `actor/sppo_error` (mean over rows of |Δ − A|, nats), `actor/ppo_kl` (mean
+    over tokens of logπ_old − logπ).
 
-    Left out: the paper's π_old of a whole round over the data set; here a step is a round. The log-ratio is not clamped.
+    Left out: the paper's π_old of a whole round over the data set; here a step is a round. The log-ratio is
+    not clamped.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     rows = tokens.mask.any(-1)
-    error = masked_sum(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1) - masked_mean(tokens.advantages, tokens.mask, dim=-1)
+    error = masked_sum(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1) - masked_mean(
+        tokens.advantages, tokens.mask, dim=-1
+    )
     measured = {"actor/sppo_error": (error.detach().abs().sum(), rows.sum())}
     loss, mode = spread(error.square(), tokens.mask), loss_agg_mode or "seq-mean-token-sum"
     return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)

@@ -14,16 +14,22 @@ from hybridflow.algorithms.aggregation import LossOutput
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss with what it needs, as data. Its keyword-only arguments are parameters of the run or columns of the batch, by name."""
+    """A loss with what it needs, as data. Its keyword-only arguments are parameters of the run or columns of
+    the batch, by name.
+    """
 
     function: Callable[..., LossOutput]
     agg_mode: str = "token-mean"
     """The aggregation of its paper, in force where none is asked for."""
     select: Callable[..., dict[str, Tensor]] | None = None
-    """For a loss that must see the whole mini-batch first: (log_prob, old_log_prob, advantages, response_mask, generator, **parameters)
-    -> columns [B, R] that the loss then takes by name."""
+    """For a loss that must see the whole mini-batch first: (log_prob, old_log_prob, advantages,
+    response_mask, generator, **parameters)
+    -> columns [B, R] that the loss then takes by name.
+    """
     keeps_groups: bool = False
-    """True: the rows of one prompt must be in one micro-batch; tokens whose advantage is 0 are left out of `loss_mask` before that."""
+    """True: the rows of one prompt must be in one micro-batch; tokens whose advantage is 0 are left out of
+    `loss_mask` before that.
+    """
 
     @property
     def keywords(self) -> tuple[str, ...]:

@@ -23,15 +23,17 @@ def vanilla(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)), for A < 0 at most −A·c; ρ = exp(clamp(logπ − logπ_old, ±20)).
+    """max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)), for A < 0 at most −A·c; ρ = exp(clamp(logπ − logπ_old,
+    ±20)).
 
-    log_prob, old_log_prob [B, R] float, nats; advantages [B, R] float; response_mask [B, R] bool: the tokens to learn from (the batch's
-    `loss_mask`); rollout_is_weights [B, R] float multiply the token loss. ε_low, ε_high: `clip_low`, `clip_high`; c: `clip_c`, None:
-    no dual clip. `loss_agg_mode` None: token-mean.
-    Metrics, as means over tokens: `actor/pg_clipfrac` (the clip decides), `actor/pg_clipfrac_lower` (the dual clip decides),
-    `actor/ppo_kl` (logπ_old − logπ).
+    log_prob, old_log_prob [B, R] float, nats; advantages [B, R] float; response_mask [B, R] bool: the tokens
+    to learn from (the batch's `loss_mask`); rollout_is_weights [B, R] float multiply the token loss. ε_low,
+    ε_high: `clip_low`, `clip_high`; c: `clip_c`, None: no dual clip. `loss_agg_mode` None: token-mean.
+    Metrics, as means over tokens: `actor/pg_clipfrac` (the clip decides), `actor/pg_clipfrac_lower` (the dual
+    clip decides), `actor/ppo_kl` (logπ_old − logπ).
 
-    Left out: PPO's form with an adaptive KL penalty; `use_kl_loss` and KL in the reward are terms of their own.
+    Left out: PPO's form with an adaptive KL penalty; `use_kl_loss` and KL in the reward are terms of their
+    own.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     a = tokens.advantages
@@ -41,4 +43,6 @@ def vanilla(
         bound_decides = (a < 0) & (loss > -a * clip_c)
         loss = torch.where(bound_decides, -a * clip_c, loss)
     fractions = {"actor/pg_clipfrac": clip_decides, "actor/pg_clipfrac_lower": bound_decides}
-    return share(tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions)
+    return share(
+        tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
+    )

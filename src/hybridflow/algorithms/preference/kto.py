@@ -18,11 +18,13 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """The loss of each response, [K] float: λ_D·(1 − σ(β·(Δ − z))) where it is desirable, λ_U·(1 − σ(β·(z − Δ))) where it is not.
+    """The loss of each response, [K] float: λ_D·(1 − σ(β·(Δ − z))) where it is desirable, λ_U·(1 − σ(β·(z −
+    Δ))) where it is not.
 
-    log_ratio [K] float, nats: Δ = Σ_t (logπ − logπ_ref) over a response's tokens; desirable [K] bool; reference_point 0-d: z, from
-    `kto_reference_point`, handed in so that it is the same in every micro-batch. λ_D, λ_U: `desirable_weight`, `undesirable_weight`; the
-    paper keeps λ_D·(number desirable) between 1 and 4/3 of λ_U·(number undesirable). β: `beta`.
+    log_ratio [K] float, nats: Δ = Σ_t (logπ − logπ_ref) over a response's tokens; desirable [K] bool;
+    reference_point 0-d: z, from `kto_reference_point`, handed in so that it is the same in every micro-batch.
+    λ_D, λ_U: `desirable_weight`, `undesirable_weight`; the paper keeps λ_D·(number desirable) between 1 and
+    4/3 of λ_U·(number undesirable). β: `beta`.
     2402.01306, section 4 (λ_y − v, what is minimised). Raises ConfigError for a beta that is not above 0.
 
     Left out: nothing.
@@ -36,10 +38,12 @@ def kto(
 
 
 def kto_reference_point(mismatched_log_ratio: Tensor) -> Tensor:
-    """z = max(0, mean Δ') [] float, nats, without gradient: an estimate of KL(π ‖ π_ref) that Δ is compared with.
+    """z = max(0, mean Δ') [] float, nats, without gradient: an estimate of KL(π ‖ π_ref) that Δ is compared
+    with.
 
-    mismatched_log_ratio [M] float: Δ' of responses to other prompts than the one they are given to (2402.01306, section 4: the next
-    one's response of the batch); take all of the mini-batch. 0 where there are none.
+    mismatched_log_ratio [M] float: Δ' of responses to other prompts than the one they are given to
+    (2402.01306, section 4: the next one's response of the batch); take all of the mini-batch. 0 where there
+    are none.
     """
     ratios = at_least_float32(mismatched_log_ratio).detach()
     return (ratios.sum() / max(1, ratios.numel())).clamp(min=0.0)

@@ -1,4 +1,6 @@
-"""Odds-ratio preference optimisation (ORPO, 2403.07691): fine-tuning on the chosen response and a preference at once, no reference."""
+"""Odds-ratio preference optimisation (ORPO, 2403.07691): fine-tuning on the chosen response and a preference
+at once, no reference.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ def orpo(
     *,
     odds_weight: float = 0.1,
 ) -> Tensor:
-    """The loss of each pair, [K] float: −L_chosen − λ·logσ(logit(L_chosen) − logit(L_rejected)), logit(L) = L − log(1 − e^L).
+    """The loss of each pair, [K] float: −L_chosen − λ·logσ(logit(L_chosen) − logit(L_rejected)), logit(L) = L
+    − log(1 − e^L).
 
-    chosen_log_prob, rejected_log_prob [K] float, nats: sums of logπ over a response's tokens; the lengths [K] int count those tokens (0
-    counts as 1); L is the mean, so that e^L is the geometric mean of the token probabilities. λ: `odds_weight`, the paper's λ.
-    2403.07691. e^L = 1 has infinite odds: L is held below −1e-6. Raises ConfigError for an odds_weight below 0.
+    chosen_log_prob, rejected_log_prob [K] float, nats: sums of logπ over a response's tokens; the lengths [K]
+    int count those tokens (0 counts as 1); L is the mean, so that e^L is the geometric mean of the token
+    probabilities. λ: `odds_weight`, the paper's λ.
+    2403.07691. e^L = 1 has infinite odds: L is held below −1e-6. Raises ConfigError for an odds_weight below
+    0.
 
     Left out: nothing.
     """
@@ -36,7 +41,9 @@ def orpo(
 
 
 def _log_odds(mean: Tensor) -> Tensor:
-    """Logit of e^mean, exact on both sides of ½; both branches get an argument they can bear, so that no gradient is NaN."""
+    """Logit of e^mean, exact on both sides of ½; both branches get an argument they can bear, so that no
+    gradient is NaN.
+    """
     mean = mean.clamp(max=-1e-6)
     near_one = mean > -math.log(2.0)
     rest = torch.where(

@@ -1,4 +1,6 @@
-"""Simple preference optimisation (SimPO, 2405.14734): no reference; means over tokens instead of sums, and a margin."""
+"""Simple preference optimisation (SimPO, 2405.14734): no reference; means over tokens instead of sums, and a
+margin.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ def simpo(
 ) -> Tensor:
     """The loss of each pair, [K] float: −logσ(β·S_chosen/len_chosen − β·S_rejected/len_rejected − γ).
 
-    chosen_log_prob, rejected_log_prob [K] float, nats: S = Σ_t logπ over a response's tokens; the lengths [K] int count those tokens
-    (0 counts as 1). β: `beta`; γ: `margin`. 2405.14734, equation 6, whose runs take β in 2 to 2.5 and γ in 0.3 to 1.6.
-    Raises ConfigError for a beta that is not above 0.
+    chosen_log_prob, rejected_log_prob [K] float, nats: S = Σ_t logπ over a response's tokens; the lengths [K]
+    int count those tokens (0 counts as 1). β: `beta`; γ: `margin`. 2405.14734, equation 6, whose runs take β
+    in 2 to 2.5 and γ in 0.3 to 1.6. Raises ConfigError for a beta that is not above 0.
 
     Left out: nothing; the margin is the paper's γ itself, not its ratio to β.
     """

@@ -1,10 +1,11 @@
 """The Ray backend: a process for each device of each pool, which hosts the workers of all roles placed there.
 
-    Placement ─► Cluster.place ─► RankProcess on each device ─► one torch.distributed world a pool ─► workers built
-    run, submit: arguments encoded, put once for all ranks that share them ─► invoke on each rank ─► parts
-    Watch: answers, signs of life, deadlines
+    Placement ─► Cluster.place ─► RankProcess on each device ─► one torch.distributed world a pool ─► workers
+    built run, submit: arguments encoded, put once for all ranks that share them ─► invoke on each rank ─►
+    parts Watch: answers, signs of life, deadlines
 
-Calls of one driver thread or several reach all ranks in one order, so collectives meet. Roles in different processes overlap.
+Calls of one driver thread or several reach all ranks in one order, so collectives meet. Roles in different
+processes overlap.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ from hybridflow.errors import WorkerError
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 64 * 1024
-"""Arguments up to this size travel inside the call; larger ones through the object store, once for all ranks that share them."""
+"""Arguments up to this size travel inside the call; larger ones through the object store, once for all ranks
+that share them.
+"""
 CLOSE_SECONDS = 5.0
 
 
 class RayBackend:
     """Implements `Backend`. Building it starts the processes and their workers; `shutdown` ends them.
 
-    `meshes`: how the ranks of each role are arranged. `make` is sent to the processes and gives the factories there.
-    Times are in seconds: `call_timeout` that a call may take, `heartbeat_timeout` without a sign of life after which a process is lost,
-    `startup_timeout` for devices, processes and models together. `runtime_env` is Ray's, for the processes.
-    Raises what a worker raises while it is built, WorkerError where starting takes too long, WorkerLost where a process dies.
+    `meshes`: how the ranks of each role are arranged. `make` is sent to the processes and gives the factories
+    there. Times are in seconds: `call_timeout` that a call may take, `heartbeat_timeout` without a sign of
+    life after which a process is lost, `startup_timeout` for devices, processes and models together.
+    `runtime_env` is Ray's, for the processes. Raises what a worker raises while it is built, WorkerError
+    where starting takes too long, WorkerLost where a process dies.
     """
 
     def __init__(
@@ -69,7 +73,9 @@ class RayBackend:
     ) -> None:
         for role, mesh in meshes.items():
             size = len(placement.ranks(role))
-            assert mesh.world_size == size, f"role {role!r} has {size} ranks but its mesh says {mesh.world_size}"
+            assert mesh.world_size == size, (
+                f"role {role!r} has {size} ranks but its mesh says {mesh.world_size}"
+            )
         self._placement, self._meshes, self._call_timeout = placement, dict(meshes), call_timeout
         self._began = time.monotonic()
         self._until = self._began + startup_timeout
@@ -99,16 +105,22 @@ class RayBackend:
         return self._placement.together(role, other)
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
-        """Call `method` on each rank that has a `Call` and wait for all; the results of those with `returns`, in the order of ranks."""
+        """Call `method` on each rank that has a `Call` and wait for all; the results of those with `returns`,
+        in the order of ranks.
+        """
         parts = self.submit(role, method, calls)
         _wait(parts)
         return [parts[rank].result() for rank, call in enumerate(calls) if call is not None and call.returns]
 
     def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
-        """Like `run` without waiting: by rank called, the result to come (None where it does not return) or its exception."""
+        """Like `run` without waiting: by rank called, the result to come (None where it does not return) or
+        its exception.
+        """
         assert self._watch is not None, f"{role}.{method}: the backend is shut down"
         world_size = self.mesh(role).world_size
-        assert len(calls) == world_size, f"{role}.{method} was dispatched to {len(calls)} ranks; there are {world_size}"
+        assert len(calls) == world_size, (
+            f"{role}.{method} was dispatched to {len(calls)} ranks; there are {world_size}"
+        )
         made: dict[tuple[int, int], tuple[Packet | None, list[Any]]] = {}
         arguments = {}
         for rank, call in enumerate(calls):
@@ -118,11 +130,15 @@ class RayBackend:
                 arguments[rank] = role, method, call.returns, *made[call.arguments_id]
         ranks = self._placement.ranks(role)
         processes = {rank: self._processes[ranks[rank]] for rank in arguments}
-        parts = self._send(role, method, "invoke", processes, arguments, self._call_timeout, "trainer.worker_timeout")
+        parts = self._send(
+            role, method, "invoke", processes, arguments, self._call_timeout, "trainer.worker_timeout"
+        )
         return dict(parts)
 
     def shutdown(self) -> None:
-        """End all processes and give their devices back, within seconds, whatever they are doing. May be called twice."""
+        """End all processes and give their devices back, within seconds, whatever they are doing. May be
+        called twice.
+        """
         watch, self._watch = self._watch, None
         left, self._processes = self._processes, {}
         if watch is not None and watch.idle:
@@ -137,19 +153,26 @@ class RayBackend:
             placed.free()
         self._pools = []
 
-    # ---- starting -----------------------------------------------------------------------------------------------
+    # ---- starting
+    # -----------------------------------------------------------------------------------------------
 
     def _left(self) -> float:
         return max(1.0, self._until - time.monotonic())
 
     def _start(self, placed: PlacedPool, runtime_env: dict[str, Any] | None) -> None:
         remote: Any = ray.remote  # its annotations leave concurrency groups out
-        actor_class = remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(RankProcess)
+        actor_class = remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(
+            RankProcess
+        )
         more = {"runtime_env": runtime_env} if runtime_env else {}
         size = placed.pool.world_size
-        for rank, (options, node, node_id, local) in enumerate(zip(placed.bundles, placed.nodes, placed.node_ids, placed.local_ranks)):
+        for rank, (options, node, node_id, local) in enumerate(
+            zip(placed.bundles, placed.nodes, placed.node_ids, placed.local_ranks)
+        ):
             place = Place(placed.pool.name, rank, size, local, node)
-            self._processes[placed.pool.name, rank] = Process(place, actor_class.options(**options, **more).remote(place), node_id)
+            self._processes[placed.pool.name, rank] = Process(
+                place, actor_class.options(**options, **more).remote(place), node_id
+            )
 
     def _set_up(self, how: SetUp) -> None:
         everywhere = dict(enumerate(self._processes.values()))
@@ -168,7 +191,10 @@ class RayBackend:
     def _build(self, make: Make) -> None:
         everywhere = dict(enumerate(self._processes.values()))
         packet = ray.put(encode(make))
-        arguments = {rank: (packet, self._placement.infos(process.place.pool, process.place.rank)) for rank, process in everywhere.items()}
+        arguments = {
+            rank: (packet, self._placement.infos(process.place.pool, process.place.rank))
+            for rank, process in everywhere.items()
+        }
         started = time.monotonic()
         self._all("build", everywhere, arguments)
         roles, now = ", ".join(self._meshes), time.monotonic()
@@ -176,21 +202,30 @@ class RayBackend:
         said = "%d worker processes on %s started in %.0f s and built their workers (%s) in %.0f s"
         logger.info(said, len(everywhere), names, started - self._began, roles, now - started)
 
-    def _all(self, task: str, processes: Mapping[int, Process], arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def _all(
+        self, task: str, processes: Mapping[int, Process], arguments: Mapping[int, tuple[Any, ...]]
+    ) -> dict[int, Any]:
         """One step of starting on all processes, numbered over all pools."""
         starting = f"starting {len(processes)} worker processes" if task == "meet" else ""
-        parts = self._send("worker", task, task, processes, arguments, self._left(), "trainer.startup_timeout", starting)
+        parts = self._send(
+            "worker", task, task, processes, arguments, self._left(), "trainer.startup_timeout", starting
+        )
         _wait(parts)
         return {rank: part.result() for rank, part in parts.items()}
 
     def _close(self, processes: Any) -> None:
         """Ask politely; who does not answer is killed all the same."""
         try:
-            ray.wait([process.actor.close.remote()[0] for process in processes], num_returns=len(processes), timeout=CLOSE_SECONDS)
+            ray.wait(
+                [process.actor.close.remote()[0] for process in processes],
+                num_returns=len(processes),
+                timeout=CLOSE_SECONDS,
+            )
         except RayError as error:
             logger.debug("closing the workers: %s", error)
 
-    # ---- calling ------------------------------------------------------------------------------------------------
+    # ---- calling
+    # ------------------------------------------------------------------------------------------------
 
     def _send(
         self,
@@ -211,12 +246,16 @@ class RayBackend:
             for rank, process in processes.items():
                 statuses[rank], result = getattr(process.actor, task).remote(*arguments[rank])
                 parts[rank] = RayPart(result, role, method, rank)
-            self._watch.follow(Running(role, method, dict(processes), parts, limit, limit_key, starting), statuses)
+            self._watch.follow(
+                Running(role, method, dict(processes), parts, limit, limit_key, starting), statuses
+            )
         return parts
 
 
 def _arguments(call: Call) -> tuple[Packet | None, list[Any]]:
-    """A call's arguments on their way: in the packet, or None and the packet's reference first, then those of earlier results."""
+    """A call's arguments on their way: in the packet, or None and the packet's reference first, then those of
+    earlier results.
+    """
     references: list[Any] = []
 
     def slot(part: Part) -> Any:

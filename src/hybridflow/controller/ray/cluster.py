@@ -1,9 +1,11 @@
 """The Ray of a run: found or started, asked for what it has, and let go.
 
-connect ──► Cluster ──check(placement)──► there are devices for all pools ──place(pool)──► PlacedPool ──shutdown──► all as it was
+connect ──► Cluster ──check(placement)──► there are devices for all pools ──place(pool)──► PlacedPool
+──shutdown──► all as it was
 
-An address is the key's, RAY_ADDRESS, or that of the submitted job we run in; without one this run starts a Ray of its own on
-this machine, under a folder of its own, and ends it, whatever else happens. A cluster that others started is only left.
+An address is the key's, RAY_ADDRESS, or that of the submitted job we run in; without one this run starts a
+Ray of its own on this machine, under a folder of its own, and ends it, whatever else happens. A cluster that
+others started is only left.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ import ray
 import torch
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.config.cluster import RayConfig
@@ -52,7 +59,8 @@ from hybridflow.errors import ConfigError, WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-# A node whose process is gone is dead after 4 s, one that does not answer after 12 s (Ray's own: 15 s and 65 s).
+# A node whose process is gone is dead after 4 s, one that does not answer after 12 s (Ray's own: 15 s and 65
+# s).
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -91,7 +99,16 @@ class PlacedPool:
 class Cluster:
     """A Ray that this run started, or one that it joined."""
 
-    def __init__(self, *, device: str, address: str, owns: bool, leaves: bool, temp_dir: str | None, timeline: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        device: str,
+        address: str,
+        owns: bool,
+        leaves: bool,
+        temp_dir: str | None,
+        timeline: str | None,
+    ) -> None:
         self.device = device
         """`cpu` or `cuda`: what a rank of this run computes on."""
         self.address = address
@@ -107,9 +124,9 @@ class Cluster:
     def connect(cls, config: RayConfig, *, device: str, wanted: int, num_nodes: int = 1) -> Cluster:
         """Join the cluster that was named, or start one of this run's own for `wanted` processes.
 
-        `device`: auto, cpu or cuda; auto asks the cluster. Where this process is in a Ray already, that is the one, and it stays.
-        Raises ConfigError, within seconds, where there is no such cluster, it does not let us in or has another version, a port
-        is in use, or a Ray of this run's own would be too small.
+        `device`: auto, cpu or cuda; auto asks the cluster. Where this process is in a Ray already, that is
+        the one, and it stays. Raises ConfigError, within seconds, where there is no such cluster, it does not
+        let us in or has another version, a port is in use, or a Ray of this run's own would be too small.
         """
         if ray.is_initialized():
             return cls._joined(config, device, leaves=False)
@@ -121,7 +138,9 @@ class Cluster:
             try:
                 reach(str(canonicalize_bootstrap_address("auto")), source=source, greet=False)
             except ConnectionError as error:
-                raise ConfigError(f"{source}=auto, but no Ray runs on this machine: `ray start --head` starts one") from error
+                raise ConfigError(
+                    f"{source}=auto, but no Ray runs on this machine: `ray start --head` starts one"
+                ) from error
         else:
             reach(address, source=source)
         _init(config, address=address)
@@ -133,10 +152,23 @@ class Cluster:
             device = device_of(ray.nodes())
         address = ray.get_runtime_context().gcs_address
         ours = ("num_cpus", "num_gpus", "object_store_memory", "dashboard_port")
-        if given := [f"ray_kwargs.ray_init.{name}" for name in ours if getattr(config.ray_init, name) is not None]:
+        if given := [
+            f"ray_kwargs.ray_init.{name}" for name in ours if getattr(config.ray_init, name) is not None
+        ]:
             logger.warning("%s: without effect on a Ray that runs already", ", ".join(given))
-        cluster = cls(device=device, address=address, owns=False, leaves=leaves, temp_dir=None, timeline=config.timeline_json_file)
-        logger.info("joined the Ray cluster at %s: %s", address, "; ".join(f"{node} {UNIT[device]}s" for node in cluster.nodes()))
+        cluster = cls(
+            device=device,
+            address=address,
+            owns=False,
+            leaves=leaves,
+            temp_dir=None,
+            timeline=config.timeline_json_file,
+        )
+        logger.info(
+            "joined the Ray cluster at %s: %s",
+            address,
+            "; ".join(f"{node} {UNIT[device]}s" for node in cluster.nodes()),
+        )
         return cluster
 
     @classmethod
@@ -157,23 +189,37 @@ class Cluster:
         )
         address = ray.get_runtime_context().gcs_address
         shown = f"; its dashboard: http://{dashboard}" if dashboard else ""
-        logger.info("started a Ray of this run's own at %s: %d CPUs, %d GPUs%s", address, cpus, num_gpus, shown)
-        return cls(device=device, address=address, owns=True, leaves=True, temp_dir=temp_dir, timeline=config.timeline_json_file)
+        logger.info(
+            "started a Ray of this run's own at %s: %d CPUs, %d GPUs%s", address, cpus, num_gpus, shown
+        )
+        return cls(
+            device=device,
+            address=address,
+            owns=True,
+            leaves=True,
+            temp_dir=temp_dir,
+            timeline=config.timeline_json_file,
+        )
 
     def nodes(self) -> list[NodeInfo]:
         """The living nodes, with what is free and there in all of GPUs for cuda, of CPUs for cpu.
 
-        Raises WorkerLost where the cluster's head does not answer: Ray itself would wait for it for a minute and then end the process.
+        Raises WorkerLost where the cluster's head does not answer: Ray itself would wait for it for a minute
+        and then end the process.
         """
         if not answers(self.address):
-            raise WorkerLost(f"the head node of the Ray cluster at {self.address} is gone: start the cluster again, then the run")
+            raise WorkerLost(
+                f"the head node of the Ray cluster at {self.address} is gone: start the cluster again, then "
+                "the run"
+            )
         return living(ray.nodes(), available_resources_per_node(), self.device)
 
     def check(self, placement: Placement, device: str, *, wait: float = SETTLE_SECONDS) -> None:
-        """Before any placement group: are there devices for all pools? Remembers which node each pool will be on.
+        """Before any placement group: are there devices for all pools? Remembers which node each pool will be
+        on.
 
-        Devices that others hold are waited for, `wait` seconds. Raises ConfigError that names the pools, what was wanted, what each
-        node has free and in all, and the way out.
+        Devices that others hold are waited for, `wait` seconds. Raises ConfigError that names the pools, what
+        was wanted, what each node has free and in all, and the way out.
         """
         assert device == self.device, f"this run computes on {self.device}, not {device}"
         until = time.monotonic() + wait
@@ -189,9 +235,11 @@ class Cluster:
             time.sleep(0.2)
 
     def place(self, pool: ResourcePool, device: str, *, deadline: float) -> PlacedPool:
-        """Hold a bundle for each rank of `pool`: all of a node's ranks on one node, different nodes for different ones.
+        """Hold a bundle for each rank of `pool`: all of a node's ranks on one node, different nodes for
+        different ones.
 
-        Waits `deadline` seconds. Raises WorkerError that says what is missing. A process takes one CPU, on cuda one GPU and no CPU.
+        Waits `deadline` seconds. Raises WorkerError that says what is missing. A process takes one CPU, on
+        cuda one GPU and no CPU.
         """
         assert device == self.device, f"this run computes on {self.device}, not {device}"
         alive = {node.id: node for node in self.nodes()}
@@ -199,11 +247,20 @@ class Cluster:
         if not plan or any(node.id not in alive for node in plan):
             plan = (assign([pool], list(alive.values())) or {}).get(pool.name, [])
             if not plan:
-                raise WorkerError(shortage([pool], list(alive.values()), device, f"the Ray cluster at {self.address}", self.owns))
+                raise WorkerError(
+                    shortage(
+                        [pool], list(alive.values()), device, f"the Ray cluster at {self.address}", self.owns
+                    )
+                )
         bundle = {"GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
         groups = [
             # one group a node: only a group of its own can be held together on one node
-            placement_group([bundle] * count, strategy="STRICT_PACK", name=f"hybridflow-{pool.name}-{place}", _soft_target_node_id=node.id)
+            placement_group(
+                [bundle] * count,
+                strategy="STRICT_PACK",
+                name=f"hybridflow-{pool.name}-{place}",
+                _soft_target_node_id=node.id,
+            )
             for place, (count, node) in enumerate(zip(pool.devices_per_node, plan))
         ]
         try:
@@ -216,7 +273,9 @@ class Cluster:
         self._placed.append(placed)
         return placed
 
-    def _await(self, pool: ResourcePool, groups: list[PlacementGroup], plan: list[NodeInfo], seconds: float) -> None:
+    def _await(
+        self, pool: ResourcePool, groups: list[PlacementGroup], plan: list[NodeInfo], seconds: float
+    ) -> None:
         until, told = time.monotonic() + seconds, time.monotonic()
         waiting = list(zip(groups, pool.devices_per_node, plan))
         while waiting := [each for each in waiting if not each[0].wait(0.2)]:
@@ -225,8 +284,10 @@ class Cluster:
             if now >= until:
                 there = "; ".join(f"{node} {unit}s" for node in self.nodes()) or "no node"
                 raise WorkerError(
-                    f"pool {pool.name!r} ({describe(pool)}) did not get its {unit}s within {seconds:.0f} s: {missing} are missing. "
-                    f"There are now {there}. Others may have taken them: see `ray status`, or raise trainer.startup_timeout"
+                    f"pool {pool.name!r} ({describe(pool)}) did not get its {unit}s within {seconds:.0f} s: "
+                    f"{missing} are missing. "
+                    f"There are now {there}. Others may have taken them: see `ray status`, or raise "
+                    "trainer.startup_timeout"
                 )
             if now - told >= 60:
                 told = now
@@ -239,20 +300,29 @@ class Cluster:
         for count, group in zip(pool.devices_per_node, groups):
             on = set(placement_group_table(group)["bundles_to_node_id"].values())
             if len(on) != 1 or on & used:
-                raise WorkerError(f"pool {pool.name!r}: others took devices meanwhile, and two of its nodes became one; start again")
+                raise WorkerError(
+                    f"pool {pool.name!r}: others took devices meanwhile, and two of its nodes became one; "
+                    "start again"
+                )
             used |= on
             (node_id,) = on
             for local_rank in range(count):
-                strategy = PlacementGroupSchedulingStrategy(group, local_rank, placement_group_capture_child_tasks=False)
+                strategy = PlacementGroupSchedulingStrategy(
+                    group, local_rank, placement_group_capture_child_tasks=False
+                )
                 on_gpu = self.device == "cuda"
-                placed.bundles.append({"num_cpus": 0 if on_gpu else 1, "num_gpus": int(on_gpu), "scheduling_strategy": strategy})
+                placed.bundles.append(
+                    {"num_cpus": 0 if on_gpu else 1, "num_gpus": int(on_gpu), "scheduling_strategy": strategy}
+                )
                 placed.nodes.append(names.get(node_id, node_id[:6]))
                 placed.node_ids.append(node_id)
                 placed.local_ranks.append(local_rank)
         return placed
 
     def shutdown(self) -> None:
-        """Free what was placed and leave; a Ray of this run's own ends, with all its processes and files. May be called twice."""
+        """Free what was placed and leave; a Ray of this run's own ends, with all its processes and files. May
+        be called twice.
+        """
         if not self._open:
             return
         self._open = False
@@ -281,14 +351,24 @@ class Cluster:
 
 
 def _start(config: RayConfig, **offered: Any) -> tuple[str, str]:
-    """Start a Ray in a temporary folder of its own; gives the folder, and where its dashboard is (empty: nowhere).
+    """Start a Ray in a temporary folder of its own; gives the folder, and where its dashboard is (empty:
+    nowhere).
 
-    Ray gives a node 30 s to start, whatever the machine has to do at the time: then it is tried again, and refused after the third time.
+    Ray gives a node 30 s to start, whatever the machine has to do at the time: then it is tried again, and
+    refused after the third time.
     """
     for attempt in range(1, START_ATTEMPTS + 1):
-        temp_dir = tempfile.mkdtemp(prefix="hf-ray-", dir=None if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp")
+        temp_dir = tempfile.mkdtemp(
+            prefix="hf-ray-", dir=None if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp"
+        )
         try:
-            return temp_dir, _init(config, address="local", _temp_dir=temp_dir, _system_config={**HEALTH_CHECKS, **NICENESS}, **offered)
+            return temp_dir, _init(
+                config,
+                address="local",
+                _temp_dir=temp_dir,
+                _system_config={**HEALTH_CHECKS, **NICENESS},
+                **offered,
+            )
         except BaseException as error:
             _end(temp_dir)
             if STARTUP_TIMEOUT not in str(error):
@@ -296,8 +376,10 @@ def _start(config: RayConfig, **offered: Any) -> tuple[str, str]:
             load = os.getloadavg()[0]
             if attempt == START_ATTEMPTS:
                 raise ConfigError(
-                    f"Ray did not start within 30 s, {START_ATTEMPTS} times: this machine is too busy (load {load:.0f} on {num_cpus()} "
-                    "CPUs). Try again when it has less to do, or join a Ray that runs already (ray_kwargs.ray_init.address)"
+                    f"Ray did not start within 30 s, {START_ATTEMPTS} times: this machine is too busy (load "
+                    f"{load:.0f} on {num_cpus()} "
+                    "CPUs). Try again when it has less to do, or join a Ray that runs already "
+                    "(ray_kwargs.ray_init.address)"
                 ) from error
             logger.warning("Ray did not start within 30 s (the machine's load is %.0f): trying again", load)
     raise AssertionError("the loop returns or raises")
@@ -309,21 +391,34 @@ def _init(config: RayConfig, *, address: str, **own: Any) -> str:
     runtime_env = config.ray_init.runtime_env or None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # about environment variables of accelerators in later versions of Ray
-            given = {"namespace": namespace, "runtime_env": runtime_env, "log_to_driver": True, "logging_level": logging.ERROR, **own}
+            # about environment variables of accelerators in later versions of Ray
+            warnings.simplefilter("ignore", FutureWarning)
+            given = {
+                "namespace": namespace,
+                "runtime_env": runtime_env,
+                "log_to_driver": True,
+                "logging_level": logging.ERROR,
+                **own,
+            }
             return ray.init(address=address, **given).dashboard_url or ""
     except (RuntimeError, ConnectionError, ValueError) as error:
         text = " ".join(str(error).split())
         if "Version mismatch" in text:
             raise ConfigError(
-                f"the Ray cluster at {address} and this process differ, install the same versions on all nodes: {text}"
+                f"the Ray cluster at {address} and this process differ, install the same versions on all "
+                f"nodes: {text}"
             ) from error
         if "merge the Job's runtime env" in text:
             raise ConfigError(
-                "ray_kwargs.ray_init.runtime_env sets what the runtime environment of the submitted job sets too: leave one of them out"
+                "ray_kwargs.ray_init.runtime_env sets what the runtime environment of the submitted job "
+                "sets too: leave one of them out"
                 f" ({config.ray_init.runtime_env})"
             ) from error
-        what = "Ray did not start on this machine" if own else f"the Ray cluster at {address} could not be joined"
+        what = (
+            "Ray did not start on this machine"
+            if own
+            else f"the Ray cluster at {address} could not be joined"
+        )
         raise ConfigError(f"{what}: {text}") from error
 
 

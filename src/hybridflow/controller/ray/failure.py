@@ -1,6 +1,8 @@
-"""What a rank sends in the place of a result, and what the driver makes of it: an exception that says where and why.
+"""What a rank sends in the place of a result, and what the driver makes of it: an exception that says where
+and why.
 
-rank: exception ──Failure.of──► Failure ──travels──► driver: the same exception, with notes of its place, caused by its traceback there
+rank: exception ──Failure.of──► Failure ──travels──► driver: the same exception, with notes of its place,
+caused by its traceback there
 rank: gone ──Ray's word for it──► driver: WorkerLost with the cause in plain words
 """
 
@@ -21,7 +23,11 @@ from ray import cloudpickle
 from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback
 
-_MACHINERY = (os.path.dirname(ray.__file__) + os.sep, os.path.join(os.path.dirname(__file__), "process.py"), threading.__file__)
+_MACHINERY = (
+    os.path.dirname(ray.__file__) + os.sep,
+    os.path.join(os.path.dirname(__file__), "process.py"),
+    threading.__file__,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,9 @@ class Failure:
         return WorkerError(self.text)
 
     def exception(self, role: str, method: str, rank: int) -> Exception:
-        """What is raised in the driver: the original, with notes of where it was; its cause, printed before it, is its traceback there."""
+        """What is raised in the driver: the original, with notes of where it was; its cause, printed before
+        it, is its traceback there.
+        """
         error = self.original()
         notes = getattr(error, "__notes__", [])
         if not any(f"{role}.{method}, rank {rank}" in note for note in notes):
@@ -70,11 +78,17 @@ class Failure:
 
 
 def telling(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """The frames that say something: without those of Ray, of the thread module and of the process that serves the calls."""
-    return traceback.StackSummary.from_list([frame for frame in stack if not frame.filename.startswith(_MACHINERY)])
+    """The frames that say something: without those of Ray, of the thread module and of the process that
+    serves the calls.
+    """
+    return traceback.StackSummary.from_list(
+        [frame for frame in stack if not frame.filename.startswith(_MACHINERY)]
+    )
 
 
-def lost(cause: str, place: Place, pid: int, *, role: str = "", method: str = "", rank: int = -1) -> WorkerLost:
+def lost(
+    cause: str, place: Place, pid: int, *, role: str = "", method: str = "", rank: int = -1
+) -> WorkerLost:
     """The error for a process that is gone."""
     doing = f" during {role}.{method}" if role else ""
     who = f"{role} rank {rank}" if role else f"rank {place.rank} of pool {place.pool}"
@@ -85,7 +99,11 @@ def lost(cause: str, place: Place, pid: int, *, role: str = "", method: str = ""
 def cause_of(error: BaseException) -> str:
     """Why a process is gone, from what Ray says about it."""
     text = str(error)
-    if isinstance(error, ray.exceptions.OutOfMemoryError) or "memory monitor" in text or "low on memory" in text:
+    if (
+        isinstance(error, ray.exceptions.OutOfMemoryError)
+        or "memory monitor" in text
+        or "low on memory" in text
+    ):
         return f"Ray ended it because its node ran low on memory: {_last_line(text)}"
     if "ray.kill" in text:
         return "it was ended by ray.kill"
@@ -97,7 +115,8 @@ def cause_of(error: BaseException) -> str:
         return f"its node is gone: {_last_line(text)}"
     if "connection error code 2" in text:
         return (
-            "its process ended without a word, as after signal 9 (killed: out of memory? `dmesg` on the node says so) or a crash in "
+            "its process ended without a word, as after signal 9 (killed: out of memory? `dmesg` on the "
+            "node says so) or a crash in "
             "native code (its last lines are in Ray's log of the worker)"
         )
     _, found, detail = text.partition("Worker exit detail:")

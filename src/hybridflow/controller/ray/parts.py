@@ -1,6 +1,8 @@
-"""One rank's result to come, as the driver holds it: done when the rank says so, fetched only when somebody asks for the value.
+"""One rank's result to come, as the driver holds it: done when the rank says so, fetched only when somebody
+asks for the value.
 
-A part that is an argument of another call travels as its reference (`Slot` marks its place), from process to process.
+A part that is an argument of another call travels as its reference (`Slot` marks its place), from process to
+process.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ FETCH_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for the result of an earlier call among the arguments on their way: `index` counts the references beside them."""
+    """Stands for the result of an earlier call among the arguments on their way: `index` counts the
+    references beside them.
+    """
 
     index: int
 
@@ -48,7 +52,8 @@ class RayPart(Part):
                 self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Any:
-        """The rank's result, the same object at each call, or what it raised; TimeoutError after `timeout` seconds.
+        """The rank's result, the same object at each call, or what it raised; TimeoutError after `timeout`
+        seconds.
 
         Its tensors are views of shared memory. WorkerLost where the value went with its node.
         """
@@ -58,15 +63,22 @@ class RayPart(Part):
                 try:
                     value = decode(ray.get(self._reference, timeout=FETCH_SECONDS))
                 except (RayError, GetTimeoutError) as error:
-                    message = f"the result of {self.role}.{self.method} on rank {self.rank} is lost, its node is gone: {error}"
+                    message = (
+                        f"the result of {self.role}.{self.method} on rank {self.rank} is lost, its "
+                        f"node is gone: {error}"
+                    )
                     raise WorkerLost(message, role=self.role, rank=self.rank, method=self.method) from error
                 self._fetched = value, TensorVersions(value)
             return self._fetched[0]
 
     @property
     def reference(self) -> Any:
-        """The `ObjectRef` of the packet, for another process. AssertionError where the driver wrote into what the other would read."""
+        """The `ObjectRef` of the packet, for another process. AssertionError where the driver wrote into what
+        the other would read.
+        """
         if self._fetched is not None:
             written = ", ".join(self._fetched[1].changed())
-            assert not written, f"{written} in the result of {self.role}.{self.method} was written in place: write to a clone"
+            assert not written, (
+                f"{written} in the result of {self.role}.{self.method} was written in place: write to a clone"
+            )
         return self._reference

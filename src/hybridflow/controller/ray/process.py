@@ -1,5 +1,5 @@
-"""The process of one device: it joins the torch.distributed world of its pool, builds the workers of all roles placed there, and serves
-calls on them one after the other.
+"""The process of one device: it joins the torch.distributed world of its pool, builds the workers of all
+roles placed there, and serves calls on them one after the other.
 
     driver ──invoke──► the calls' thread: decode ─► WorkerHost ─► encode ──► (failure or None, packet)
     driver ──ping, stacks──► a thread of their own, which answers while a call runs
@@ -55,7 +55,9 @@ class SetUp:
     timeout: float
     """Seconds that a collective may wait."""
     folder: str
-    """Where the driver is: relative paths mean the same in both. On a node without that folder the process stays where Ray put it."""
+    """Where the driver is: relative paths mean the same in both. On a node without that folder the process
+    stays where Ray put it.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class Met:
 
 
 class RankProcess:
-    """A Ray actor. Each method but those of the control group runs in one and the same thread, in the order of the driver's calls."""
+    """A Ray actor. Each method but those of the control group runs in one and the same thread, in the order
+    of the driver's calls.
+    """
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -88,7 +92,9 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def set_up(self, how: SetUp) -> Answer:
-        """Threads, device, log lines, and the torch.distributed world of the pool where it has more than one rank."""
+        """Threads, device, log lines, and the torch.distributed world of the pool where it has more than one
+        rank.
+        """
         return self._answer(lambda: self._set_up(how))
 
     @ray.method(num_returns=2)
@@ -97,11 +103,14 @@ class RankProcess:
         return self._answer(lambda: self._build(decode(make), infos))
 
     @ray.method(num_returns=2)
-    def invoke(self, role: str, method: str, returns: bool, arguments: Packet | None, references: list[Any]) -> Answer:
+    def invoke(
+        self, role: str, method: str, returns: bool, arguments: Packet | None, references: list[Any]
+    ) -> Answer:
         """Call a method of a role's worker.
 
-        Large arguments (`arguments` is None) lie under the first of `references`, results of earlier calls under the others.
-        References in a list are fetched here and not by Ray before the call: it would hold back all later calls, pings too.
+        Large arguments (`arguments` is None) lie under the first of `references`, results of earlier calls
+        under the others. References in a list are fetched here and not by Ray before the call: it would hold
+        back all later calls, pings too.
         """
         return self._answer(lambda: self._invoke(role, method, returns, arguments, references))
 
@@ -112,9 +121,13 @@ class RankProcess:
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
         """What each thread is doing, that of the calls first; frames of the machinery are left out."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()} | {self._calls_thread: "of the calls"}
+        names = {thread.ident: thread.name for thread in threading.enumerate()} | {
+            self._calls_thread: "of the calls"
+        }
         texts = {}
-        for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != self._calls_thread):
+        for ident, frame in sorted(
+            sys._current_frames().items(), key=lambda item: item[0] != self._calls_thread
+        ):
             lines = traceback.format_list(telling(traceback.extract_stack(frame)))
             if ident == self._calls_thread or (lines and ident != threading.get_ident()):
                 texts[ident] = "".join(lines) or "  waits for a call\n"
@@ -140,10 +153,15 @@ class RankProcess:
     def _set_up(self, how: SetUp) -> None:
         place = self.place
         if os.path.isdir(how.folder):
-            os.chdir(how.folder)  # in a cluster that was joined, Ray starts processes where its node was started
-        setup_logging(logging.getLevelName(how.log_level if place.rank == 0 else max(how.log_level, logging.WARNING)), rich=False)
+            # in a cluster that was joined, Ray starts processes where its node was started
+            os.chdir(how.folder)
+        setup_logging(
+            logging.getLevelName(how.log_level if place.rank == 0 else max(how.log_level, logging.WARNING)),
+            rich=False,
+        )
         set_threads(how.num_threads)  # of this thread: OpenMP counts them for each
-        device = torch.device(how.device, 0) if how.device == "cuda" else torch.device("cpu")  # Ray shows each process its own GPU
+        # Ray shows each process its own GPU
+        device = torch.device(how.device, 0) if how.device == "cuda" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if place.world_size > 1:
@@ -154,17 +172,23 @@ class RankProcess:
         for role in infos:
             self._host.worker(role)
 
-    def _invoke(self, role: str, method: str, returns: bool, arguments: Packet | None, references: list[Any]) -> Any:
+    def _invoke(
+        self, role: str, method: str, returns: bool, arguments: Packet | None, references: list[Any]
+    ) -> Any:
         assert self._host is not None, "the workers are not built yet"
         try:
             packets = ray.get(references) if references else []
         except RayError as error:
-            message = f"what {role}.{method} was to take is lost with the process or the node that had it: {error}"
+            message = (
+                f"what {role}.{method} was to take is lost with the process or the node that had it: {error}"
+            )
             raise WorkerLost(message, role=role, method=method) from error
         args, kwargs = decode(arguments if arguments is not None else packets.pop(0))
         results = [_result(packet, role, method) for packet in packets]
         if results:
-            args, kwargs = (replace(value, Slot, lambda slot: results[slot.index]) for value in (args, kwargs))
+            args, kwargs = (
+                replace(value, Slot, lambda slot: results[slot.index]) for value in (args, kwargs)
+            )
         return self._host.invoke(role, method, Call(args, kwargs, returns))
 
 
@@ -177,7 +201,9 @@ def _result(packet: Packet | Failure, role: str, method: str) -> Any:
 
 
 def _free_port() -> int:
-    """A port that is free on this node, below those that the kernel gives to outgoing connections, which may take one at any moment."""
+    """A port that is free on this node, below those that the kernel gives to outgoing connections, which may
+    take one at any moment.
+    """
     first = random.SystemRandom().randrange(12_000)  # runs that start together look in different places
     for port in (20_000 + (first + step) % 12_000 for step in range(12_000)):
         with socket.socket() as probe:

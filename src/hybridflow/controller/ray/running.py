@@ -1,7 +1,8 @@
 """One call on some ranks while it runs, and which of several failures is the one to report.
 
-A rank that raises leaves the others waiting for it in a collective, and what they then raise is an echo. So the first failure starts a
-moment of grace in which the others may answer; then the call ends with the failure that came first, a lost process before all others.
+A rank that raises leaves the others waiting for it in a collective, and what they then raise is an echo. So
+the first failure starts a moment of grace in which the others may answer; then the call ends with the failure
+that came first, a lost process before all others.
 """
 
 from __future__ import annotations
@@ -72,9 +73,17 @@ class Running:
             self.failed_at = self.failed_at or time.monotonic()
 
     def first_error(self) -> Exception:
-        """The failure to report, with a note of the others. Of ranks that all failed alike, the lowest speaks."""
-        text = {rank: f"{type(error).__name__}: {error}".partition("\n")[0] for rank, (_, error) in self.errors.items()}
-        first = min(self.errors, key=lambda rank: (not isinstance(self.errors[rank][1], WorkerLost), self.errors[rank][0], rank))
+        """The failure to report, with a note of the others. Of ranks that all failed alike, the lowest
+        speaks.
+        """
+        text = {
+            rank: f"{type(error).__name__}: {error}".partition("\n")[0]
+            for rank, (_, error) in self.errors.items()
+        }
+        first = min(
+            self.errors,
+            key=lambda rank: (not isinstance(self.errors[rank][1], WorkerLost), self.errors[rank][0], rank),
+        )
         alike = sorted(rank for rank in text if text[rank] == text[first])
         error = self.errors[alike[0]][1]
         if len(alike) > 1:
@@ -83,7 +92,10 @@ class Running:
         if others:
             error.add_note("then failed " + "; ".join(others))
         if self.waiting:
-            error.add_note(f"{self} did not end on ranks {sorted(self.waiting)}, which waited for it; their processes were ended")
+            error.add_note(
+                f"{self} did not end on ranks {sorted(self.waiting)}, which waited for it; their processes "
+                "were ended"
+            )
         return error
 
     def end(self, error: Exception) -> None:

@@ -1,12 +1,16 @@
-"""How values travel between processes: any Python value in, a `Packet` out, and back, without a copy of a tensor's bytes.
+"""How values travel between processes: any Python value in, a `Packet` out, and back, without a copy of a
+tensor's bytes.
 
-    value ──encode──► Packet(pickled, buffers) ──Ray's object store: one copy──► Packet (mapped, not copied) ──decode──► value
+    value ──encode──► Packet(pickled, buffers) ──Ray's object store: one copy──► Packet (mapped, not copied)
+    ──decode──► value
 
-A tensor pickled by default is written out byte by byte, with the whole storage it is a view of. Here every tensor becomes a view of its
-own bytes, which pickle protocol 5 hands over beside the pickled structure (PEP 574); the structure is any nesting of DataProto,
-dictionaries, lists, dataclasses. Nothing is registered anywhere: only what goes through `encode` travels this way.
+A tensor pickled by default is written out byte by byte, with the whole storage it is a view of. Here every
+tensor becomes a view of its own bytes, which pickle protocol 5 hands over beside the pickled structure (PEP
+574); the structure is any nesting of DataProto, dictionaries, lists, dataclasses. Nothing is registered
+anywhere: only what goes through `encode` travels this way.
 
-What arrives is read-only: it may be memory that other processes read as well. PyTorch cannot enforce that; `controller.read_only` notices.
+What arrives is read-only: it may be memory that other processes read as well. PyTorch cannot enforce that;
+`controller.read_only` notices.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ class Packet:
     pickled: bytes
     """The structure, with gaps where the buffers go."""
     buffers: tuple[Bytes, ...]
-    """Flat uint8 views of the sender's memory until Ray has copied them; on arrival views of the object store's."""
+    """Flat uint8 views of the sender's memory until Ray has copied them; on arrival views of the object
+    store's.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -44,9 +50,11 @@ class Packet:
 
 
 def encode(value: Any) -> Packet:
-    """The value as a packet, which shares the memory of its tensors: do not write to them before it is on its way.
+    """The value as a packet, which shares the memory of its tensors: do not write to them before it is on its
+    way.
 
-    Tensors arrive on the CPU, detached, as plain tensors. AssertionError for a DTensor: its parts belong to different ranks.
+    Tensors arrive on the CPU, detached, as plain tensors. AssertionError for a DTensor: its parts belong to
+    different ranks.
     """
     file, buffers = io.BytesIO(), []
 
@@ -68,8 +76,14 @@ def decode(packet: Packet) -> Any:
 class _Pickler(CloudPickler):  # Ray's, so that classes and functions of a script travel as they do in Ray
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
-            assert not hasattr(obj, "to_local"), "a DTensor cannot leave its ranks: send its to_local() or its full_tensor()"
-            if type(obj) in (Tensor, torch.nn.Parameter) and obj.layout is torch.strided and not (obj.is_meta or obj.is_quantized):
+            assert not hasattr(obj, "to_local"), (
+                "a DTensor cannot leave its ranks: send its to_local() or its full_tensor()"
+            )
+            if (
+                type(obj) in (Tensor, torch.nn.Parameter)
+                and obj.layout is torch.strided
+                and not (obj.is_meta or obj.is_quantized)
+            ):
                 return _reduce(obj)
         return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
@@ -86,6 +100,7 @@ def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
 
 
-with warnings.catch_warnings():  # PyTorch says once in a process that such memory must not be written to; we know
+# PyTorch says once in a process that such memory must not be written to; we know
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(bytes(1), dtype=torch.uint8)

@@ -1,10 +1,13 @@
-"""Sees to it that every call ends: listens for answers and signs of life, speaks up about slow calls, and ends what hangs.
+"""Sees to it that every call ends: listens for answers and signs of life, speaks up about slow calls, and
+ends what hangs.
 
     answers of ranks ──► answered ─┐                     ┌─► parts done, or failed with the first failure
     pings, every few seconds ──────┼─► Running, Process ─┤
-    the clock ─────────────────────┘                     └─► log lines with the stack of the slowest rank; deadlines; WorkerLost
+    the clock ─────────────────────┘                     └─► log lines with the stack of the slowest rank;
+    deadlines; WorkerLost
 
-After a rank hung or a process was lost the backend is broken: the failure is kept and raised at each later call.
+After a rank hung or a process was lost the backend is broken: the failure is kept and raised at each later
+call.
 """
 
 from __future__ import annotations
@@ -36,13 +39,23 @@ TICK_SECONDS = 0.2
 class Watch:
     """A thread that looks after the processes of a backend and the calls that run in them.
 
-    `report_every`: seconds between the log lines about a call; `grace`: seconds that the other ranks have once one has failed.
+    `report_every`: seconds between the log lines about a call; `grace`: seconds that the other ranks have
+    once one has failed.
     """
 
     def __init__(
-        self, processes: Sequence[Process], heartbeat_timeout: float, *, report_every: float = 60.0, grace: float | None = None
+        self,
+        processes: Sequence[Process],
+        heartbeat_timeout: float,
+        *,
+        report_every: float = 60.0,
+        grace: float | None = None,
     ) -> None:
-        self._processes, self._heartbeat_timeout, self._report_every = processes, heartbeat_timeout, report_every
+        self._processes, self._heartbeat_timeout, self._report_every = (
+            processes,
+            heartbeat_timeout,
+            report_every,
+        )
         self._grace = min(5.0, heartbeat_timeout / 2) if grace is None else grace
         self._ping_every = min(2.0, heartbeat_timeout / 4)
         self._running: list[Running] = []
@@ -54,7 +67,8 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="hybridflow-watch", daemon=True)
         self._thread.start()
 
-    # ---- what the backend says ----------------------------------------------------------------------------------
+    # ---- what the backend says
+    # ----------------------------------------------------------------------------------
 
     def follow(self, running: Running, statuses: dict[int, ray.ObjectRef[Any]]) -> None:
         """Look after a call whose ranks answer by `statuses`."""
@@ -70,7 +84,9 @@ class Watch:
             raise self._broken
 
     def expect_signs(self) -> None:
-        """From now on a process that gives no sign of life is lost; before, it may be busy importing and loading."""
+        """From now on a process that gives no sign of life is lost; before, it may be busy importing and
+        loading.
+        """
         now = time.monotonic()
         for process in self._processes:
             process.last_sign = now
@@ -93,9 +109,12 @@ class Watch:
         for running in left:
             running.end(error)
 
-    # ---- what the ranks say (in threads of Ray) -------------------------------------------------------------------
+    # ---- what the ranks say (in threads of Ray)
+    # -------------------------------------------------------------------
 
-    def _answered(self, running: Running, rank: int, status: concurrent.futures.Future[Failure | None]) -> None:
+    def _answered(
+        self, running: Running, rank: int, status: concurrent.futures.Future[Failure | None]
+    ) -> None:
         error = status.exception()
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
             process = running.waiting.get(rank)
@@ -113,7 +132,11 @@ class Watch:
             process.last_sign = time.monotonic()
             failure = None if error else status.result()
             if error is not None:
-                running.fail(rank, WorkerError(f"{running} on rank {rank}: {error}", role=running.role, rank=rank), time.time())
+                running.fail(
+                    rank,
+                    WorkerError(f"{running} on rank {rank}: {error}", role=running.role, rank=rank),
+                    time.time(),
+                )
             elif failure is not None:
                 running.fail(rank, failure.exception(running.role, running.method, rank), failure.at)
             else:
@@ -136,7 +159,9 @@ class Watch:
             over = []
             for running in list(self._running):
                 for rank in [rank for rank, where in running.waiting.items() if where is process]:
-                    error = lost(cause, process.place, process.pid, role=running.role, method=running.method, rank=rank)
+                    error = lost(
+                        cause, process.place, process.pid, role=running.role, method=running.method, rank=rank
+                    )
                     running.fail(rank, error, 0.0)
                     self._broken = self._broken or error
                 if not running.waiting:
@@ -146,13 +171,15 @@ class Watch:
         for running in over:
             running.end(running.first_error())
 
-    # ---- what the clock says --------------------------------------------------------------------------------------
+    # ---- what the clock says
+    # --------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         before = time.monotonic()
         while not self._stopped.wait(TICK_SECONDS):
             now = time.monotonic()
-            if now - before > 2.0 + STACK_SECONDS:  # we were the ones who stood still (a debugger, a suspended machine)
+            # we were the ones who stood still (a debugger, a suspended machine)
+            if now - before > 2.0 + STACK_SECONDS:
                 for process in self._processes:
                     process.last_sign = now
             before = now
@@ -193,13 +220,19 @@ class Watch:
     def _cut_off(self, process: Process) -> str:
         if not node_answers(process.node_id):
             return "its node is gone: the connection to it broke, and nothing answers there any more"
-        return "the connection to it broke while its node still answers: its process has died, or its network is failing"
+        return (
+            "the connection to it broke while its node still answers: its process has died, or its "
+            "network is failing"
+        )
 
     def _silence(self, process: Process, seconds: float) -> str:
         if not node_answers(process.node_id):
-            return f"its node is gone: it has not answered for {seconds:.0f} s, and nothing does there any more"
+            return (
+                f"its node is gone: it has not answered for {seconds:.0f} s, and nothing does there any more"
+            )
         return (
-            f"no sign of life for {seconds:.0f} s: its node is gone or cut off, or code that never lets go of Python's lock runs in it "
+            f"no sign of life for {seconds:.0f} s: its node is gone or cut off, or code that never lets go "
+            "of Python's lock runs in it "
             "(trainer.heartbeat_timeout)"
         )
 
@@ -227,15 +260,26 @@ class Watch:
         if call.starting:
             self._report_start(call, now - call.started)
         elif ranks:
-            stack = self._stack(call, ranks[0]) or f"rank {ranks[0]} ({call.waiting.get(ranks[0])}) does not say where"
-            logger.warning("%s has been running for %.0f s on ranks %s; %s", call, now - call.started, ranks, stack)
+            stack = (
+                self._stack(call, ranks[0])
+                or f"rank {ranks[0]} ({call.waiting.get(ranks[0])}) does not say where"
+            )
+            logger.warning(
+                "%s has been running for %.0f s on ranks %s; %s", call, now - call.started, ranks, stack
+            )
 
     def _report_start(self, call: Running, seconds: float) -> None:
         """Starting takes its time, and only half of what it may take is late."""
         missing = [str(process) for process in list(call.waiting.values())]
         here = f"{call.starting}: {len(call.parts) - len(missing)} are there after {seconds:.0f} s"
         if missing and seconds > call.limit / 2:
-            logger.warning("%s, not yet %s; the run gives up after %.0f s (%s)", here, ", ".join(missing), call.limit, call.limit_key)
+            logger.warning(
+                "%s, not yet %s; the run gives up after %.0f s (%s)",
+                here,
+                ", ".join(missing),
+                call.limit,
+                call.limit_key,
+            )
         elif missing:
             logger.info("%s", here)
 
@@ -245,7 +289,8 @@ class Watch:
             return
         what = call.starting or str(call)
         error = WorkerError(
-            f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or needs a longer {call.limit_key}",
+            f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or needs a "
+            f"longer {call.limit_key}",
             role=call.role,
             rank=ranks[0],
             method=call.method,
@@ -255,14 +300,18 @@ class Watch:
         self._break(call, lambda: error)
 
     def _end_hanging(self, call: Running) -> None:
-        """One rank has failed and others are silent: lost as well, which is then the cause, or waiting in a collective for ever."""
+        """One rank has failed and others are silent: lost as well, which is then the cause, or waiting in a
+        collective for ever.
+        """
         silent = {rank: self._stack(call, rank) for rank in sorted(call.waiting)}
         for rank, stack in silent.items():
             process = call.waiting.get(rank)
             if process is not None and not stack and process.last_sign < (call.failed_at or 0.0):
                 self._lose(process, self._silence(process, time.monotonic() - process.last_sign))
             elif process is not None:
-                logger.warning("%s failed on ranks %s and hangs on rank %d; %s", call, sorted(call.errors), rank, stack)
+                logger.warning(
+                    "%s failed on ranks %s and hangs on rank %d; %s", call, sorted(call.errors), rank, stack
+                )
         self._break(call, call.first_error)
 
     def _break(self, call: Running, error: Callable[[], Exception]) -> None:
@@ -287,12 +336,17 @@ class Watch:
         if process is None or process.ended:
             return ""
         try:
-            return f"rank {rank} ({process}) is here:\n{ray.get(process.actor.stacks.remote(), timeout=STACK_SECONDS)}"
+            return (
+                f"rank {rank} ({process}) is "
+                f"here:\n{ray.get(process.actor.stacks.remote(), timeout=STACK_SECONDS)}"
+            )
         except (RayError, TimeoutError):
             return ""
 
 
 def node_answers(node_id: str) -> bool:
-    """Whether a node is there: alive to Ray, which notices a loss after some seconds only, and with a Ray of its own that listens."""
+    """Whether a node is there: alive to Ray, which notices a loss after some seconds only, and with a Ray of
+    its own that listens.
+    """
     found = [node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]]
     return any(answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") for node in found)

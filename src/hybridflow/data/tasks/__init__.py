@@ -1,6 +1,8 @@
-"""Procedural tasks: questions without files. A name and a seed in, rows of one split out, in the schema of `data.prompts`.
+"""Procedural tasks: questions without files. A name and a seed in, rows of one split out, in the schema of
+`data.prompts`.
 
-A task of one's own is `path.py:factory`: `factory(seed: int, **options)` gives an object with `rows(split, size)`.
+A task of one's own is `path.py:factory`: `factory(seed: int, **options)` gives an object with `rows(split,
+size)`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,25 @@ def build_task(config: TaskConfig) -> Task:
         if name == "arithmetic_chain":
             return ArithmeticChain(seed=config.seed, **config.options)
         if name.startswith("reasoning_gym:"):
-            return ReasoningGymTask(name.removeprefix("reasoning_gym:"), seed=config.seed, options=config.options, val_size=config.val_size)
+            return ReasoningGymTask(
+                name.removeprefix("reasoning_gym:"),
+                seed=config.seed,
+                options=config.options,
+                val_size=config.val_size,
+            )
         if ":" not in name:
-            raise ConfigError(f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME or path/to/file.py:factory")
+            raise ConfigError(
+                f"data.task.name: got {name!r}, wanted arithmetic_chain, reasoning_gym:NAME or "
+                "path/to/file.py:factory"
+            )
         factory = load_function(name, key="data.task.name")
         task: Task = factory(seed=config.seed, **config.options)
     except TypeError as error:
-        raise ConfigError(f"data.task.options={config.options} do not fit the task {name}: {error}") from error
+        raise ConfigError(
+            f"data.task.options={config.options} do not fit the task {name}: {error}"
+        ) from error
     if not callable(getattr(task, "rows", None)):
-        raise ConfigError(f"data.task.name: {name} gave {type(task).__name__}, wanted an object with rows(split, size)")
+        raise ConfigError(
+            f"data.task.name: {name} gave {type(task).__name__}, wanted an object with rows(split, size)"
+        )
     return task

@@ -2,7 +2,8 @@
 
     "3 + 4 - 2 + 5 = ?"  ──worked answer──►  "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"
 
-Which split a question belongs to is decided by a hash of its text: whatever the seeds and sizes, the splits share no question.
+Which split a question belongs to is decided by a hash of its text: whatever the seeds and sizes, the splits
+share no question.
 """
 
 from __future__ import annotations
@@ -23,16 +24,23 @@ _ATTEMPTS = 1000
 
 
 class ArithmeticChain:
-    """`hops` operations on whole numbers 0..`max_number`; no intermediate result is negative, or above `max_total` where that is given.
+    """`hops` operations on whole numbers 0..`max_number`; no intermediate result is negative, or above
+    `max_total` where that is given.
 
     Validation questions are all different; training questions are drawn independently and may repeat.
     """
 
-    def __init__(self, *, seed: int = 0, hops: int = 3, max_number: int = 9, max_total: int | None = None) -> None:
+    def __init__(
+        self, *, seed: int = 0, hops: int = 3, max_number: int = 9, max_total: int | None = None
+    ) -> None:
         if hops < 1 or max_number < 1:
-            raise ConfigError(f"data.task.options: got hops={hops} and max_number={max_number}, wanted at least 1 of each")
+            raise ConfigError(
+                f"data.task.options: got hops={hops} and max_number={max_number}, wanted at least 1 of each"
+            )
         if max_total is not None and max_total < max_number:
-            raise ConfigError(f"data.task.options: max_total={max_total} is less than max_number={max_number}")
+            raise ConfigError(
+                f"data.task.options: max_total={max_total} is less than max_number={max_number}"
+            )
         self.seed, self.hops, self.max_number = seed, hops, max_number
         self.max_total = max_number * (hops + 1) if max_total is None else max_total
 
@@ -47,7 +55,8 @@ class ArithmeticChain:
             terms = self._draw(split, index, seen if split == "validation" else set())
             if terms is None:
                 raise DataError(
-                    f"arithmetic_chain with hops={self.hops}, max_number={self.max_number} has about {index} different "
+                    f"arithmetic_chain with hops={self.hops}, max_number={self.max_number} has about "
+                    f"{index} different "
                     f"{split} questions, {size} were asked for: lower data.task.val_size or raise hops"
                 )
             seen.add(question(terms))

@@ -1,6 +1,7 @@
 """The tasks of reasoning-gym by name (`reasoning_gym:chain_sum`); an optional extra.
 
-create_dataset(name, seed, **options) ──► rows, each with its entry as JSON in extra_info ──► rewards/functions/reasoning_gym.py
+create_dataset(name, seed, **options) ──► rows, each with its entry as JSON in extra_info ──►
+rewards/functions/reasoning_gym.py
 """
 
 from __future__ import annotations
@@ -17,26 +18,34 @@ _ROUNDS = 20
 
 
 class ReasoningGymTask:
-    """Questions of the reasoning-gym task `name`; `options` are its configuration, and `system_prompt` a message put before each question.
+    """Questions of the reasoning-gym task `name`; `options` are its configuration, and `system_prompt` a
+    message put before each question.
 
     The validation questions are made first, and training questions that equal one of them are left out.
     Raises ConfigError where the package is not installed, or knows neither the task nor an option.
     """
 
-    def __init__(self, name: str, *, seed: int = 0, options: Mapping[str, Any] | None = None, val_size: int = 0) -> None:
+    def __init__(
+        self, name: str, *, seed: int = 0, options: Mapping[str, Any] | None = None, val_size: int = 0
+    ) -> None:
         self.name, self.seed, self.val_size = name, seed, val_size
         self.options = dict(options or {})
         self.system_prompt = self.options.pop("system_prompt", None)
         if name not in _library().factory.DATASETS:
             raise ConfigError(
-                f"data.task.name: reasoning-gym has no task {name!r}; it has: {', '.join(sorted(_library().factory.DATASETS))}"
+                f"data.task.name: reasoning-gym has no task {name!r}; it has: "
+                f"{', '.join(sorted(_library().factory.DATASETS))}"
             )
         reserved = {"seed", "size"} & set(self.options)
         if reserved:
-            raise ConfigError(f"data.task.options: set {', '.join(sorted(reserved))} as data.task.seed and data.task.size")
+            raise ConfigError(
+                f"data.task.options: set {', '.join(sorted(reserved))} as data.task.seed and data.task.size"
+            )
 
     def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
-        """`size` rows of one split. Raises DataError where the task has too few different questions outside the validation questions."""
+        """`size` rows of one split. Raises DataError where the task has too few different questions outside
+        the validation questions.
+        """
         entries = self._entries(split, size, set())
         if split == "train" and self.val_size:
             held_out = {entry["question"] for entry in self._entries("validation", self.val_size, set())}
@@ -50,11 +59,16 @@ class ReasoningGymTask:
             wanted = size - len(found)
             if not wanted:
                 break
-            dataset = self._dataset(derive_seed(self.seed, f"reasoning_gym/{split}", round_number) % 2**31, wanted)
-            found.extend(entry for entry in (dataset[i] for i in range(wanted)) if entry["question"] not in excluded)
+            dataset = self._dataset(
+                derive_seed(self.seed, f"reasoning_gym/{split}", round_number) % 2**31, wanted
+            )
+            found.extend(
+                entry for entry in (dataset[i] for i in range(wanted)) if entry["question"] not in excluded
+            )
         if len(found) < size:
             raise DataError(
-                f"reasoning_gym:{self.name} gave {len(found)} of {size} training questions apart from the {len(excluded)} validation "
+                f"reasoning_gym:{self.name} gave {len(found)} of {size} training questions apart from the "
+                f"{len(excluded)} validation "
                 "questions: make the task larger by data.task.options, or lower data.task.val_size"
             )
         return found
@@ -63,7 +77,9 @@ class ReasoningGymTask:
         try:
             return _library().create_dataset(self.name, seed=seed, size=size, **self.options)
         except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse an option
-            raise ConfigError(f"data.task.options={self.options} do not fit reasoning_gym:{self.name}: {error}") from error
+            raise ConfigError(
+                f"data.task.options={self.options} do not fit reasoning_gym:{self.name}: {error}"
+            ) from error
 
     def _row(self, entry: dict[str, Any], split: Split, index: int) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
@@ -71,7 +87,10 @@ class ReasoningGymTask:
             "data_source": f"reasoning_gym:{self.name}",
             "prompt": [*system, {"role": "user", "content": entry["question"]}],
             "ability": "reasoning",
-            "reward_model": {"style": "rule", "ground_truth": None if entry["answer"] is None else str(entry["answer"])},
+            "reward_model": {
+                "style": "rule",
+                "ground_truth": None if entry["answer"] is None else str(entry["answer"]),
+            },
             "extra_info": {"index": index, "split": split, "entry": encode_entry(entry)},
         }
 
@@ -80,5 +99,7 @@ def _library() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ConfigError(f"tasks named reasoning_gym:NAME need the package reasoning-gym: {install_extra('tasks')}") from error
+        raise ConfigError(
+            f"tasks named reasoning_gym:NAME need the package reasoning-gym: {install_extra('tasks')}"
+        ) from error
     return reasoning_gym

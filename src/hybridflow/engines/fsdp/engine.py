@@ -1,7 +1,9 @@
-"""One model in training: packed micro-batches, one optimizer step for each mini-batch, a guard against numbers that are not finite.
+"""One model in training: packed micro-batches, one optimizer step for each mini-batch, a guard against
+numbers that are not finite.
 
-On one rank the module is as it was built. On several, each holds a shard of it (`sharding`), and what every rank must do alike is agreed
-upon: the number of micro-batches, the gradient norm with the loss (one message for both), and so whether a step is taken.
+On one rank the module is as it was built. On several, each holds a shard of it (`sharding`), and what every
+rank must do alike is agreed upon: the number of micro-batches, the gradient norm with the loss (one message
+for both), and so whether a step is taken.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ from hybridflow.protocol import DataProto
 class FSDPEngine:
     """Implements `TrainEngine`.
 
-    `name` prefixes the metrics (`actor`, `critic`). An optimizer step whose loss or gradient norm is not finite changes nothing: it is
-    reported, its rows are written to `dump_dir`, and after `max_nonfinite_steps` of them in a row a TrainingError ends the run.
-    With a `mesh`, `module` is sharded over it and `device` is where it computes; `narrow` names the parameters that are gathered in a
-    narrower dtype than their shards have. All ranks then call `forward`, `train_mini_batch` and the rest together.
+    `name` prefixes the metrics (`actor`, `critic`). An optimizer step whose loss or gradient norm is not
+    finite changes nothing: it is reported, its rows are written to `dump_dir`, and after
+    `max_nonfinite_steps` of them in a row a TrainingError ends the run. With a `mesh`, `module` is sharded
+    over it and `device` is where it computes; `narrow` names the parameters that are gathered in a narrower
+    dtype than their shards have. All ranks then call `forward`, `train_mini_batch` and the rest together.
     """
 
     def __init__(
@@ -62,8 +65,12 @@ class FSDPEngine:
         self.module, self.name, self.optim, self.fsdp, self.mesh = module, name, optim, fsdp, mesh
         self.device = next(module.parameters()).device if device is None else device
         self.narrow = narrow or {}
-        self.optimizer = None if optim is None else MasterAdamW(module.named_parameters(), optim, narrow=self.narrow)
-        self.total_steps = total_steps if optim is None or optim.total_training_steps < 0 else optim.total_training_steps
+        self.optimizer = (
+            None if optim is None else MasterAdamW(module.named_parameters(), optim, narrow=self.narrow)
+        )
+        self.total_steps = (
+            total_steps if optim is None or optim.total_training_steps < 0 else optim.total_training_steps
+        )
         self.grad_clip = grad_clip
         part = "" if mesh is None else f"_rank{mesh.rank}" if mesh.is_leader else None
         self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, part)
@@ -73,7 +80,9 @@ class FSDPEngine:
 
     @torch.no_grad()
     def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
-        """Outputs of all rows without gradients, each [B, R] float on the CPU; no rows give [0, R] under the same names."""
+        """Outputs of all rows without gradients, each [B, R] float on the CPU; no rows give [0, R] under the
+        same names.
+        """
         self.module.eval()
         results: dict[str, Tensor] = {}
         width = batch.batch["responses"].shape[1]
@@ -89,9 +98,13 @@ class FSDPEngine:
             self._reshard()
         return results
 
-    def train_mini_batch(self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits) -> Metrics:
+    def train_mini_batch(
+        self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits
+    ) -> Metrics:
         """One optimizer step on the rows of `batch`, which are this rank's part of the mini-batch."""
-        assert self.optimizer is not None and self.optim is not None, f"{self.name} was built without an optimizer"
+        assert self.optimizer is not None and self.optim is not None, (
+            f"{self.name} was built without an optimizer"
+        )
         self.module.train()
         self.optimizer.zero_grad()
         metrics = Metrics()
@@ -146,7 +159,8 @@ class FSDPEngine:
         if self.mesh is None:
             return float(total), self.optimizer.gradient_norm()
         self.optimizer.collect_shards()
-        mine = total if self.mesh.is_leader else torch.zeros_like(total)  # ranks that share rows have the same loss
+        # ranks that share rows have the same loss
+        mine = total if self.mesh.is_leader else torch.zeros_like(total)
         numbers = torch.stack([mine, self.optimizer.gradient_square(self.mesh.sizes.world_size, self.device)])
         dist.all_reduce(numbers)
         return float(numbers[0]), numbers[1].sqrt()
@@ -157,7 +171,8 @@ class FSDPEngine:
         grad_norm = float(norm)
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        counts = self.mesh is None or self.mesh.rank == 0  # what is true of the step, not of a rank's rows, is said once
+        # what is true of the step, not of a rank's rows, is said once
+        counts = self.mesh is None or self.mesh.rank == 0
         if counts:
             metrics.add_sum(f"{self.name}/num_updates", 1.0 if finite else 0.0)
             metrics.add_sum(f"{self.name}/num_skipped_steps", 0.0 if finite else 1.0)
@@ -178,7 +193,9 @@ class FSDPEngine:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Module (with adapters: what is trained), optimizer, counters; sharded tensors are DTensors, all else is equal on all ranks."""
+        """Module (with adapters: what is trained), optimizer, counters; sharded tensors are DTensors, all
+        else is equal on all ranks.
+        """
         model = self._model()
         rounded: dict[int, Tensor] = {}  # tied parameters stay one tensor
         for key, dtype in self.narrow.items():
@@ -194,7 +211,9 @@ class FSDPEngine:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the parts of `state_dict()` that are there, in place: whoever shares the module sees the new weights."""
+        """Take over the parts of `state_dict()` that are there, in place: whoever shares the module sees the
+        new weights.
+        """
         if "model" in state:
             self._load_module(state["model"])
         if self.optimizer is not None:
@@ -215,10 +234,15 @@ class FSDPEngine:
         own = self._model()
         if set(own) != set(saved):
             odd = sorted(set(own) ^ set(saved))[:3]
-            raise CheckpointError(f"The checkpoint's model has other parameters than this {self.name}, for example {odd}.")
+            raise CheckpointError(
+                f"The checkpoint's model has other parameters than this {self.name}, for example {odd}."
+            )
         for key, value in saved.items():
             if own[key].shape != value.shape:
-                raise CheckpointError(f"{self.name}: {key} is {tuple(value.shape)} in the checkpoint and {tuple(own[key].shape)} here.")
+                raise CheckpointError(
+                    f"{self.name}: {key} is {tuple(value.shape)} in the checkpoint and "
+                    f"{tuple(own[key].shape)} here."
+                )
         for key, value in saved.items():
             local(own[key]).copy_(piece_for(own[key], value))
 
@@ -230,6 +254,8 @@ def _memory_named(name: str, limits: BatchLimits) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise TrainingError(
-            f"{name}: out of device memory in a forward of at most {limits.max_tokens} tokens: lower its *_max_token_len_per_gpu or "
-            f"*_micro_batch_size_per_gpu, or set enable_gradient_checkpointing=true. ({str(error).splitlines()[0]})"
+            f"{name}: out of device memory in a forward of at most {limits.max_tokens} tokens: lower its "
+            "*_max_token_len_per_gpu or "
+            "*_micro_batch_size_per_gpu, or set enable_gradient_checkpointing=true. "
+            f"({str(error).splitlines()[0]})"
         ) from error

@@ -1,7 +1,8 @@
-"""A rank's rows as packed micro-batches, as many on each rank, since every forward gathers parameters from all of them.
+"""A rank's rows as packed micro-batches, as many on each rank, since every forward gathers parameters from
+all of them.
 
-A rank with fewer micro-batches first splits its heaviest ones; what is then still missing are dummies, two tokens whose outputs count
-nothing.
+A rank with fewer micro-batches first splits its heaviest ones; what is then still missing are dummies, two
+tokens whose outputs count nothing.
 """
 
 from __future__ import annotations
@@ -32,17 +33,23 @@ class MicroBatch:
     """The tokens of the forward pass."""
 
 
-def plan(batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agree | None, *, at_least: int = 0) -> list[MicroBatch]:
-    """The micro-batches of `batch` on `device`; under `agree`, equally many on all ranks, and `at_least` so many.
+def plan(
+    batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agree | None, *, at_least: int = 0
+) -> list[MicroBatch]:
+    """The micro-batches of `batch` on `device`; under `agree`, equally many on all ranks, and `at_least` so
+    many.
 
-    Raises ConfigError for a row or group above the limits; then every other rank raises TrainingError, and none is left waiting.
+    Raises ConfigError for a row or group above the limits; then every other rank raises TrainingError, and
+    none is left waiting.
     """
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
     groups = _groups(batch, lengths, limits)
     failure: HybridFlowError | None = None
     bins: list[list[int]] = []
     try:
-        bins = split_micro_batches(lengths, max_tokens=limits.max_tokens, max_rows=limits.max_rows, groups=groups)
+        bins = split_micro_batches(
+            lengths, max_tokens=limits.max_tokens, max_rows=limits.max_rows, groups=groups
+        )
     except HybridFlowError as error:
         if agree is None:
             raise
@@ -51,14 +58,20 @@ def plan(batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agr
     if agree is not None:
         count, failed = agree([count, int(failure is not None)])
         if failed:
-            raise failure or TrainingError("the rows of another rank do not fit its micro-batches; its message says why")
+            raise failure or TrainingError(
+                "the rows of another rank do not fit its micro-batches; its message says why"
+            )
         bins = split_further(bins, lengths, groups, count)
-    found = [_on_device(indices, batch.select_idxs(indices), device, limits.share_prompts) for indices in bins]
+    found = [
+        _on_device(indices, batch.select_idxs(indices), device, limits.share_prompts) for indices in bins
+    ]
     return found + [MicroBatch(None, None, dummy().to(device))] * (count - len(found))
 
 
 def _on_device(indices: list[int], rows: DataProto, device: torch.device, sharing: bool) -> MicroBatch:
-    """Packed before it goes there: packing asks for lengths and places, and each answer of a device would be waited for."""
+    """Packed before it goes there: packing asks for lengths and places, and each answer of a device would be
+    waited for.
+    """
     packed = pack(rows)
     return MicroBatch(indices, rows.to(device), (share_prompts(packed) if sharing else packed).to(device))
 
@@ -73,7 +86,8 @@ def _groups(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> li
 
 def together(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int]:
     """A number for each row, the same for rows of one prompt as long as they fit into one forward."""
-    parts: dict[int, tuple[int, int, int]] = {}  # of a prompt: the number of its newest part, that part's tokens and rows
+    # of a prompt: the number of its newest part, that part's tokens and rows
+    parts: dict[int, tuple[int, int, int]] = {}
     numbers, used = [], 0
     for prompt, length in zip(prompt_groups(batch), lengths, strict=True):
         number, tokens, rows = parts.get(prompt, (-1, 0, 0))
@@ -84,8 +98,12 @@ def together(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> l
     return numbers
 
 
-def split_further(bins: list[list[int]], lengths: Sequence[int], groups: Sequence[int] | None, count: int) -> list[list[int]]:
-    """Halve the heaviest of `bins` until there are `count` or each is one row (or group): the ranks wait for the slowest each time."""
+def split_further(
+    bins: list[list[int]], lengths: Sequence[int], groups: Sequence[int] | None, count: int
+) -> list[list[int]]:
+    """Halve the heaviest of `bins` until there are `count` or each is one row (or group): the ranks wait for
+    the slowest each time.
+    """
     bins = [list(rows) for rows in bins]
     while len(bins) < count:
         whole = [bin_units(rows, groups) for rows in bins]
@@ -95,7 +113,9 @@ def split_further(bins: list[list[int]], lengths: Sequence[int], groups: Sequenc
         heaviest = max(splittable, key=lambda index: sum(lengths[row] for row in bins[index]))
         units = whole[heaviest]
         halves = karmarkar_karp([sum(lengths[row] for row in unit) for unit in units], 2)
-        bins[heaviest : heaviest + 1] = [sorted(row for unit in half for row in units[unit]) for half in halves]
+        bins[heaviest : heaviest + 1] = [
+            sorted(row for unit in half for row in units[unit]) for half in halves
+        ]
     return sorted(bins)
 
 

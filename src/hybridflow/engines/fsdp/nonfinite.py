@@ -12,9 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class NonfiniteGuard:
-    """Counts optimizer steps in a row whose loss or gradient norm is not finite; after `limit` of them a TrainingError ends the run.
+    """Counts optimizer steps in a row whose loss or gradient norm is not finite; after `limit` of them a
+    TrainingError ends the run.
 
-    `part` is what a rank adds to the name of the folder for its rows; None: it writes nothing, since another rank has the same rows.
+    `part` is what a rank adds to the name of the folder for its rows; None: it writes nothing, since another
+    rank has the same rows.
     """
 
     def __init__(self, name: str, limit: int, folder: Path | None, part: str | None = "") -> None:
@@ -24,7 +26,11 @@ class NonfiniteGuard:
     def report(self, batch: DataProto, loss: float, grad_norm: float, num_steps: int) -> None:
         """A step was skipped: keep its rows, warn, or end the run."""
         self.in_a_row += 1
-        where = "not written (no folder given)" if self.folder is None else "written by another rank, which has the same"
+        where = (
+            "not written (no folder given)"
+            if self.folder is None
+            else "written by another rank, which has the same"
+        )
         if self.folder is not None and self.part is not None:
             folder = self.folder / f"{self.name}_after_update_{num_steps}_{self.in_a_row}{self.part}"
             batch.save_to_disk(folder)

@@ -1,6 +1,8 @@
-"""Memory that is not needed all the time: parameters and optimizer between phases, activations between forward and backward.
+"""Memory that is not needed all the time: parameters and optimizer between phases, activations between
+forward and backward.
 
-Whatever moves, moves in whole phases and at the places named here. On a CPU nothing moves, and all of it runs.
+Whatever moves, moves in whole phases and at the places named here. On a CPU nothing moves, and all of it
+runs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ CPU = torch.device("cpu")
 class Residence:
     """Where a model and its optimizer rest, and how they come to the device."""
 
-    def __init__(self, module: nn.Module, optimizer: MasterAdamW | None, device: torch.device, config: FSDPConfig) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: MasterAdamW | None, device: torch.device, config: FSDPConfig
+    ) -> None:
         self.module, self.optimizer, self.device = module, optimizer, device
         # under offload_policy all of it lives on the CPU as it is
         self.moves_parameters = config.param_offload and not config.offload_policy
@@ -52,7 +56,9 @@ class Residence:
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Inside, float32 masters apart from the parameters are on the device: gradients of a bfloat16 model add up beside them."""
+        """Inside, float32 masters apart from the parameters are on the device: gradients of a bfloat16 model
+        add up beside them.
+        """
         if not self.moves_optimizer or self.optimizer is None:
             yield
             return
@@ -62,7 +68,9 @@ class Residence:
 
     @contextmanager
     def moments(self) -> Iterator[None]:
-        """Inside, the moments are where their masters are; a state that was loaded while the parameters rested left them behind."""
+        """Inside, the moments are where their masters are; a state that was loaded while the parameters
+        rested left them behind.
+        """
         if self.optimizer is None or not (self.moves_optimizer or self.moves_parameters):
             yield
             return
@@ -73,10 +81,11 @@ class Residence:
 
 
 class ActivationOffload:
-    """What autograd keeps for the backward pass waits in CPU memory; parameters, which would only be copied in vain, stay.
+    """What autograd keeps for the backward pass waits in CPU memory; parameters, which would only be copied
+    in vain, stay.
 
-    With gradient checkpointing these are the inputs of the blocks. Copies are queued on the stream that computes, so they come back in
-    order without a wait.
+    With gradient checkpointing these are the inputs of the blocks. Copies are queued on the stream that
+    computes, so they come back in order without a wait.
     """
 
     smallest = 1024
@@ -89,7 +98,9 @@ class ActivationOffload:
         self._blocks = set(blocks)
 
     def _note_parameters(self, part: nn.Module, args: object) -> None:
-        """Gathered parameters get their memory when their block begins: hooks of the sharding ran before this one."""
+        """Gathered parameters get their memory when their block begins: hooks of the sharding ran before this
+        one.
+        """
         own = part.parameters() if part in self._blocks else _outside(part, self._blocks)
         self._parameters |= {_memory(parameter) for parameter in own}
 
@@ -103,7 +114,9 @@ class ActivationOffload:
     def _pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
         if tensor.numel() < self.smallest or _memory(tensor) in self._parameters:
             return tensor.device, tensor
-        waiting = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+        waiting = torch.empty(
+            tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda
+        )
         waiting.copy_(tensor, non_blocking=tensor.is_cuda)
         return tensor.device, waiting
 

@@ -1,8 +1,9 @@
 """AdamW that owns float32 masters: the module keeps its compute dtype, a step rounds into it in place.
 
-Where the module is float32 or wider already, masters are the parameters themselves and cost nothing. Where it is bfloat16, gradients of
-the micro-batches add up in float32, because bfloat16 sums lose the small ones. Where parameters are sharded, the masters are this rank's
-pieces, in the same memory: a step is plain AdamW over plain tensors, and no rank talks to another.
+Where the module is float32 or wider already, masters are the parameters themselves and cost nothing. Where it
+is bfloat16, gradients of the micro-batches add up in float32, because bfloat16 sums lose the small ones.
+Where parameters are sharded, the masters are this rank's pieces, in the same memory: a step is plain AdamW
+over plain tensors, and no rank talks to another.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ from hybridflow.errors import CheckpointError
 class MasterAdamW:
     """AdamW over named parameters; weight decay on matrices only (biases, norms and scalars are not decayed).
 
-    `narrow` names sharded parameters that are used in a narrower dtype than their shards have: those are masters, and saved as such.
+    `narrow` names sharded parameters that are used in a narrower dtype than their shards have: those are
+    masters, and saved as such.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, *, narrow: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimConfig,
+        *,
+        narrow: Collection[str] = (),
+    ) -> None:
         self.narrow = narrow
         self.moments_rest: torch.device | None = None
         """Where the moments wait between steps; None: where their masters are."""
@@ -34,9 +42,14 @@ class MasterAdamW:
         self.masters: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
         decayed = [m for m in self.masters.values() if m.ndim >= 2]
         others = [m for m in self.masters.values() if m.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         beta1, beta2 = config.betas
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True
+        )
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if isinstance(parameter, DTensor):
@@ -67,9 +80,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def gradient_square(self, world_size: int, device: torch.device) -> Tensor:
-        """This rank's share of the squared 2-norm, 0-d float64 on `device`: the shares of all ranks sum to the whole.
+        """This rank's share of the squared 2-norm, 0-d float64 on `device`: the shares of all ranks sum to
+        the whole.
 
-        A piece that several ranks hold (copies of the model, parameters that tensor parallelism leaves whole) is shared among them.
+        A piece that several ranks hold (copies of the model, parameters that tensor parallelism leaves whole)
+        is shared among them.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         for name, master in self.masters.items():
@@ -80,7 +95,9 @@ class MasterAdamW:
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """2-norm of all gradients together, 0-d float; 0 where there are none. For parameters that are not sharded."""
+        """2-norm of all gradients together, 0-d float; 0 where there are none. For parameters that are not
+        sharded.
+        """
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if not grads:
             return torch.zeros(())
@@ -105,7 +122,11 @@ class MasterAdamW:
 
     def _apart(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters whose masters are memory of their own."""
-        return ((name, p) for name, p in self.parameters.items() if p is not self.masters[name] and not isinstance(p, DTensor))
+        return (
+            (name, p)
+            for name, p in self.parameters.items()
+            if p is not self.masters[name] and not isinstance(p, DTensor)
+        )
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -131,19 +152,27 @@ class MasterAdamW:
         """AdamW's state of a master: before its first step, zeros, as AdamW itself would start."""
         if not self.adamw.state.get(master):
             rest = self._rest(master)
-            zeros = {key: torch.zeros_like(master, memory_format=torch.preserve_format, device=rest) for key in ("exp_avg", "exp_avg_sq")}
+            zeros = {
+                key: torch.zeros_like(master, memory_format=torch.preserve_format, device=rest)
+                for key in ("exp_avg", "exp_avg_sq")
+            }
             self.adamw.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=rest), **zeros}
         entry: dict[str, Tensor] = self.adamw.state[master]
         return entry
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Moments, step counts and masters by parameter name, the same names on any number of ranks; DTensors where sharded."""
+        """Moments, step counts and masters by parameter name, the same names on any number of ranks; DTensors
+        where sharded.
+        """
         self.refresh_shards()
         state: dict[str, Any] = {}
         for name, master in self.masters.items():
             parameter = self.parameters[name]
-            entry = {key: value if key == "step" else placed_like(value, parameter) for key, value in self._moments(master).items()}
+            entry = {
+                key: value if key == "step" else placed_like(value, parameter)
+                for key, value in self._moments(master).items()
+            }
             if isinstance(parameter, DTensor):
                 if name in self.narrow:
                     entry["master"] = parameter.detach()
@@ -157,7 +186,9 @@ class MasterAdamW:
         """Take over `state_dict()`, of as many ranks or of others; CheckpointError where the names differ."""
         if set(state) != set(self.masters):
             odd = sorted(set(state) ^ set(self.masters))[:3]
-            raise CheckpointError(f"The checkpoint's optimizer is for other parameters than this model's, for example {odd}.")
+            raise CheckpointError(
+                f"The checkpoint's optimizer is for other parameters than this model's, for example {odd}."
+            )
         self.copy_from_parameters()
         for name, entry in state.items():
             master, parameter = self.masters[name], self.parameters[name]
@@ -165,7 +196,11 @@ class MasterAdamW:
                 master.copy_(piece_for(parameter, entry["master"]))
                 if master is not parameter and not isinstance(parameter, DTensor):
                     parameter.copy_(master)
-            moments = {key: self._taken(parameter, key, value).to(self._rest(master)) for key, value in entry.items() if key != "master"}
+            moments = {
+                key: self._taken(parameter, key, value).to(self._rest(master))
+                for key, value in entry.items()
+                if key != "master"
+            }
             if moments:
                 self.adamw.state[master] = moments
             else:

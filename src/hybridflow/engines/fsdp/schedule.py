@@ -17,7 +17,8 @@ def warmup_steps(config: OptimConfig, total_steps: int) -> int:
 def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (the first is 0).
 
-    Warm-up reaches `lr` at its last step; then constant, a line, or half-cosine(s) down to `min_lr_ratio * lr` at `total_steps`.
+    Warm-up reaches `lr` at its last step; then constant, a line, or half-cosine(s) down to `min_lr_ratio *
+    lr` at `total_steps`.
     """
     warmup = warmup_steps(config, total_steps)
     if step < warmup:

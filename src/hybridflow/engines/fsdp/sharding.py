@@ -1,6 +1,7 @@
 """FSDP2 on a model: which modules are gathered together, in which dtypes, and when gradients travel.
 
-Gradients are summed over ranks, not averaged: a loss share is normalised by the counts of the whole mini-batch already.
+Gradients are summed over ranks, not averaged: a loss share is normalised by the counts of the whole
+mini-batch already.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.distributed.mesh import EngineMesh
@@ -18,19 +25,27 @@ from hybridflow.distributed.mesh import EngineMesh
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: EngineMesh, config: FSDPConfig, compute: torch.dtype) -> None:
+def shard(
+    module: nn.Module, blocks: Sequence[nn.Module], mesh: EngineMesh, config: FSDPConfig, compute: torch.dtype
+) -> None:
     """Spread parameters over the ranks of `mesh`: each block a group of its own, the rest with the root.
 
-    The root's group (embeddings, last norm, head) stays gathered from its forward to its backward: the head's weight is used between
-    the two. A head in a wider dtype than `compute` (the value model's) is a group of its own, which is not rounded.
+    The root's group (embeddings, last norm, head) stays gathered from its forward to its backward: the head's
+    weight is used between the two. A head in a wider dtype than `compute` (the value model's) is a group of
+    its own, which is not rounded.
     """
     reduce = None if compute == torch.float64 else REDUCE_DTYPES[config.mixed_precision.reduce_dtype]
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.offload_policy else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.offload_policy else OffloadPolicy()
+    )
 
     def group(part: nn.Module, reshard: bool, dtype: torch.dtype) -> None:
-        # inputs and buffers keep their dtypes: positions, rotary frequencies and the value head's input are float32 on one rank too
+        # inputs and buffers keep their dtypes: positions, rotary frequencies and the value head's input are
+        # float32 on one rank too
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
-        fully_shard(part, mesh=mesh.fsdp, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        fully_shard(
+            part, mesh=mesh.fsdp, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+        )
 
     for block in blocks:
         group(block, config.reshard_after_forward, compute)
@@ -40,7 +55,8 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: EngineMesh, conf
     group(module, False, compute)
     for part in sharded_modules(module):
         part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # else the factor asks for an operation that only NCCL has
+        # else the factor asks for an operation that only NCCL has
+        part.set_force_sum_reduction_for_comms(True)
     if config.forward_prefetch:
         for this, following in pairwise(blocks):
             assert isinstance(this, FSDPModule) and isinstance(following, FSDPModule)
@@ -48,7 +64,8 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: EngineMesh, conf
 
 
 def widen_trained(module: nn.Module) -> dict[str, torch.dtype]:
-    """Trainable parameters narrower than float32 become float32 (on the meta device): their shards are the masters.
+    """Trainable parameters narrower than float32 become float32 (on the meta device): their shards are the
+    masters.
 
     Returns the dtypes that they had by name, those of tied parameters under all of their names.
     """
@@ -73,10 +90,11 @@ def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
 def before_micro_batch(module: nn.Module, *, last: bool, keep_gathered: bool) -> None:
     """Say what the backward of the next micro-batch sends.
 
-    reshard_after_forward=true is for memory: a block's gradient is summed and scattered in every backward, so that no rank ever holds
-    a whole gradient; only the sum over copies of the model (HSDP), which saves no memory, waits for the last one.
-    reshard_after_forward=false (`keep_gathered`) is for few messages: parameters stay gathered and whole gradients, in the dtype of the
-    reduction, add up on each rank until the last micro-batch sends them.
+    reshard_after_forward=true is for memory: a block's gradient is summed and scattered in every backward, so
+    that no rank ever holds a whole gradient; only the sum over copies of the model (HSDP), which saves no
+    memory, waits for the last one. reshard_after_forward=false (`keep_gathered`) is for few messages:
+    parameters stay gathered and whole gradients, in the dtype of the reduction, add up on each rank until the
+    last micro-batch sends them.
     """
     assert isinstance(module, FSDPModule)
     if keep_gathered:
@@ -87,6 +105,8 @@ def before_micro_batch(module: nn.Module, *, last: bool, keep_gathered: bool) ->
 
 
 def reshard(module: nn.Module) -> None:
-    """Free all gathered parameters: outside of a forward and its backward, every parameter is this rank's shard."""
+    """Free all gathered parameters: outside of a forward and its backward, every parameter is this rank's
+    shard.
+    """
     for part in sharded_modules(module):
         part.reshard()

@@ -1,4 +1,6 @@
-"""Where metrics go: console, JSONL, TensorBoard, wandb, mlflow, swanlab, each a file of its own behind one small interface."""
+"""Where metrics go: console, JSONL, TensorBoard, wandb, mlflow, swanlab, each a file of its own behind one
+small interface.
+"""
 
 from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, Trackers
 from hybridflow.observability.trackers.build import TRACKERS, build_trackers

@@ -97,7 +97,9 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested configuration as dotted keys."""
     entries: dict[str, Any] = {}
     for name, value in config.items():
-        entries |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        entries |= (
+            flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        )
     return entries
 
 

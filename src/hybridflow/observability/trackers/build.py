@@ -42,9 +42,10 @@ def build_trackers(
 ) -> Trackers:
     """The trackers of a run, `jsonl` always among them.
 
-    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). `explicit` says whether the user named the
-    trackers; None: yes, unless they are the default list, of which a missing tensorboard is skipped.
-    Raises ConfigError for an unknown name, a library that is not installed or a run folder that cannot be written.
+    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). `explicit` says
+    whether the user named the trackers; None: yes, unless they are the default list, of which a missing
+    tensorboard is skipped. Raises ConfigError for an unknown name, a library that is not installed or a run
+    folder that cannot be written.
     """
     chosen = [names] if isinstance(names, str) else list(names)
     for name in chosen:
@@ -72,5 +73,7 @@ def _writable(run_dir: Path) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"the run folder {run_dir} cannot be written: {error}: set trainer.default_local_dir") from error
+        raise ConfigError(
+            f"the run folder {run_dir} cannot be written: {error}: set trainer.default_local_dir"
+        ) from error
     return run_dir

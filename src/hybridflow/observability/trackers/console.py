@@ -1,7 +1,8 @@
-"""The run on the terminal: a line a step, a table at validation, and a progress bar where somebody is watching.
+"""The run on the terminal: a line a step, a table at validation, and a progress bar where somebody is
+watching.
 
-On a pipe or in CI there is no bar and no colour. Lines are then at least two seconds apart, so that fast steps do not fill a log file;
-the first step, the last one and those with a validation always have theirs.
+On a pipe or in CI there is no bar and no colour. Lines are then at least two seconds apart, so that fast
+steps do not fill a log file; the first step, the last one and those with a validation always have theirs.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ _SAMPLE_WIDTH = 300  # characters of a prompt or response in the sample table
 class ConsoleTracker(Tracker):
     """Writes to the shared console; `console` and `clock` are for other terminals and for tests."""
 
-    def __init__(self, run: RunInfo, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: RunInfo, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console or shared_console
         self._total, self._start, self._clock = run.total_steps, run.resume_step or 0, clock
         self._last_time, self._step_seconds = clock(), 0.0
@@ -92,7 +95,9 @@ class ConsoleTracker(Tracker):
         for label, names, form in _FIELDS:
             value = next((metrics[name] for name in names if name in metrics), None)
             if value is not None:
-                line.append(" · ", style="dim").append(label + " ", style="dim").append(form(value), style="red" if value != value else "")
+                line.append(" · ", style="dim").append(label + " ", style="dim").append(
+                    form(value), style="red" if value != value else ""
+                )
         if left is not None:
             line.append(" · ", style="dim").append("left ", style="dim").append(duration(left))
         if self._console.is_terminal:
@@ -100,10 +105,13 @@ class ConsoleTracker(Tracker):
         self._console.print(line, soft_wrap=True)
 
     def _time_left(self, metrics: Mapping[str, float], step: int) -> float | None:
-        """Steps left times the recent seconds a step (validation and saving included, as the clock sees them)."""
+        """Steps left times the recent seconds a step (validation and saving included, as the clock sees
+        them).
+        """
         now = self._clock()
         seconds, self._last_time = now - self._last_time, now
-        if not self._step_seconds:  # before the first line stands the start of the run: take the step's own time
+        # before the first line stands the start of the run: take the step's own time
+        if not self._step_seconds:
             seconds = metrics.get("timing_s/step", seconds)
         self._step_seconds = seconds if not self._step_seconds else 0.9 * self._step_seconds + 0.1 * seconds
         return max(self._total - step, 0) * self._step_seconds if self._total else None
@@ -121,11 +129,20 @@ class ConsoleTracker(Tracker):
             self._progress.start()
         speed = f"{_quantity(throughput)} tok/s" if throughput is not None else ""
         self._progress.update(
-            self._progress.task_ids[0], completed=step, speed=speed, left=f" · {duration(left)} left" if left is not None else ""
+            self._progress.task_ids[0],
+            completed=step,
+            speed=speed,
+            left=f" · {duration(left)} left" if left is not None else "",
         )
 
     def _show_validation(self, metrics: Mapping[str, float], step: int) -> None:
-        table = Table(title=f"validation at step {step}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(
+            title=f"validation at step {step}",
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
         for name in ("source", "score", "samples"):
             table.add_column(name, overflow="fold")
         for name in ("value", "change", "in all"):
@@ -133,7 +150,9 @@ class ConsoleTracker(Tracker):
         for name, value in metrics.items():
             rest = _VALIDATION.sub("", name)
             match = _VARIANT.match(rest)
-            source, key, variant = (match["source"] or "", match["key"], match["variant"]) if match else ("", rest, "")
+            source, key, variant = (
+                (match["source"] or "", match["key"], match["variant"]) if match else ("", rest, "")
+            )
             seen = self._validations.setdefault(name, [])
             changes = [f"{value - seen[-1]:+.4f}", f"{value - seen[0]:+.4f}"] if seen else ["", ""]
             table.add_row(Text(source), Text(key), Text(variant), f"{value:.4f}", *changes)
@@ -143,7 +162,13 @@ class ConsoleTracker(Tracker):
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         if not rows:
             return
-        table = Table(title=f"samples at step {step}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_lines=True)
+        table = Table(
+            title=f"samples at step {step}",
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            show_lines=True,
+        )
         for name in ("prompt", "response", "answer"):
             table.add_column(name, overflow="fold")
         table.add_column("score", justify="right")

@@ -1,4 +1,6 @@
-"""`metrics.jsonl` in the run folder: one JSON object a step, floats exact (repr), NaN and Infinity as Python's json writes them."""
+"""`metrics.jsonl` in the run folder: one JSON object a step, floats exact (repr), NaN and Infinity as
+Python's json writes them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from hybridflow.observability.trackers.base import RunInfo, Tracker
 
 
 class JsonlTracker(Tracker):
-    """Holds each step once: what is logged for the newest step again joins its line, and after a resume later steps are dropped.
+    """Holds each step once: what is logged for the newest step again joins its line, and after a resume later
+    steps are dropped.
 
     A fresh run in a used folder moves the old file to `metrics.previous.jsonl`.
     """
@@ -50,7 +53,9 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """The metrics by step of a `metrics.jsonl`; a line torn by a crash is left out, a step that stands twice is joined."""
+    """The metrics by step of a `metrics.jsonl`; a line torn by a crash is left out, a step that stands twice
+    is joined.
+    """
     steps: dict[int, dict[str, float]] = {}
     if not path.exists():
         return steps

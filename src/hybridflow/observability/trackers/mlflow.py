@@ -1,4 +1,5 @@
-"""MLflow. By default a local store in the run folder (`mlflow.db`, artifacts in `mlruns/`); MLFLOW_TRACKING_URI sends it elsewhere.
+"""MLflow. By default a local store in the run folder (`mlflow.db`, artifacts in `mlruns/`);
+MLFLOW_TRACKING_URI sends it elsewhere.
 
 SQLite and not plain files: MLflow keeps its file store in maintenance mode and refuses it from 3.13 on.
 """
@@ -12,7 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, flat, import_extra, remembered_id
+from hybridflow.observability.trackers.base import (
+    RunInfo,
+    SampleRow,
+    Tracker,
+    flat,
+    import_extra,
+    remembered_id,
+)
 
 _MAX_PARAMS = 100  # a call
 _MAX_PARAM_LENGTH = 500  # characters; longer ones are cut
@@ -20,7 +28,8 @@ _MAX_METRICS = 1000  # a call
 
 
 class MlflowTracker(Tracker):
-    """Scalars, the configuration as parameters, validation samples as JSON artifacts; a resumed run goes on under the same id.
+    """Scalars, the configuration as parameters, validation samples as JSON artifacts; a resumed run goes on
+    under the same id.
 
     MLflow allows no `@` in a name: `mean@4` becomes `mean_at_4`. Raises ConfigError where mlflow is missing.
     """
@@ -42,17 +51,28 @@ class MlflowTracker(Tracker):
 
     def _experiment_id(self, name: str, artifact_location: str | None) -> str:
         experiment = self._client.get_experiment_by_name(name)
-        found = experiment.experiment_id if experiment else self._client.create_experiment(name, artifact_location=artifact_location)
+        found = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(name, artifact_location=artifact_location)
+        )
         return str(found)
 
     def _log_params(self, run_id: str, config: Mapping[str, object]) -> None:
-        params = iter([self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH]) for key, value in config.items()])
+        params = iter(
+            [
+                self._entities.Param(_name(key), str(value)[:_MAX_PARAM_LENGTH])
+                for key, value in config.items()
+            ]
+        )
         while chunk := list(islice(params, _MAX_PARAMS)):
             self._client.log_batch(run_id, params=chunk)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        entities = iter([self._entities.Metric(_name(key), value, now, step) for key, value in metrics.items()])
+        entities = iter(
+            [self._entities.Metric(_name(key), value, now, step) for key, value in metrics.items()]
+        )
         while chunk := list(islice(entities, _MAX_METRICS)):
             self._client.log_batch(self._run_id, metrics=chunk)
 

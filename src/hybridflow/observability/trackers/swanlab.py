@@ -30,7 +30,10 @@ class SwanlabTracker(Tracker):
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         if rows:
-            texts = [self._swanlab.Text("\n".join(f"{name}: {value}" for name, value in row.items())) for row in rows]
+            texts = [
+                self._swanlab.Text("\n".join(f"{name}: {value}" for name, value in row.items()))
+                for row in rows
+            ]
             self._swanlab.log({"val/generations": texts}, step=step)
 
     def close(self) -> None:

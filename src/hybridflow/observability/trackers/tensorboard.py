@@ -26,7 +26,9 @@ class TensorBoardTracker(Tracker):
         purge = None if run.resume_step is None else run.resume_step + 1
         self._writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge)
         if run.config:
-            self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```", 0)
+            self._writer.add_text(
+                "config", f"```json\n{json.dumps(run.config, indent=2, default=str)}\n```", 0
+            )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -24,10 +24,13 @@ def compute_score(
 ) -> dict[str, Any]:
     """1.0 if the response equals the ground truth (any one of them, if it is a list).
 
-    `strip` ignores white space around both; `normalize` also ignores letter case, punctuation and runs of white space.
+    `strip` ignores white space around both; `normalize` also ignores letter case, punctuation and runs of
+    white space.
     """
     required(ground_truth)
-    several = not isinstance(ground_truth, str) and (isinstance(ground_truth, Sequence) or hasattr(ground_truth, "tolist"))
+    several = not isinstance(ground_truth, str) and (
+        isinstance(ground_truth, Sequence) or hasattr(ground_truth, "tolist")
+    )
     wanted = [str(truth) for truth in ground_truth] if several else [str(ground_truth)]
     got = _clean(solution_str, strip, normalize)
     score = float(any(got == _clean(truth, strip, normalize) for truth in wanted))

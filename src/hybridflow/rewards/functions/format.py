@@ -15,5 +15,7 @@ def compute_score(
     pattern: str,
     **kwargs: Any,
 ) -> float:
-    """1.0 if `pattern` is found in the response (`.` matches line ends too; anchor with ^ and $ for the whole), else 0.0."""
+    """1.0 if `pattern` is found in the response (`.` matches line ends too; anchor with ^ and $ for the
+    whole), else 0.0.
+    """
     return float(re.search(pattern, solution_str, re.DOTALL) is not None)

@@ -8,10 +8,13 @@ from hybridflow.errors import RewardError
 
 
 def required(ground_truth: Any) -> Any:
-    """The ground truth. RewardError where the row has none: scored 0, such rows would train on nothing and say nothing."""
+    """The ground truth. RewardError where the row has none: scored 0, such rows would train on nothing and
+    say nothing.
+    """
     if ground_truth is None:
         raise RewardError(
             "the row has no ground truth: give the data a column reward_model with ground_truth in it, "
-            "or choose a reward that needs none, for example your own by reward.custom_reward_function.path=FILE.py:NAME"
+            "or choose a reward that needs none, for example your own by "
+            "reward.custom_reward_function.path=FILE.py:NAME"
         )
     return ground_truth

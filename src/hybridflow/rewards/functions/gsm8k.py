@@ -24,10 +24,12 @@ def compute_score(
     format_score: float = 0.0,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """1.0 if the response's last answer is the ground truth's number, `format_score` if it gives another one, else 0.0.
+    """1.0 if the response's last answer is the ground truth's number, `format_score` if it gives another one,
+    else 0.0.
 
-    `method="strict"` wants `#### number`; `"flexible"` takes the last number anywhere. Commas, `$` and a trailing dot do not
-    count, and 72 equals 72.0. The ground truth may be the number or a worked answer that ends in `#### number`.
+    `method="strict"` wants `#### number`; `"flexible"` takes the last number anywhere. Commas, `$` and a
+    trailing dot do not count, and 72 equals 72.0. The ground truth may be the number or a worked answer that
+    ends in `#### number`.
     """
     if method not in ("strict", "flexible"):
         raise ConfigError(f"gsm8k: got method={method!r}, wanted strict or flexible")

@@ -1,4 +1,6 @@
-"""Length: how far a response runs over a number of characters. A term for compositions, with a negative weight."""
+"""Length: how far a response runs over a number of characters. A term for compositions, with a negative
+weight.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def compute_score(
     buffer_chars: int = 0,
     **kwargs: Any,
 ) -> float:
-    """The excess in [0, 1]: 0 up to `max_chars`, rising linearly to 1 at `max_chars + buffer_chars` (a step if that is 0).
+    """The excess in [0, 1]: 0 up to `max_chars`, rising linearly to 1 at `max_chars + buffer_chars` (a step
+    if that is 0).
 
     It is a penalty: give it a negative weight.
     """

@@ -20,11 +20,12 @@ def compute_score(
     boxed_only: bool = True,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    r"""1.0 if the answer in the last `\boxed{...}` of the response equals the ground truth (LaTeX, boxed or bare).
+    r"""1.0 if the answer in the last `\boxed{...}` of the response equals the ground truth (LaTeX, boxed or
+    bare).
 
-    `boxed_only=False` also accepts an answer that math-verify finds without a box. math-verify's own time limit is off: it
-    works by a signal, which only a main thread may set, and the scoring worker's deadline bounds the call already.
-    Raises RewardError if math-verify is not installed.
+    `boxed_only=False` also accepts an answer that math-verify finds without a box. math-verify's own time
+    limit is off: it works by a signal, which only a main thread may set, and the scoring worker's deadline
+    bounds the call already. Raises RewardError if math-verify is not installed.
     """
     truth = str(required(ground_truth))
     answer = last_boxed(solution_str)
@@ -41,7 +42,9 @@ def compute_score(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}` or `\fbox{...}` of `text`, braces matched; None if there is none."""
+    r"""What stands in the last complete `\boxed{...}` or `\fbox{...}` of `text`, braces matched; None if
+    there is none.
+    """
     end = len(text)
     while True:
         start = max(text.rfind(mark, 0, end) for mark in ("\\boxed{", "\\fbox{"))
@@ -61,12 +64,16 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise RewardError(f"the math reward needs math-verify, which is not installed: {install_extra('math')}") from error
+        raise RewardError(
+            f"the math reward needs math-verify, which is not installed: {install_extra('math')}"
+        ) from error
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).addFilter(lambda record: "Timeout is disabled" not in record.getMessage())
     return parse, verify
 
 
 def prepare() -> None:
-    """Import math-verify now, so that a missing installation shows before the run and its start is on no sample's clock."""
+    """Import math-verify now, so that a missing installation shows before the run and its start is on no
+    sample's clock.
+    """
     _math_verify()

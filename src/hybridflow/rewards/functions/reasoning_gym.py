@@ -13,7 +13,8 @@ from hybridflow.errors import RewardError, install_extra
 
 logger = logging.getLogger(__name__)
 
-_UNREADABLE = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError)  # what its verifiers raise on odd answers
+# what its verifiers raise on odd answers
+_UNREADABLE = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MARKED = re.compile(r"####(.*?)(?:\n|$)")
 
@@ -29,10 +30,10 @@ def compute_score(
 
     An answer that the task's scorer cannot make sense of scores 0.0.
 
-    The answer is what stands in the last `<answer>...</answer>`, else after the last `####`, else the whole response. The
-    task's entry comes from `extra_info["entry"]` (a dict, or its JSON by `data.json_entry`), the task's name from the entry or from the
-    data source `reasoning_gym:NAME`.
-    Raises RewardError if the entry is missing or reasoning-gym is not installed.
+    The answer is what stands in the last `<answer>...</answer>`, else after the last `####`, else the whole
+    response. The task's entry comes from `extra_info["entry"]` (a dict, or its JSON by `data.json_entry`),
+    the task's name from the entry or from the data source `reasoning_gym:NAME`. Raises RewardError if the
+    entry is missing or reasoning-gym is not installed.
     """
     entry = (extra_info or {}).get("entry")
     if isinstance(entry, str):
@@ -65,7 +66,9 @@ def _scorer(name: str) -> Callable[..., float]:
     try:
         scorer: Callable[..., float] = _library().get_score_answer_fn(name)
     except ValueError as error:
-        raise RewardError(f"reasoning-gym has no task {name!r}: the data_source of its rows is reasoning_gym:NAME") from error
+        raise RewardError(
+            f"reasoning-gym has no task {name!r}: the data_source of its rows is reasoning_gym:NAME"
+        ) from error
     return scorer
 
 
@@ -73,10 +76,14 @@ def _library() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise RewardError(f"reasoning_gym tasks need reasoning-gym, which is not installed: {install_extra('tasks')}") from error
+        raise RewardError(
+            f"reasoning_gym tasks need reasoning-gym, which is not installed: {install_extra('tasks')}"
+        ) from error
     return reasoning_gym
 
 
 def prepare() -> None:
-    """Import reasoning-gym now: a missing installation shows before the run, and its start is on no sample's clock."""
+    """Import reasoning-gym now: a missing installation shows before the run, and its start is on no sample's
+    clock.
+    """
     _library()

@@ -1,8 +1,10 @@
 """Rows that one call of transformers' `generate` decodes together, and what is kept of each.
 
-    logits [B, V] ──Batch.__call__──► tokens chosen and recorded ──► scores that leave `generate` no other choice ──Batch.ended──► [B] bool
+    logits [B, V] ──Batch.__call__──► tokens chosen and recorded ──► scores that leave `generate` no other
+    choice ──Batch.ended──► [B] bool
 
-`generate` runs the model and keeps its cache; every choice is made here, so a request's random numbers are its own.
+`generate` runs the model and keeps its cache; every choice is made here, so a request's random numbers are
+its own.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class Row:
     def record(self, choice: Choice, version: int, texts: StopTexts | None) -> None:
         """Take the next token; the row may be finished by it."""
         if not abs(choice.log_prob) < float("inf"):
-            self.fail(f"the model's logits are not finite at response token {len(self.tokens)}; its weights may have diverged")
+            self.fail(
+                f"the model's logits are not finite at response token {len(self.tokens)}; its weights may "
+                "have diverged"
+            )
             return
         self.tokens.append(choice.token)
         self.log_probs.append(choice.log_prob)
@@ -81,14 +86,18 @@ class Row:
 class Batch(LogitsProcessor):
     """The rows of one `generate`; `abort` may come from another thread."""
 
-    def __init__(self, rows: Sequence[Row], *, version: Callable[[], int], texts: StopTexts | None, filler: int) -> None:
+    def __init__(
+        self, rows: Sequence[Row], *, version: Callable[[], int], texts: StopTexts | None, filler: int
+    ) -> None:
         self.rows, self._version, self._texts, self._filler = rows, version, texts, filler
         self._lock = Lock()
         self.steps = 0
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose the next token of each row that goes on from scores [B, V]; returned are scores whose largest is that token's."""
+        """Choose the next token of each row that goes on from scores [B, V]; returned are scores whose
+        largest is that token's.
+        """
         with self._lock:
             going = [index for index, row in enumerate(self.rows) if row.finish_reason is None]
             tokens = torch.full((len(self.rows),), self._filler, device=scores.device)
@@ -103,7 +112,11 @@ class Batch(LogitsProcessor):
     def abort(self, request_ids: set[int]) -> list[Row]:
         """End these rows before the next token; those that had finished are left alone."""
         with self._lock:
-            ended = [row for row in self.rows if row.finish_reason is None and row.request.request_id in request_ids]
+            ended = [
+                row
+                for row in self.rows
+                if row.finish_reason is None and row.request.request_id in request_ids
+            ]
             for row in ended:
                 row.finish_reason = "abort"
         return ended
@@ -117,4 +130,6 @@ class Ended(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         """[B] bool."""
-        return torch.tensor([row.finish_reason is not None for row in self.batch.rows], device=input_ids.device)
+        return torch.tensor(
+            [row.finish_reason is not None for row in self.batch.rows], device=input_ids.device
+        )

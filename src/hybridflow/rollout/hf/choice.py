@@ -1,6 +1,8 @@
-"""The next token of one row at a time, in the order in which the parameters are defined: an oracle for the vectorised sampling.
+"""The next token of one row at a time, in the order in which the parameters are defined: an oracle for the
+vectorised sampling.
 
-logits [V] ──repetition penalty──► + bias ──► no ending before min_tokens ──/ temperature──► min-p, top-k, top-p ──► one token
+logits [V] ──repetition penalty──► + bias ──► no ending before min_tokens ──/ temperature──► min-p, top-k,
+top-p ──► one token
    └──────/ temperature──► log softmax: the log-prob that is kept, whatever was changed above
 """
 
@@ -45,7 +47,9 @@ def choose_one(logits: Tensor, row: Row) -> Choice:
         token = int(changed.argmax())
     else:
         token = int(draw(kept_weights(changed / temperature, sampling)[None], uniform_of(row, logits)))
-    log_prob = float(log_probs_from_logits(logits[None], torch.tensor([token], device=logits.device), temperature))
+    log_prob = float(
+        log_probs_from_logits(logits[None], torch.tensor([token], device=logits.device), temperature)
+    )
     return Choice(token, log_prob, most_probable(logits / temperature, sampling.top_log_probs))
 
 
@@ -57,18 +61,24 @@ def changed_logits(logits: Tensor, row: Row) -> Tensor:
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted({*row.request.prompt_token_ids, *row.tokens}), device=logits.device)
         values = changed[seen]
-        changed[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+        changed[seen] = torch.where(
+            values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+        )
     if len(row.tokens) < sampling.min_tokens and row.ends:
         changed[torch.tensor(sorted(row.ends), device=logits.device)] = float("-inf")
     return changed
 
 
 def kept_weights(scaled: Tensor, sampling: SamplingParams) -> Tensor:
-    """Unnormalised probabilities [V] of the tokens that min-p, then top-k, then top-p leave, 0 for the others; equal ones stay together."""
+    """Unnormalised probabilities [V] of the tokens that min-p, then top-k, then top-p leave, 0 for the
+    others; equal ones stay together.
+    """
     weights = (scaled - scaled.max()).exp()
     weights[weights < sampling.min_p] = 0
     if sampling.top_k > 0 or sampling.top_p < 1:
-        ordered = weights.sort(descending=True).values[: sampling.top_k if sampling.top_k > 0 else len(weights)]
+        ordered = weights.sort(descending=True).values[
+            : sampling.top_k if sampling.top_k > 0 else len(weights)
+        ]
         before = ordered.cumsum(-1) - ordered
         number = int((before < sampling.top_p * ordered.sum()).sum()) if sampling.top_p < 1 else len(ordered)
         weights[weights < ordered[max(number, 1) - 1]] = 0
@@ -76,7 +86,9 @@ def kept_weights(scaled: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def uniform_of(row: Row, logits: Tensor) -> Tensor:
-    """The random number [1] in [0, 1) that decides the row's next token: a function of its seed and the place."""
+    """The random number [1] in [0, 1) that decides the row's next token: a function of its seed and the
+    place.
+    """
     key = stream_keys(torch.tensor([row.request.seed & SEED_BITS], device=logits.device))
     number: Tensor = uniforms(key, torch.tensor([len(row.tokens)], device=logits.device), logits.dtype)
     return number

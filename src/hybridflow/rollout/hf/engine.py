@@ -1,11 +1,12 @@
-"""The hf engine: transformers' `generate` behind the protocol of all engines. Slow and plain: what the others are held to.
+"""The hf engine: transformers' `generate` behind the protocol of all engines. Slow and plain: what the others
+are held to.
 
     requests ──check──► errors (that request only)
         └──► batches of `max_num_seqs`, left-padded ──generate──► outputs, when a batch is done
 
-It drives the module it is given with transformers' own attention, which it switches on for the call and off again. So it can share the
-module that trains, and it runs models that our attention refuses. A model that says other things of a padded row in a batch
-(recurrent ones that take no mask) gets one row at a time.
+It drives the module it is given with transformers' own attention, which it switches on for the call and off
+again. So it can share the module that trains, and it runs models that our attention refuses. A model that
+says other things of a padded row in a batch (recurrent ones that take no mask) gets one row at a time.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class HFEngine:
-    """A `RolloutEngine` in this process; `source` fills the model's weights at `wake_up` and frees them at `sleep`.
+    """A `RolloutEngine` in this process; `source` fills the model's weights at `wake_up` and frees them at
+    `sleep`.
 
-    `decode` turns token ids into text, for stop texts: without it a request that has some is refused. Memory for keys and values exists
-    while a batch is generated, and never between batches.
+    `decode` turns token ids into text, for stop texts: without it a request that has some is refused. Memory
+    for keys and values exists while a batch is generated, and never between batches.
     """
 
     def __init__(
@@ -49,7 +51,10 @@ class HFEngine:
         source: WeightSource | None = None,
     ) -> None:
         self.model, self.source, self.max_num_seqs = model, source, max_num_seqs
-        self.eos_token_ids, self._texts = tuple(dict.fromkeys(eos_token_ids)), StopTexts(decode) if decode else None
+        self.eos_token_ids, self._texts = (
+            tuple(dict.fromkeys(eos_token_ids)),
+            StopTexts(decode) if decode else None,
+        )
         self._version, self._stats = 0, RolloutStats()
         self._asleep = source is not None
         self._running = False
@@ -73,19 +78,30 @@ class HFEngine:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights into the module, by Hugging Face name; RolloutError for a name or shape the model does not have."""
+        """Copy weights into the module, by Hugging Face name; RolloutError for a name or shape the model does
+        not have.
+        """
         own = self.model.state_dict()
         for name, weight in weights:
             if name not in own or own[name].shape != weight.shape:
-                has = f"its own is {tuple(own[name].shape)}" if name in own else "it has no weight of that name"
-                raise RolloutError(f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the model: {has}")
+                has = (
+                    f"its own is {tuple(own[name].shape)}" if name in own else "it has no weight of that name"
+                )
+                raise RolloutError(
+                    f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the "
+                    f"model: {has}"
+                )
             own[name].copy_(weight)
         self._version = version
 
     def sleep(self, level: int = 1) -> None:
-        """Free the weights where they have a source; keys and values are freed with each batch. RolloutError while generating."""
+        """Free the weights where they have a source; keys and values are freed with each batch. RolloutError
+        while generating.
+        """
         if self._running:
-            raise RolloutError("sleep() was called while generate() is running: read its outputs to the end first")
+            raise RolloutError(
+                "sleep() was called while generate() is running: read its outputs to the end first"
+            )
         self._asleep = True
         if self.source is not None:
             self.source.release()
@@ -98,8 +114,8 @@ class HFEngine:
         self._asleep = False
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests of the running `generate`: waiting ones at once, those of the batch that is decoded (another thread's) before their
-        next token. A row that finished by itself comes out of `generate`.
+        """End requests of the running `generate`: waiting ones at once, those of the batch that is decoded
+        (another thread's) before their next token. A row that finished by itself comes out of `generate`.
         """
         wanted = set(request_ids)
         waiting = [request for request in self._waiting if request.request_id in wanted]
@@ -110,13 +126,16 @@ class HFEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """One output per request, batch by batch.
 
-        A request that cannot be served gives reason "error" and the others go on; where the model fails, all of its batch that had not
-        finished do. RolloutError for a repeated request id, when asleep, and for a second call while one is running.
+        A request that cannot be served gives reason "error" and the others go on; where the model fails, all
+        of its batch that had not finished do. RolloutError for a repeated request id, when asleep, and for a
+        second call while one is running.
         """
         if self._asleep:
             raise RolloutError("generate() was called on a sleeping engine: call wake_up() first")
         if self._running:
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+            raise RolloutError(
+                "generate() was called while another one is running: read its outputs to the end first"
+            )
         check_ids(requests)
         self._stats = RolloutStats()
         return self._generate(requests)
@@ -127,7 +146,9 @@ class HFEngine:
             if (problem := problems[request.request_id]) is not None:
                 yield refused(request, problem)
         if self._running:  # both were asked for before either began
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+            raise RolloutError(
+                "generate() was called while another one is running: read its outputs to the end first"
+            )
         self._running = True
         self._waiting = [request for request in requests if problems[request.request_id] is None]
         try:
@@ -148,7 +169,10 @@ class HFEngine:
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return request_problem(request, vocabulary=vocabulary, positions=positions) or sampling_problem(
-            request.sampling, vocabulary=vocabulary, end_tokens=self._ends(request), can_decode=self._texts is not None
+            request.sampling,
+            vocabulary=vocabulary,
+            end_tokens=self._ends(request),
+            can_decode=self._texts is not None,
         )
 
     def _run(self, requests: list[GenerationRequest]) -> Iterator[GenerationOutput]:
@@ -182,7 +206,9 @@ class HFEngine:
         yield from [row.output() for row in rows if row.finish_reason != "abort"]
 
     def _ends(self, request: GenerationRequest) -> frozenset[int]:
-        return frozenset(request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else self.eos_token_ids))
+        return frozenset(
+            request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else self.eos_token_ids)
+        )
 
     def _count(self, batch: Batch, seconds: float) -> None:
         self._stats.generated_tokens += sum(len(row.tokens) for row in batch.rows)
@@ -196,14 +222,20 @@ def padded(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) 
     """input_ids and attention_mask, each [B, longest] int64, prompts at the right."""
     longest = max(len(prompt) for prompt in prompts)
     return {
-        "input_ids": torch.tensor([[filler] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device),
-        "attention_mask": torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device),
+        "input_ids": torch.tensor(
+            [[filler] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device
+        ),
+        "attention_mask": torch.tensor(
+            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
+        ),
     }
 
 
 @torch.no_grad()
 def batches_well(model: PreTrainedModel) -> bool:
-    """Whether `generate` gives a prompt left-padded beside a longer one the log-probs that it has alone; asked with a few tokens."""
+    """Whether `generate` gives a prompt left-padded beside a longer one the log-probs that it has alone;
+    asked with a few tokens.
+    """
     vocabulary = model.get_output_embeddings().weight.shape[0]
     long = [(7 * place + 5) % vocabulary for place in range(9)]
     either: Any = model
@@ -212,18 +244,27 @@ def batches_well(model: PreTrainedModel) -> bool:
             either.generate(
                 **padded(prompts, 0, model.device),
                 generation_config=GenerationConfig(
-                    do_sample=False, max_new_tokens=3, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+                    do_sample=False,
+                    max_new_tokens=3,
+                    pad_token_id=0,
+                    return_dict_in_generate=True,
+                    output_logits=True,
                 ),
             ).logits
             for prompts in ([long, long[:4]], [long[:4]])
         )
     limit = probe_tolerance(model.dtype)
-    return all(difference(a[-1].log_softmax(-1), b[-1].log_softmax(-1), model.dtype) <= limit for a, b in zip(beside, alone))
+    return all(
+        difference(a[-1].log_softmax(-1), b[-1].log_softmax(-1), model.dtype) <= limit
+        for a, b in zip(beside, alone)
+    )
 
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Transformers' eager attention, no dropout and no habits of the model's generation_config, inside the block; then all as it was."""
+    """Transformers' eager attention, no dropout and no habits of the model's generation_config, inside the
+    block; then all as it was.
+    """
     attention, habits = model.config._attn_implementation, model.generation_config
     training = [module for module in model.modules() if module.training]
     model.eval()

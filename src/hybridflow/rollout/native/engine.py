@@ -1,7 +1,9 @@
-"""The native engine. In one process it drives the module that trains: no second copy of the weights, nothing to send.
+"""The native engine. In one process it drives the module that trains: no second copy of the weights, nothing
+to send.
 
-Where training spreads the weights over ranks, its module is a twin that a `WeightSource` fills at `wake_up` and empties at `sleep`. Where
-ranks generate together (`Replica`), each runs this engine on the same requests, in lockstep.
+Where training spreads the weights over ranks, its module is a twin that a `WeightSource` fills at `wake_up`
+and empties at `sleep`. Where ranks generate together (`Replica`), each runs this engine on the same requests,
+in lockstep.
 
 generate(requests) ──► Session: open, add, step until all have finished, close
 open() ──► Session: requests join at any time
@@ -40,14 +42,17 @@ CacheKind = Literal["auto", "slots", "paged"]
 
 
 class NativeEngine:
-    """A `RolloutEngine` in this process. The KV cache exists from the first use until `sleep`, and grows with the rows and their length.
+    """A `RolloutEngine` in this process. The KV cache exists from the first use until `sleep`, and grows with
+    the rows and their length.
 
     With a `source` the weights exist from `wake_up` until `sleep`, so the engine begins asleep.
-    `enable_prefix_caching`: prompts that begin with the same tokens as another share its keys and values, until the weights change.
-    `recompute_on_update`: when weights change while rows run, the keys and values of these rows are computed again; else they stay.
-    `decode`: token ids to text, for requests with stop texts; left out, such a request gives an error.
-    `enforce_eager`: no CUDA graphs; `cudagraph_capture_sizes`: numbers of rows to make them for; left out: few, up to `max_num_seqs`.
-    `kv_cache`: rows in slots or in blocks; auto: blocks on CUDA, where a kernel reads them. `block_size`: tokens of a block.
+    `enable_prefix_caching`: prompts that begin with the same tokens as another share its keys and values,
+    until the weights change. `recompute_on_update`: when weights change while rows run, the keys and values
+    of these rows are computed again; else they stay. `decode`: token ids to text, for requests with stop
+    texts; left out, such a request gives an error. `enforce_eager`: no CUDA graphs;
+    `cudagraph_capture_sizes`: numbers of rows to make them for; left out: few, up to `max_num_seqs`.
+    `kv_cache`: rows in slots or in blocks; auto: blocks on CUDA, where a kernel reads them. `block_size`:
+    tokens of a block.
     """
 
     def __init__(
@@ -103,14 +108,17 @@ class NativeEngine:
         return 0 if self._memory is None else self._memory.cache.nbytes
 
     def set_version(self, version: int) -> None:
-        """Say that the shared weights now have this version; running rows go on under it, with their keys and values or new ones."""
+        """Say that the shared weights now have this version; running rows go on under it, with their keys and
+        values or new ones.
+        """
         self._weights_state += int(version != self._version)
         self._version = version
         self._recheck_graphs()
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights into the module, by Hugging Face name; RolloutError for a name or shape the model does not have.
+        """Copy weights into the module, by Hugging Face name; RolloutError for a name or shape the model does
+        not have.
 
         Only for weights that come from elsewhere: what the trainer does to the shared module is here already.
         """
@@ -118,17 +126,25 @@ class NativeEngine:
         own = self.policy.hf.state_dict()
         for name, weight in weights:
             if name not in own or own[name].shape != weight.shape:
-                has = f"its own is {tuple(own[name].shape)}" if name in own else "it has no weight of that name"
-                raise RolloutError(f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the model: {has}")
+                has = (
+                    f"its own is {tuple(own[name].shape)}" if name in own else "it has no weight of that name"
+                )
+                raise RolloutError(
+                    f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the "
+                    f"model: {has}"
+                )
             own[name].copy_(weight)
         self._version = version
         self._recheck_graphs()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the KV cache, and the weights where they have a source; else they stay, at every level. RolloutError while in use."""
+        """Free the KV cache, and the weights where they have a source; else they stay, at every level.
+        RolloutError while in use.
+        """
         if self._session is not None:
             raise RolloutError(
-                "sleep() was called while generate() is running or a session is open: read its outputs to the end or close it first"
+                "sleep() was called while generate() is running or a session is open: read its outputs to "
+                "the end or close it first"
             )
         self._asleep, self._memory = True, None
         if self.graphs is not None:
@@ -138,7 +154,9 @@ class NativeEngine:
         give_back(self.policy.device)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Fetch the weights where they have a source, and allow generation; the cache is made as it is needed."""
+        """Fetch the weights where they have a source, and allow generation; the cache is made as it is
+        needed.
+        """
         if self._asleep:
             give_back(self.policy.device)  # what training left
         if self._asleep and self.source is not None:
@@ -152,18 +170,22 @@ class NativeEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """One output per request, as they finish.
 
-        A request that cannot be served (empty prompt, unknown token id, longer than the model's positions) gives reason "error" and
-        the others go on. RolloutError when not even one row's cache fits into memory, for a repeated request id, when asleep, and
-        for a second call while one is running or a session is open. The module is in eval mode until the last output is read.
+        A request that cannot be served (empty prompt, unknown token id, longer than the model's positions)
+        gives reason "error" and the others go on. RolloutError when not even one row's cache fits into
+        memory, for a repeated request id, when asleep, and for a second call while one is running or a
+        session is open. The module is in eval mode until the last output is read.
         """
         self._check_free("generate()")
         if len({request.request_id for request in requests}) != len(requests):
-            raise RolloutError("two requests of one generate() call have the same request_id: they must be unique")
+            raise RolloutError(
+                "two requests of one generate() call have the same request_id: they must be unique"
+            )
         self._stats = RolloutStats()
         return self._generate(requests)
 
     def open(self) -> Session:
-        """A session that requests may join at any time; RolloutError when asleep or in use. What it kept goes when it closes.
+        """A session that requests may join at any time; RolloutError when asleep or in use. What it kept goes
+        when it closes.
 
         Ranks of a replica call it, and what they do with it, together.
         """
@@ -176,7 +198,8 @@ class NativeEngine:
             raise RolloutError(f"{call} was called on a sleeping engine: call wake_up() first")
         if self._session is not None:
             raise RolloutError(
-                f"{call} was called while another one is running: read the outputs of generate() to the end, or close the session first"
+                f"{call} was called while another one is running: read the outputs of generate() to the "
+                "end, or close the session first"
             )
 
     def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
@@ -203,7 +226,9 @@ class NativeEngine:
                     raise
                 except Exception as error:
                     left = session.num_running + session.num_waiting
-                    raise RolloutError(f"the native engine failed with {left} requests left: {type(error).__name__}: {error}") from error
+                    raise RolloutError(
+                        f"the native engine failed with {left} requests left: {type(error).__name__}: {error}"
+                    ) from error
                 yield from outputs
         finally:
             session.close()
@@ -240,12 +265,18 @@ class NativeEngine:
         if not self._paged:
             return SlotMemory(shapes, budget, device)
         kernel = varlen_kernel() if device.type == "cuda" else None
-        return PagedMemory(shapes, budget, device, max_rows=self.max_num_seqs, block_size=self.block_size, kernel=kernel)
+        return PagedMemory(
+            shapes, budget, device, max_rows=self.max_num_seqs, block_size=self.block_size, kernel=kernel
+        )
 
     def _chosen(self, shapes: dict[int, LayerShape], scores: dict[int, Scores]) -> bool:
-        """Whether rows are in blocks; RolloutError where they are to be, and no kernel of the device reads them. Ranks agree."""
+        """Whether rows are in blocks; RolloutError where they are to be, and no kernel of the device reads
+        them. Ranks agree.
+        """
         device = self.policy.device
-        if self.kv_cache == "slots" or (self.kv_cache == "auto" and (device.type != "cuda" or self.policy.exact is not None)):
+        if self.kv_cache == "slots" or (
+            self.kv_cache == "auto" and (device.type != "cuda" or self.policy.exact is not None)
+        ):
             return False
         if device.type != "cuda":  # no kernel: rows are gathered, which is right and slow
             return True
@@ -259,8 +290,9 @@ class NativeEngine:
         return False
 
     def _open(self, max_rows: int, *, lasting: bool) -> Session:
-        """A session of at most `max_rows` rows at once. A `lasting` one gives running rows their next token after each prefill pass,
-        and keeps rows that finished for prompts that go on from them."""
+        """A session of at most `max_rows` rows at once. A `lasting` one gives running rows their next token
+        after each prefill pass, and keeps rows that finished for prompts that go on from them.
+        """
         settings = BatchSettings(
             eos_token_ids=self.eos_token_ids,
             max_rows=max_rows,

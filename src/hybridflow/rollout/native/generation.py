@@ -1,8 +1,12 @@
-"""Rows that are decoded together: they enter from the waiting line, get a token each step, and leave as they finish.
+"""Rows that are decoded together: they enter from the waiting line, get a token each step, and leave as they
+finish.
 
-Scheduler ──admissions──► prefill (each prompt once, what is at hand copied) ──keys, values──► slots ──► first tokens ─┐
-    ▲                                                                                                                 ▼
-    └── free slots ◄── outputs ◄── finished rows leave, last rows move up ◄── decode: [B, 1] ◄─────────────────────────┘
+Scheduler ──admissions──► prefill (each prompt once, what is at hand copied) ──keys, values──► slots ──► first
+tokens ─┐
+    ▲
+    ▼
+    └── free slots ◄── outputs ◄── finished rows leave, last rows move up ◄── decode: [B, 1]
+    ◄─────────────────────────┘
     └── rows that make room, where longer ones would not fit
 
 Row i is in slot i. A prompt that is prefilled in pieces is in the last slot until it has entered.
@@ -60,7 +64,9 @@ class BatchSettings:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Tokens start.. of one row that a pass computes, for each of `slots`; the first of these has what is before them."""
+    """Tokens start.. of one row that a pass computes, for each of `slots`; the first of these has what is
+    before them.
+    """
 
     tokens: Sequence[int]
     start: int
@@ -80,16 +86,26 @@ class Generation:
         stats: RolloutStats,
         graphs: GraphDecoder | None = None,
     ) -> None:
-        self.policy, self.memory, self.settings, self.stats, self._graphs = policy, memory, settings, stats, graphs
+        self.policy, self.memory, self.settings, self.stats, self._graphs = (
+            policy,
+            memory,
+            settings,
+            stats,
+            graphs,
+        )
         self.prefixes = PrefixStore(reuse=settings.reuse_prefixes)
         self.scheduler = Scheduler(max_rows=settings.max_rows, max_batched_tokens=settings.max_batched_tokens)
         dtype = torch.promote_types(policy.dtype, torch.float32)
-        self.rows = RowTable(0, 0, 0, policy.head.weight.shape[0], dtype, policy.device, stop_texts=settings.stop_texts)
+        self.rows = RowTable(
+            0, 0, 0, policy.head.weight.shape[0], dtype, policy.device, stop_texts=settings.stop_texts
+        )
         self._weights = weights
         self._seen = weights()
-        self._entered: dict[int, tuple[int, int]] = {}  # of each running request: its number, and the state of the weights of its keys
+        # of each running request: its number, and the state of the weights of its keys
+        self._entered: dict[int, tuple[int, int]] = {}
         self._num_entered = 0
-        self._pieces_weights = self._seen.state  # state of the weights that computed the first piece of the prompt in pieces
+        # state of the weights that computed the first piece of the prompt in pieces
+        self._pieces_weights = self._seen.state
         self._longest = 0  # most tokens in any slot in use
         self._longest_ever = 0  # that any request may come to
         memory.begin(self.prefixes)
@@ -113,13 +129,17 @@ class Generation:
         rows = [row for row, request in enumerate(self.rows.requests) if request.request_id in request_ids]
         outputs = self.rows.outputs(rows, "abort") if rows else []
         if len(rows) < len(request_ids):
-            outputs += [_so_far(one) for one in self.scheduler.waiting if one.request.request_id in request_ids]
+            outputs += [
+                _so_far(one) for one in self.scheduler.waiting if one.request.request_id in request_ids
+            ]
         return outputs
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Requests join the line."""
         self.scheduler.add(requests)
-        self._longest_ever = max([self._longest_ever, *(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)])
+        self._longest_ever = max(
+            [self._longest_ever, *(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)]
+        )
 
     @torch.no_grad()
     def step(self) -> list[GenerationOutput]:
@@ -152,12 +172,16 @@ class Generation:
         self.cache.drop(0, self.cache.num_slots)
 
     def _stops(self, request: GenerationRequest) -> tuple[int, ...]:
-        return request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else self.settings.eos_token_ids)
+        return request.sampling.stop_token_ids + (
+            () if request.sampling.ignore_eos else self.settings.eos_token_ids
+        )
 
     def _find(self, prompt: tuple[int, ...]) -> Prefix | None:
         """Which beginning of a prompt is at hand, in keys and values of the weights as they are."""
         rows = enumerate(self.rows.requests) if self.settings.reuse_prefixes else ()
-        running = {r.prompt_token_ids: row for row, r in rows if self._entered[r.request_id][1] == self._seen.state}
+        running = {
+            r.prompt_token_ids: row for row, r in rows if self._entered[r.request_id][1] == self._seen.state
+        }
         return self.prefixes.find(prompt, running)
 
     def _follow_weights(self) -> None:
@@ -195,7 +219,9 @@ class Generation:
     def _admit(self) -> list[GenerationOutput]:
         outputs: list[GenerationOutput] = []
         while self.scheduler.in_pieces or self.scheduler.may_enter(self.rows.count):
-            batch = self.scheduler.next_batch(self.rows.count, partial(self.memory.free_rows, self._running), self._find)
+            batch = self.scheduler.next_batch(
+                self.rows.count, partial(self.memory.free_rows, self._running), self._find
+            )
             if not batch:
                 break
             outputs += self._enter(batch)
@@ -218,18 +244,29 @@ class Generation:
         states = self._prefill(batch, start)
         if not entering:
             return []
-        self._longest = max(self._longest, *(len(admission.prompt) for admission in batch if admission.entering))
-        self._add_rows(entering, [state for admission, state in zip(batch, weights) for _ in admission.entering])
+        self._longest = max(
+            self._longest, *(len(admission.prompt) for admission in batch if admission.entering)
+        )
+        self._add_rows(
+            entering, [state for admission, state in zip(batch, weights) for _ in admission.entering]
+        )
         for admission, own, state in zip(batch, _slots(batch, start), states):
             self._keep_prompt(admission, own, state)
-        return self._choose(start, torch.cat([state.expand(len(one.entering), -1) for one, state in zip(batch, states) if one.entering]))
+        return self._choose(
+            start,
+            torch.cat(
+                [state.expand(len(one.entering), -1) for one, state in zip(batch, states) if one.entering]
+            ),
+        )
 
     def _add_rows(self, entering: Sequence[Waiting], weights: Sequence[int]) -> None:
         """Rows for those whose prompts are in their slots, with keys of these states of the weights."""
         start = self.rows.count
         requests = [one.request for one in entering]
         stops = [self._stops(request) for request in requests]
-        self.rows.grow(self.cache.num_slots, max(r.sampling.max_tokens for r in requests), max(map(len, stops)))
+        self.rows.grow(
+            self.cache.num_slots, max(r.sampling.max_tokens for r in requests), max(map(len, stops))
+        )
         self.rows.add(requests, stops)
         for row, (one, state) in enumerate(zip(entering, weights), start):
             self._entered[one.request.request_id] = (self._num_entered, state)
@@ -253,7 +290,9 @@ class Generation:
             elif prefix is not None and prefix.slot is not None:
                 self.cache.fork(prefix.slot, slots, prefix.length)
             if admission.start < admission.stop:
-                pieces.append(_Piece(admission.prompt[admission.start : admission.stop], admission.start, slots))
+                pieces.append(
+                    _Piece(admission.prompt[admission.start : admission.stop], admission.start, slots)
+                )
         computed, states = iter(self._compute(pieces).split(1) if pieces else ()), []
         for admission, own, slots in zip(batch, _slots(batch, start), filled):
             if own and slots[0] not in own:  # the slot of the pieces becomes free
@@ -266,13 +305,17 @@ class Generation:
         return states
 
     def _filled(self, admission: Admission, own: list[int]) -> list[int]:
-        """Slots that get what is at hand and what is computed; the others of its `own` get it from the first of these."""
+        """Slots that get what is at hand and what is computed; the others of its `own` get it from the first
+        of these.
+        """
         if admission.continues or not own:
             return [self.cache.num_slots - 1]
         return own[:1] if self.cache.shares else own
 
     def _compute(self, pieces: Sequence[_Piece]) -> Tensor:
-        """One packed pass over pieces, whose keys and values go to their slots; last hidden state [n, H] of each."""
+        """One packed pass over pieces, whose keys and values go to their slots; last hidden state [n, H] of
+        each.
+        """
         device = self.policy.device
         lengths, starts = [len(piece.tokens) for piece in pieces], [piece.start for piece in pieces]
         for piece in pieces:
@@ -288,7 +331,9 @@ class Generation:
 
             layout = PackedLayout.build(lengths, device, kv_sink=store)
         input_ids = torch.tensor([[token for piece in pieces for token in piece.tokens]], device=device)
-        position_ids = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths)])[None].to(device)
+        position_ids = torch.cat(
+            [torch.arange(start, start + length) for start, length in zip(starts, lengths)]
+        )[None].to(device)
         hidden = self.policy.hidden(input_ids, position_ids, layout)[0]
         self.stats.prefill_tokens += len(hidden)
         return hidden.index_select(0, torch.tensor(lengths, device=device).cumsum(0) - 1)
@@ -315,7 +360,9 @@ class Generation:
         self.memory.fit(self._running, rows, length, live=live, in_pieces=in_pieces, prefixes=self.prefixes)
 
     def _make_room(self) -> None:
-        """See that each row has room for one more token: if there is none, the prompt in pieces begins anew, then the newest rows leave."""
+        """See that each row has room for one more token: if there is none, the prompt in pieces begins anew,
+        then the newest rows leave.
+        """
         while not self.memory.has_next(self._running):
             if self.scheduler.in_pieces:
                 self.scheduler.begin_anew()
@@ -333,7 +380,9 @@ class Generation:
 
     def _put_aside(self) -> None:
         """The row that entered last waits, with what it has, until there is room again."""
-        row = max(range(self.rows.count), key=lambda row: self._entered[self.rows.requests[row].request_id][0])
+        row = max(
+            range(self.rows.count), key=lambda row: self._entered[self.rows.requests[row].request_id][0]
+        )
         aside = Aside(self.rows.copy_of(row), self.rows.outputs([row], "abort")[0])
         self.scheduler.put_back([Waiting(self.rows.requests[row], aside)])
         self._remove([row])
@@ -353,7 +402,9 @@ class Generation:
         return self._choose(0, hidden)
 
     def _choose(self, start: int, hidden: Tensor) -> list[GenerationOutput]:
-        """Sample the next token of rows start.. from their hidden states [n, H]; those that finish by it leave."""
+        """Sample the next token of rows start.. from their hidden states [n, H]; those that finish by it
+        leave.
+        """
         finished = self.rows.choose(start, self.policy.logits(hidden), self._seen.version)
         leaving = (finished.nonzero()[:, 0] + start).tolist()  # the one wait for the device in a step
         return self._leave(leaving) if leaving else []
@@ -397,4 +448,8 @@ def _slots(batch: Sequence[Admission], start: int) -> list[list[int]]:
 
 def _so_far(waiting: Waiting) -> GenerationOutput:
     """What a request in the line has: nothing, or what it had when it made room."""
-    return GenerationOutput(waiting.request.request_id, [], [], "abort", []) if waiting.aside is None else waiting.aside.so_far
+    return (
+        GenerationOutput(waiting.request.request_id, [], [], "abort", [])
+        if waiting.aside is None
+        else waiting.aside.so_far
+    )

@@ -1,11 +1,14 @@
-"""A decode step as a CUDA graph: recorded once for each bucket of rows and keys, then replayed with a single call.
+"""A decode step as a CUDA graph: recorded once for each bucket of rows and keys, then replayed with a single
+call.
 
-    tokens, lengths [B] ──copy──► buffers [R ≥ B] ──replay (embedding … last hidden state)──► states [R, H] ──first B──► logits, sampling
-                                                     ▲ reads and writes slots or blocks, reads the weights: by their addresses
+    tokens, lengths [B] ──copy──► buffers [R ≥ B] ──replay (embedding … last hidden state)──► states [R, H]
+    ──first B──► logits, sampling
+                                                     ▲ reads and writes slots or blocks, reads the weights: by
+                                                     their addresses
 
-The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or slots have moved, all graphs are dropped.
-Rows of a bucket beyond the real ones are slots that no row is in: they write to the first position, as a row of one token would, and what
-comes to be there writes that position itself.
+The weights are updated in place, so a graph sees what an optimizer step did. Where parameters or slots have
+moved, all graphs are dropped. Rows of a bucket beyond the real ones are slots that no row is in: they write
+to the first position, as a row of one token would, and what comes to be there writes that position itself.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Recorder(Protocol):
     """Makes a function replayable: one that only works on the device, on tensors that stay where they are."""
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Runs `run`, perhaps several times; what it gives does the same work again and returns the same tensor, filled anew."""
+        """Runs `run`, perhaps several times; what it gives does the same work again and returns the same
+        tensor, filled anew.
+        """
         ...
 
     def forget(self) -> None:
@@ -53,7 +58,9 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """As `torch.cuda.graph` does it, without its garbage collection, which takes longer than the recording."""
+        """As `torch.cuda.graph` does it, without its garbage collection, which takes longer than the
+        recording.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
@@ -83,7 +90,9 @@ class CudaRecorder:
 
 
 def _refuse_waiting(run: Callable[[], Tensor]) -> None:
-    """Run it; RuntimeError where it waits for the device. A recording would fail there too, and leave the allocator in disorder."""
+    """Run it; RuntimeError where it waits for the device. A recording would fail there too, and leave the
+    allocator in disorder.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -92,21 +101,39 @@ def _refuse_waiting(run: Callable[[], Tensor]) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def decode_rows(policy: PolicyModel, cache: KVCache, tokens: Tensor, lengths: Tensor, longest: int, num_keys: int | None = None) -> Tensor:
-    """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, of lengths [B] tokens, `longest` at most.
+def decode_rows(
+    policy: PolicyModel,
+    cache: KVCache,
+    tokens: Tensor,
+    lengths: Tensor,
+    longest: int,
+    num_keys: int | None = None,
+) -> Tensor:
+    """Last hidden states [B, H] of one new token [B] int64 for each of the first B slots, of lengths [B]
+    tokens, `longest` at most.
 
     `num_keys`: as `SlotLayout` has it.
     """
     if isinstance(cache, PagedCache):
-        return policy.decode(tokens[:, None], lengths[:, None], PagedLayout(cache, lengths, longest, num_keys))[:, 0]
-    return policy.decode(tokens[:, None], lengths[:, None], SlotLayout(cache, lengths, longest, num_keys))[:, 0]
+        return policy.decode(
+            tokens[:, None], lengths[:, None], PagedLayout(cache, lengths, longest, num_keys)
+        )[:, 0]
+    return policy.decode(tokens[:, None], lengths[:, None], SlotLayout(cache, lengths, longest, num_keys))[
+        :, 0
+    ]
 
 
 class GraphDecoder:
-    """Does what `decode_rows` does, by graphs; where that cannot be, it says so once in the log and goes on without."""
+    """Does what `decode_rows` does, by graphs; where that cannot be, it says so once in the log and goes on
+    without.
+    """
 
-    def __init__(self, policy: PolicyModel, recorder: Recorder, sizes: Sequence[int], most: int = MOST_GRAPHS) -> None:
-        """`sizes`: numbers of rows that graphs are made for; more rows than the largest are decoded without. `most`: graphs to keep."""
+    def __init__(
+        self, policy: PolicyModel, recorder: Recorder, sizes: Sequence[int], most: int = MOST_GRAPHS
+    ) -> None:
+        """`sizes`: numbers of rows that graphs are made for; more rows than the largest are decoded without.
+        `most`: graphs to keep.
+        """
         self.policy, self.sizes, self.most = policy, sorted(set(sizes)), most
         self.num_recorded = 0
         """Graphs that were made, ever."""
@@ -116,7 +143,9 @@ class GraphDecoder:
         self._graphs: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
         self._weights: list[Tensor] | None = None
         self._addresses: list[int] = []
-        self._tokens, self._lengths = torch.zeros(2, self.sizes[-1], dtype=torch.int64, device=policy.device).unbind()
+        self._tokens, self._lengths = torch.zeros(
+            2, self.sizes[-1], dtype=torch.int64, device=policy.device
+        ).unbind()
 
     @property
     def num_graphs(self) -> int:
@@ -161,8 +190,12 @@ class GraphDecoder:
         self._weights = None
         self._recorder.forget()
 
-    def _record(self, bucket: tuple[int, int], run: Callable[[], Tensor], eager: Callable[[], Tensor]) -> Tensor:
-        """Make the graph of a bucket and compare it with the step that it stands for; the states of that step, computed without it."""
+    def _record(
+        self, bucket: tuple[int, int], run: Callable[[], Tensor], eager: Callable[[], Tensor]
+    ) -> Tensor:
+        """Make the graph of a bucket and compare it with the step that it stands for; the states of that
+        step, computed without it.
+        """
         wanted = eager()  # also: whatever the first call of a model finds out, it finds out here
         try:
             replay = self._recorder.record(run)
@@ -171,7 +204,10 @@ class GraphDecoder:
             self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             return eager()  # once more: slots hold what was tried
         if not _agree(got, wanted):
-            self._give_up(f"the graph of {bucket[0]} rows and {bucket[1]} keys gave other states than the step that it was recorded from")
+            self._give_up(
+                f"the graph of {bucket[0]} rows and {bucket[1]} keys gave other states than the step that "
+                "it was recorded from"
+            )
             return eager()
         self.num_recorded += 1
         self._graphs[bucket] = replay
@@ -205,7 +241,9 @@ class GraphDecoder:
 
 
 def capture_sizes(most: int) -> list[int]:
-    """Numbers of rows to make graphs for, up to `most`: 1, 2, 4, 8, 16, 24, then powers of two and 1.5 times them, and `most` itself."""
+    """Numbers of rows to make graphs for, up to `most`: 1, 2, 4, 8, 16, 24, then powers of two and 1.5 times
+    them, and `most` itself.
+    """
     sizes = [1, 2, 4, 8, 16, 24]
     while sizes[-1] < most:
         sizes.append(2 * sizes[-2])
@@ -227,8 +265,8 @@ def graph_decoder(
 ) -> GraphDecoder | None:
     """The decoder of an engine of at most `max_rows` rows; None where steps are not recorded.
 
-    That is on other devices than CUDA, where `enforce_eager` says so, and where `ranks` generate together: what one of them fails to
-    record, the others would wait for.
+    That is on other devices than CUDA, where `enforce_eager` says so, and where `ranks` generate together:
+    what one of them fails to record, the others would wait for.
     """
     if policy.device.type != "cuda" or enforce_eager:
         return None

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated on `device` now; on CPU what the system calls available, within the limit of the container."""
+    """Bytes that could be allocated on `device` now; on CPU what the system calls available, within the limit
+    of the container.
+    """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -52,7 +54,8 @@ KEYS = 16
 
 
 def slot_capacity(length: int) -> int:
-    """Tokens that slots have where the longest row has `length`: up to an eighth more, so that they change seldom.
+    """Tokens that slots have where the longest row has `length`: up to an eighth more, so that they change
+    seldom.
 
     It depends on nothing else, because a row's numbers depend on it in their last bits.
     """
@@ -109,8 +112,10 @@ class KVMemory(ABC):
         if taken <= self.max_tokens:
             return None
         return (
-            f"the KV cache of 1 row of {length} tokens takes {taken * self.bytes_per_token / 2**20:.1f} MiB, but it may use "
-            f"{self.max_tokens * self.bytes_per_token / 2**20:.1f} MiB: shorten data.max_prompt_length or data.max_response_length, or "
+            f"the KV cache of 1 row of {length} tokens takes {taken * self.bytes_per_token / 2**20:.1f} "
+            "MiB, but it may use "
+            f"{self.max_tokens * self.bytes_per_token / 2**20:.1f} MiB: shorten data.max_prompt_length or "
+            "data.max_response_length, or "
             "raise actor_rollout_ref.rollout.gpu_memory_utilization"
         )
 
@@ -127,18 +132,31 @@ class KVMemory(ABC):
         """A session begins, which keeps such prefixes."""
 
     @abstractmethod
-    def free_rows(self, now: Running, taken: int, batch: Sequence[Admission], context: Sequence[int], prefix: Prefix | None) -> int:
-        """How many rows with this context may enter after `batch`; `taken`: slots that rows have, `prefix`: what is at hand of it."""
+    def free_rows(
+        self,
+        now: Running,
+        taken: int,
+        batch: Sequence[Admission],
+        context: Sequence[int],
+        prefix: Prefix | None,
+    ) -> int:
+        """How many rows with this context may enter after `batch`; `taken`: slots that rows have, `prefix`:
+        what is at hand of it.
+        """
 
     @abstractmethod
     def has_next(self, now: Running) -> bool:
         """Whether every running row has room for one more token."""
 
     @abstractmethod
-    def fit(self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore) -> None:
-        """See that there are slots for `rows` of `length` tokens, which do fit; what runs and the last slot, if `in_pieces`, stay.
+    def fit(
+        self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore
+    ) -> None:
+        """See that there are slots for `rows` of `length` tokens, which do fit; what runs and the last slot,
+        if `in_pieces`, stay.
 
-        `live`: how many rows there will be."""
+        `live`: how many rows there will be.
+        """
 
     @property
     @abstractmethod
@@ -147,7 +165,9 @@ class KVMemory(ABC):
 
 
 class SlotMemory(KVMemory):
-    """Slots that grow with the rows and their longest. In exact mode they have the very number of keys that it attends over."""
+    """Slots that grow with the rows and their longest. In exact mode they have the very number of keys that
+    it attends over.
+    """
 
     cache: SlotCache
 
@@ -163,7 +183,14 @@ class SlotMemory(KVMemory):
     def begin(self, prefixes: PrefixStore) -> None:
         """Slots are cleared as rows enter."""
 
-    def free_rows(self, now: Running, taken: int, batch: Sequence[Admission], context: Sequence[int], prefix: Prefix | None) -> int:
+    def free_rows(
+        self,
+        now: Running,
+        taken: int,
+        batch: Sequence[Admission],
+        context: Sequence[int],
+        prefix: Prefix | None,
+    ) -> int:
         """As many as there can be slots, all as long as the longest row."""
         longest = max(now.longest, len(context), *(len(one.prompt) for one in batch), 0)
         return self.rows_of(now.ahead(longest + 1)) - taken
@@ -172,15 +199,21 @@ class SlotMemory(KVMemory):
         """Whether there can be slots for the longest row, or the prompt in pieces, and one token more."""
         return now.rows + int(now.in_pieces > 0) <= self.rows_of(max(now.longest, now.in_pieces) + 1)
 
-    def fit(self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore) -> None:
+    def fit(
+        self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore
+    ) -> None:
         """Give slots the size that is asked for; kept prefixes make room for them."""
         size = self.size_for(rows, length, wanted=live, longest=now.longest_ever)
-        assert size is not None, f"{rows} rows of {length} tokens were let in, but memory holds {self.max_tokens} tokens"
+        assert size is not None, (
+            f"{rows} rows of {length} tokens were let in, but memory holds {self.max_tokens} tokens"
+        )
         cache = self.cache
         if size != Size(cache.num_slots, cache.capacity, cache.room):
             prefixes.shrink(max(0, self.max_tokens - size.room))
             kept = min(cache.capacity, size.capacity)
-            cache.resize(size.slots, size.capacity, rows=now.rows, length=kept, last=in_pieces, room=size.room)
+            cache.resize(
+                size.slots, size.capacity, rows=now.rows, length=kept, last=in_pieces, room=size.room
+            )
 
     def rows_of(self, length: int) -> int:
         """How many rows of `length` tokens fit."""
@@ -191,15 +224,18 @@ class SlotMemory(KVMemory):
         return slot_capacity(length) if self.exact is None else self.exact.num_keys(length)
 
     def size_for(self, rows: int, length: int, *, wanted: int, longest: int) -> Size | None:
-        """To hold `rows` of `length` tokens now, and as it goes on `wanted` rows of up to `longest`; None: no room.
+        """To hold `rows` of `length` tokens now, and as it goes on `wanted` rows of up to `longest`; None: no
+        room.
 
-        On CPU the capacity is what `length` asks for. Elsewhere, where attention reads parts of slots as fast as whole ones, slots take
-        all the room there is, and stay as they are while the rows fit.
+        On CPU the capacity is what `length` asks for. Elsewhere, where attention reads parts of slots as fast
+        as whole ones, slots take all the room there is, and stay as they are while the rows fit.
         """
         cache, capacity, follows = self.cache, self.capacity_for(length), self.device.type == "cpu"
         if rows * capacity > self.max_tokens:
             return None
-        if rows <= cache.num_slots and (capacity == cache.capacity if follows else capacity <= cache.capacity):
+        if rows <= cache.num_slots and (
+            capacity == cache.capacity if follows else capacity <= cache.capacity
+        ):
             return Size(cache.num_slots, cache.capacity, cache.room)
         slots, room = min(max(cache.num_slots, rows, wanted), self.max_tokens // capacity), cache.room
         if slots * capacity > room:

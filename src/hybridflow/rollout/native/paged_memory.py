@@ -1,7 +1,7 @@
 """How many rows fit where they are in blocks: as many as have the blocks that they really need.
 
-No row holds the room of the longest one, rows and kept prefixes that begin alike have those blocks once, and what is kept makes room for
-rows.
+No row holds the room of the longest one, rows and kept prefixes that begin alike have those blocks once, and
+what is kept makes room for rows.
 """
 
 from __future__ import annotations
@@ -58,14 +58,27 @@ class PagedMemory(KVMemory):
         """Blocks are taken from these prefixes where there are no others."""
         self.cache.evict = prefixes.drop_one
 
-    def free_rows(self, now: Running, taken: int, batch: Sequence[Admission], context: Sequence[int], prefix: Prefix | None) -> int:
-        """Those for which there are blocks, with some room, beside what runs and what the batch takes and takes from."""
+    def free_rows(
+        self,
+        now: Running,
+        taken: int,
+        batch: Sequence[Admission],
+        context: Sequence[int],
+        prefix: Prefix | None,
+    ) -> int:
+        """Those for which there are blocks, with some room, beside what runs and what the batch takes and
+        takes from.
+        """
         cache = self.cache
         in_use = [_blocks_of(one.prefix) for one in batch] + [_blocks_of(prefix)]
         free = cache.num_obtainable(block for blocks in in_use for block in blocks)
         for one in batch:
             first, more = self._needs(now, len(one.prompt), one.prefix, one.continues)
-            free -= first + more * (len(one.entering) - 1) if one.entering else cache.num_blocks(one.stop) - one.start // cache.block_size
+            free -= (
+                first + more * (len(one.entering) - 1)
+                if one.entering
+                else cache.num_blocks(one.stop) - one.start // cache.block_size
+            )
         first, more = self._needs(now, len(context), prefix, now.in_pieces > 0 and not batch)
         return 0 if free < first else 1 + (free - first) // more
 
@@ -85,7 +98,9 @@ class PagedMemory(KVMemory):
         at_hand = len(cache.pool.free) + cache.max_blocks - cache.pool.size
         return full <= at_hand or full <= cache.num_obtainable()
 
-    def fit(self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore) -> None:
+    def fit(
+        self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore
+    ) -> None:
         """Slots are always there, and blocks are taken as tokens come."""
 
 

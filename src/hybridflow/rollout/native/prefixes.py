@@ -1,6 +1,8 @@
-"""Tokens whose keys and values are at hand, so that a prompt that begins with them does not compute them again.
+"""Tokens whose keys and values are at hand, so that a prompt that begins with them does not compute them
+again.
 
-    finished rows, prompts of which requests wait ──keep──► PrefixStore ──find──► the longest common beginning ──► a new row's slot
+    finished rows, prompts of which requests wait ──keep──► PrefixStore ──find──► the longest common beginning
+    ──► a new row's slot
     rows that run now ─────────────────────────────────────────▲
 
 All of it is valid for one state of the weights, and dropped with it.
@@ -20,10 +22,13 @@ from hybridflow.models.kv_cache import RowCopy
 LEAST = 16
 """Fewer common tokens are computed again: a copy would hardly be cheaper."""
 MOST_COMPARED = 64
-"""Of the prefixes that share as many blocks of LEAST tokens with a prompt, so many of the newest are compared with it."""
+"""Of the prefixes that share as many blocks of LEAST tokens with a prompt, so many of the newest are compared
+with it.
+"""
 MOST_KEPT = 1024
-"""So many prefixes are kept at once, whatever the memory: more would seldom be asked for again, and a small model's share of the memory
-holds millions of tokens."""
+"""So many prefixes are kept at once, whatever the memory: more would seldom be asked for again, and a small
+model's share of the memory holds millions of tokens.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,25 +54,31 @@ class Kept:
 
 
 class PrefixStore:
-    """Kept prefixes, the least recently used first; counts tokens, for the bound that they share with the slots.
+    """Kept prefixes, the least recently used first; counts tokens, for the bound that they share with the
+    slots.
 
-    A look-up takes as long as the prompt, whatever the number of prefixes: each is listed under every whole block of LEAST tokens that it
-    begins with, so the blocks of a prompt lead to those that share most of it.
+    A look-up takes as long as the prompt, whatever the number of prefixes: each is listed under every whole
+    block of LEAST tokens that it begins with, so the blocks of a prompt lead to those that share most of it.
     """
 
     def __init__(self, *, reuse: bool, most: int = MOST_KEPT) -> None:
-        """`reuse`: prompts may share a part; else only requests of one prompt share it, whole. `most`: prefixes kept at once."""
+        """`reuse`: prompts may share a part; else only requests of one prompt share it, whole. `most`:
+        prefixes kept at once.
+        """
         self.reuse, self.most = reuse, most
         self.num_tokens = 0
         self._kept: dict[tuple[int, ...], Kept] = {}
         self._by_blocks: dict[int, dict[Kept, None]] = {}
-        self._ends: Counter[int] = Counter()  # of each list of blocks, how many prefixes have no further block
+        # of each list of blocks, how many prefixes have no further block
+        self._ends: Counter[int] = Counter()
 
     def holds(self, prompt: tuple[int, ...]) -> bool:
         """Whether nothing of this prompt is left to compute."""
         return prompt in self._kept and self._kept[prompt].state is not None
 
-    def keep(self, tokens: tuple[int, ...], copy: RowCopy, state: Tensor | None = None, *, pinned: bool = False) -> None:
+    def keep(
+        self, tokens: tuple[int, ...], copy: RowCopy, state: Tensor | None = None, *, pinned: bool = False
+    ) -> None:
         """Keep these tokens; a kept prefix that is the beginning of them is no longer needed."""
         blocks = _blocks(tokens)
         for kept in self._beginnings(tokens, blocks):
@@ -93,7 +104,8 @@ class PrefixStore:
                 self._drop(kept)
 
     def find(self, prompt: tuple[int, ...], running: Mapping[tuple[int, ...], int]) -> Prefix | None:
-        """The longest beginning of `prompt` that is at hand: kept, or the prompt of a `running` row, by its slot.
+        """The longest beginning of `prompt` that is at hand: kept, or the prompt of a `running` row, by its
+        slot.
 
         Of a prompt without its hidden state the last token is left to compute.
         """
@@ -120,7 +132,9 @@ class PrefixStore:
         return best
 
     def shrink(self, num_tokens: int) -> None:
-        """Drop until at most so many tokens are kept, the least recently used first and those that are waited for last."""
+        """Drop until at most so many tokens are kept, the least recently used first and those that are waited
+        for last.
+        """
         self._shrink_to(num_tokens, len(self._kept), pinned=(False, True))
 
     def drop_one(self) -> bool:

@@ -1,4 +1,6 @@
-"""The random numbers that decide tokens: one for each (seed, place in the response), whoever else is in the batch."""
+"""The random numbers that decide tokens: one for each (seed, place in the response), whoever else is in the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def stream_keys(seeds: Tensor) -> Tensor:
-    """Where each request's stream starts: seeds [B] int64 -> [B] int64. Mixed, so that neighbouring seeds share nothing."""
+    """Where each request's stream starts: seeds [B] int64 -> [B] int64. Mixed, so that neighbouring seeds
+    share nothing.
+    """
     return _mix(seeds + _STEP)
 
 
 def uniforms(keys: Tensor, positions: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One number in [0, 1) for each (key, position), both [B] int64: 24 random bits in float32, 53 in float64, never rounded to 1."""
+    """One number in [0, 1) for each (key, position), both [B] int64: 24 random bits in float32, 53 in
+    float64, never rounded to 1.
+    """
     bits = _mix(keys + positions * _STEP)
     kept = 53 if dtype == torch.float64 else 24
     return _shift(bits, 64 - kept).to(dtype) * 2.0**-kept

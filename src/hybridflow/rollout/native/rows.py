@@ -1,8 +1,8 @@
 """The running rows: one column of tensors per fact, row i in slot i, rows 0..count-1 in use.
 
-Everything a decode step reads or writes is here, so that a step is a handful of tensor operations whatever the number of rows.
-A row is its request and its place in every column: what moves, grows or is put aside does so for all columns alike. Columns that few
-requests need have no width until one of them comes.
+Everything a decode step reads or writes is here, so that a step is a handful of tensor operations whatever
+the number of rows. A row is its request and its place in every column: what moves, grows or is put aside does
+so for all columns alike. Columns that few requests need have no width until one of them comes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from torch import Tensor
 from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
-from hybridflow.rollout.native.sampling import RowSettings, Sampled, SamplingPlan, most_probable, needs_of, sample
+from hybridflow.rollout.native.sampling import (
+    RowSettings,
+    Sampled,
+    SamplingPlan,
+    most_probable,
+    needs_of,
+    sample,
+)
 from hybridflow.rollout.native.stop_text import StopTexts
 
 SEED_BITS = (1 << 63) - 1
@@ -36,7 +43,8 @@ class SavedRow:
 
 
 class RowTable:
-    """State of at most `num_rows` rows; from the start there is room for `width` tokens and `num_stops` ending tokens each.
+    """State of at most `num_rows` rows; from the start there is room for `width` tokens and `num_stops`
+    ending tokens each.
 
     `stop_texts` finds the texts that end responses; without it no request may have any.
     """
@@ -114,7 +122,9 @@ class RowTable:
 
     def copy_of(self, row: int) -> SavedRow:
         """What the columns say of a row, to be put aside."""
-        return SavedRow({name: column[row].clone() for name, column in self._columns.items()}, list(self.top[row]))
+        return SavedRow(
+            {name: column[row].clone() for name, column in self._columns.items()}, list(self.top[row])
+        )
 
     def restore(self, row: int, saved: SavedRow) -> None:
         """Give a row that was just added what `copy_of` kept; its newest token is in the slot now, too."""
@@ -135,9 +145,14 @@ class RowTable:
         fill(self.length, [len(request.prompt_token_ids) for request in requests])
         self.prompt_length[start:stop] = self.length[start:stop]
         fill(self.limit, [one.max_tokens for one in params])
-        self.stream[start:stop] = stream_keys(torch.tensor([request.seed & SEED_BITS for request in requests], device=self.device))
+        self.stream[start:stop] = stream_keys(
+            torch.tensor([request.seed & SEED_BITS for request in requests], device=self.device)
+        )
         fill(self.temperature, [1.0 if one.takes_argmax else one.temperature for one in params])
-        fill(self.top_k, [one.top_k if one.limits_tokens and one.top_k > 0 else self.vocabulary for one in params])
+        fill(
+            self.top_k,
+            [one.top_k if one.limits_tokens and one.top_k > 0 else self.vocabulary for one in params],
+        )
         fill(self.top_p, [one.top_p if one.limits_tokens else 1.0 for one in params])
         fill(self.min_p, [one.min_p if one.limits_tokens else 0.0 for one in params])
         fill(self.greedy, [one.takes_argmax for one in params])
@@ -152,7 +167,13 @@ class RowTable:
         self.ended_by += [None] * len(requests)
         self.top += [[] for _ in requests]
 
-    def _fill_edits(self, rows: slice, params: Sequence[SamplingParams], requests: Sequence[GenerationRequest], plan: SamplingPlan) -> None:
+    def _fill_edits(
+        self,
+        rows: slice,
+        params: Sequence[SamplingParams],
+        requests: Sequence[GenerationRequest],
+        plan: SamplingPlan,
+    ) -> None:
         """What changes the logits of new rows, where they ask for it."""
         if plan.any(sampling.MIN_TOKENS):
             self.min_tokens[rows] = torch.tensor([one.min_tokens for one in params], device=self.device)
@@ -160,8 +181,13 @@ class RowTable:
             self.min_tokens[rows] = 0
         self.penalty[rows] = 1
         if plan.any(sampling.REPETITION):
-            self._widen("history", max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests))
-            self.penalty[rows] = torch.tensor([one.repetition_penalty for one in params], dtype=self.penalty.dtype, device=self.device)
+            self._widen(
+                "history",
+                max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests),
+            )
+            self.penalty[rows] = torch.tensor(
+                [one.repetition_penalty for one in params], dtype=self.penalty.dtype, device=self.device
+            )
             for row in plan.rows(sampling.REPETITION):
                 prompt = requests[row].prompt_token_ids
                 self.history[rows.start + row, : len(prompt)] = torch.tensor(prompt, device=self.device)
@@ -170,15 +196,23 @@ class RowTable:
                 self._widen(name, max(len(one.logit_bias) for one in params))
         if depth := self.bias.shape[1]:
             padded = [[*one.logit_bias, *[(0, 0.0)] * (depth - len(one.logit_bias))] for one in params]
-            self.bias_token[rows] = torch.tensor([[token for token, _ in row] for row in padded], device=self.device)
-            self.bias[rows] = torch.tensor([[bias for _, bias in row] for row in padded], dtype=self.bias.dtype, device=self.device)
+            self.bias_token[rows] = torch.tensor(
+                [[token for token, _ in row] for row in padded], device=self.device
+            )
+            self.bias[rows] = torch.tensor(
+                [[bias for _, bias in row] for row in padded], dtype=self.bias.dtype, device=self.device
+            )
 
     def choose(self, start: int, logits: Tensor, version: int) -> Tensor:
-        """Sample one token for each row from `start` on, of logits [n, V], and append it; [n] bool of those that are finished by it."""
+        """Sample one token for each row from `start` on, of logits [n, V], and append it; [n] bool of those
+        that are finished by it.
+        """
         rows = slice(start, self.count)
         plan = SamplingPlan(self.needs[rows])
         settings = RowSettings(
-            uniforms(self.stream[rows], self.generated[rows], self.log_probs.dtype) if plan.any(sampling.DRAWN) else None,
+            uniforms(self.stream[rows], self.generated[rows], self.log_probs.dtype)
+            if plan.any(sampling.DRAWN)
+            else None,
             *(column[rows] for column in (self.temperature, self.top_k, self.top_p, self.min_p, self.greedy)),
         )
 
@@ -194,7 +228,9 @@ class RowTable:
         return finished
 
     def _edited(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> Tensor:
-        """A copy of logits [n, V] with the bias of the request, then its repetition penalty, then without ends before `min_tokens`."""
+        """A copy of logits [n, V] with the bias of the request, then its repetition penalty, then without
+        ends before `min_tokens`.
+        """
         edited = logits.clone()
         if plan.any(sampling.LOGIT_BIAS):
             edited.scatter_add_(1, self.bias_token[rows], self.bias[rows])
@@ -212,12 +248,18 @@ class RowTable:
             edited.scatter_add_(1, stops.clamp(min=0), nothing.masked_fill_(forbidden, -float("inf")))
         return edited
 
-    def _keep_top(self, start: int, asking: list[int], logits: Tensor, settings: RowSettings, chosen: Sampled) -> None:
+    def _keep_top(
+        self, start: int, asking: list[int], logits: Tensor, settings: RowSettings, chosen: Sampled
+    ) -> None:
         """Keep the most probable tokens of the rows start + `asking`."""
         wanted = [self.requests[start + row].sampling.top_log_probs for row in asking]
         index = torch.tensor(asking, device=self.device)
-        best = most_probable(logits[index], settings.temperature[index], chosen.normalizer[index], max(wanted))
-        for row, count, tokens, log_probs in zip(asking, wanted, *(column.tolist() for column in best), strict=True):
+        best = most_probable(
+            logits[index], settings.temperature[index], chosen.normalizer[index], max(wanted)
+        )
+        for row, count, tokens, log_probs in zip(
+            asking, wanted, *(column.tolist() for column in best), strict=True
+        ):
             pairs = sorted(zip(tokens, log_probs), key=lambda pair: (-pair[1], pair[0]))
             self.top[start + row].append(pairs[:count])
 
@@ -239,7 +281,9 @@ class RowTable:
         return stopped | (generated >= self.limit[rows]) | ~log_probs.isfinite()
 
     def _find_texts(self, start: int, watched: list[int], finished: Tensor) -> None:
-        """Mark as finished those of the rows start + `watched` whose newest token completed one of their stop texts."""
+        """Mark as finished those of the rows start + `watched` whose newest token completed one of their stop
+        texts.
+        """
         assert self.stop_texts is not None, "a request with stop texts is refused where nothing can decode"
         newest = self.last_token[start : self.count].tolist()
         for row in watched:
@@ -259,7 +303,9 @@ class RowTable:
         generated = self.generated[index]
         longest = int(generated.max())
         stopped = (self.last_token[index, None] == self.stops[index]).any(-1).tolist()
-        tokens, log_probs, versions = (table[index, :longest].tolist() for table in (self.tokens, self.log_probs, self.versions))
+        tokens, log_probs, versions = (
+            table[index, :longest].tolist() for table in (self.tokens, self.log_probs, self.versions)
+        )
         outputs = []
         for i, (row, length) in enumerate(zip(rows, generated.tolist())):
             request_id, error = self.requests[row].request_id, None
@@ -269,13 +315,21 @@ class RowTable:
                 length -= 1
                 ended, error = (
                     "error",
-                    f"request {request_id}: the model's logits are not finite at response token {length}; its weights may have diverged",
+                    f"request {request_id}: the model's logits are not finite at response token {length}; "
+                    "its weights may have diverged",
                 )
             stop_reason = None if ended != "stop" else tokens[i][length - 1] if stopped[i] else text
             top = self.top[row][:length] if self.needs[row] & sampling.TOP_LOG_PROBS else None
             outputs.append(
                 GenerationOutput(
-                    request_id, tokens[i][:length], log_probs[i][:length], ended, versions[i][:length], error, stop_reason, top
+                    request_id,
+                    tokens[i][:length],
+                    log_probs[i][:length],
+                    ended,
+                    versions[i][:length],
+                    error,
+                    stop_reason,
+                    top,
                 )
             )
         return outputs

@@ -1,8 +1,12 @@
-"""From logits to tokens, all rows at once, each row with its own parameters; what no row asks for costs nothing (`SamplingPlan`).
+"""From logits to tokens, all rows at once, each row with its own parameters; what no row asks for costs
+nothing (`SamplingPlan`).
 
-    logits [B, V] ──/ temperature──► exponentials ──────────────────────────► log-prob of the token: what training computes
-        └──logit_bias, repetition_penalty, min_tokens──/ temperature──► exponentials ──min_p, top_k, top_p──► weights
-    (seed, position) ──uniforms──► u [B] ──► first token whose running sum of weights passes u × their sum ◄──────┘
+    logits [B, V] ──/ temperature──► exponentials ──────────────────────────► log-prob of the token: what
+    training computes
+        └──logit_bias, repetition_penalty, min_tokens──/ temperature──► exponentials ──min_p, top_k, top_p──►
+        weights
+    (seed, position) ──uniforms──► u [B] ──► first token whose running sum of weights passes u × their sum
+    ◄──────┘
 
 Nothing that changes which token is chosen enters its log-prob: training knows the temperature alone.
 """
@@ -20,15 +24,21 @@ from torch import Tensor
 from hybridflow.rollout.base import SamplingParams
 
 CHUNK_BYTES = 4 * 2**20
-"""On CPU, rows whose logits take about this much are sampled together: the passes over them then stay in the cache."""
+"""On CPU, rows whose logits take about this much are sampled together: the passes over them then stay in the
+cache.
+"""
 ONE_LEVEL = 1024
-"""Vocabularies up to this size have one running sum; larger ones have one over blocks and one inside of the block that is hit."""
+"""Vocabularies up to this size have one running sum; larger ones have one over blocks and one inside of the
+block that is hit.
+"""
 BLOCK = 64
 LEADERS = 64
 """Top-k and top-p look at so many of the most probable tokens before they sort a large vocabulary."""
 
 # what a row may ask for
-DRAWN, GREEDY, TEMPERATURE, MIN_P, LEADING, LOGIT_BIAS, REPETITION, MIN_TOKENS, STOP_TEXTS, TOP_LOG_PROBS = (1 << bit for bit in range(10))
+DRAWN, GREEDY, TEMPERATURE, MIN_P, LEADING, LOGIT_BIAS, REPETITION, MIN_TOKENS, STOP_TEXTS, TOP_LOG_PROBS = (
+    1 << bit for bit in range(10)
+)
 EDITS = LOGIT_BIAS | REPETITION | MIN_TOKENS
 
 
@@ -49,8 +59,12 @@ def needs_of(params: SamplingParams) -> int:
     return sum(need for need, is_asked in asked.items() if is_asked)
 
 
-def sampling_problem(params: SamplingParams, *, vocabulary: int, end_tokens: Iterable[int], can_decode: bool) -> str | None:
-    """Why the native engine cannot sample so, of a model with this vocabulary whose responses end with `end_tokens`; None where it can."""
+def sampling_problem(
+    params: SamplingParams, *, vocabulary: int, end_tokens: Iterable[int], can_decode: bool
+) -> str | None:
+    """Why the native engine cannot sample so, of a model with this vocabulary whose responses end with
+    `end_tokens`; None where it can.
+    """
     for token, bias in params.logit_bias:
         if not 0 <= token < vocabulary:
             return f"logit_bias holds token id {token}, and the model's vocabulary is 0..{vocabulary - 1}"
@@ -62,7 +76,10 @@ def sampling_problem(params: SamplingParams, *, vocabulary: int, end_tokens: Ite
     if params.top_log_probs > vocabulary:
         return f"top_log_probs={params.top_log_probs}, and the model's vocabulary has {vocabulary} tokens"
     if params.stop and not can_decode:
-        return f"stop={list(params.stop)} are texts, and this engine was built without `decode`: give it one, or use stop_token_ids"
+        return (
+            f"stop={list(params.stop)} are texts, and this engine was built without `decode`: give it "
+            "one, or use stop_token_ids"
+        )
     return None
 
 
@@ -86,7 +103,11 @@ class SamplingPlan:
 
     def rows(self, need: int, start: int = 0, stop: int | None = None) -> list[int]:
         """Which of the rows start..stop ask for it, counted from `start`."""
-        return [row for row, needs in enumerate(self._needs[start:stop]) if needs & need] if self._all & need else []
+        return (
+            [row for row, needs in enumerate(self._needs[start:stop]) if needs & need]
+            if self._all & need
+            else []
+        )
 
 
 @dataclass(frozen=True)
@@ -123,16 +144,19 @@ class Sampled(NamedTuple):
 
 
 Edit = Callable[[Tensor, slice], Tensor]
-"""(logits [n, V], which rows these are) -> the logits that tokens are chosen by; its argument stays as it is."""
+"""(logits [n, V], which rows these are) -> the logits that tokens are chosen by; its argument stays as it is.
+"""
 
 
 def sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None = None) -> Sampled:
     """One token for each row of logits [B, V], float32 or float64.
 
-    Log-probs are log softmax(logits / temperature): what training computes, whatever `edit`, min-p, top-k and top-p did to the choice.
+    Log-probs are log softmax(logits / temperature): what training computes, whatever `edit`, min-p, top-k and
+    top-p did to the choice.
     """
     count, number = len(logits), 1
-    if logits.device.type == "cpu":  # at least two rows each: torch sums a single long one in another order where it has threads
+    # at least two rows each: torch sums a single long one in another order where it has threads
+    if logits.device.type == "cpu":
         number = max(1, count // max(2, CHUNK_BYTES // (logits.shape[1] * logits.element_size())))
     if number == 1:
         return _sample(logits, plan, settings, edit, slice(0, count))
@@ -141,7 +165,9 @@ def sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit
     return Sampled(*(torch.cat(column) for column in zip(*chosen)))
 
 
-def _sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None, rows: slice) -> Sampled:
+def _sample(
+    logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None, rows: slice
+) -> Sampled:
     by_temperature = plan.any(TEMPERATURE)
     scaled = logits / settings.temperature[:, None] if by_temperature else logits
     weights, normalizer = exponentials(scaled)
@@ -172,7 +198,8 @@ def _sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edi
 def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
     """exp(x - max x) and logsumexp(x) of each row of [n, V] -> [n, V], [n].
 
-    The latter in the very operations of `torch.logsumexp`, on which `log_probs_from_logits` stands: one pass of exponentials serves both.
+    The latter in the very operations of `torch.logsumexp`, on which `log_probs_from_logits` stands: one pass
+    of exponentials serves both.
     """
     largest = scaled.amax(-1, keepdim=True)
     weights = (scaled - largest).exp_()
@@ -180,9 +207,11 @@ def exponentials(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(weights: Tensor, uniform: Tensor, *, has_zeros: bool = True) -> Tensor:
-    """Invert the cumulative distribution: weights [B, V] ≥ 0 with any sum, uniform [B] in [0, 1) -> [B] int64.
+    """Invert the cumulative distribution: weights [B, V] ≥ 0 with any sum, uniform [B] in [0, 1) -> [B]
+    int64.
 
-    With `has_zeros` a token without weight is never drawn, also where parallel sums (CUDA) round up behind the last one that has some.
+    With `has_zeros` a token without weight is never drawn, also where parallel sums (CUDA) round up behind
+    the last one that has some.
     """
     vocabulary = weights.shape[-1]
     if vocabulary <= ONE_LEVEL:
@@ -216,25 +245,32 @@ def _running_sums(weights: Tensor, has_zeros: bool) -> Tensor:
 
 
 def _drop_below(weights: Tensor, floor: Tensor) -> None:
-    """Set weights [n, V] below floor [n] to 0, in place (a product with 0 and 1 takes a fifth of the time of a masked fill)."""
+    """Set weights [n, V] below floor [n] to 0, in place (a product with 0 and 1 takes a fifth of the time of
+    a masked fill).
+    """
     weights.mul_(torch.ge(weights, floor[:, None], out=torch.empty_like(weights)))
 
 
 def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The smallest weight that stays in each row of weights [n, V]: top_k [n] int64, top_p [n] -> [n].
 
-    Of the k largest, the fewest that reach top_p of what these k hold; a weight equal to the smallest stays too, so that the order of
-    equal ones does not matter.
+    Of the k largest, the fewest that reach top_p of what these k hold; a weight equal to the smallest stays
+    too, so that the order of equal ones does not matter.
     """
     vocabulary = weights.shape[-1]
     total, floor, waiting = weights.sum(-1), torch.empty_like(top_p), None
     for size in [*((LEADERS,) if vocabulary > ONE_LEVEL else ()), vocabulary]:
         rows = weights if waiting is None else weights[waiting]
-        limit, share, whole = (fact if waiting is None else fact[waiting] for fact in (top_k[:, None], top_p[:, None], total[:, None]))
+        limit, share, whole = (
+            fact if waiting is None else fact[waiting]
+            for fact in (top_k[:, None], top_p[:, None], total[:, None])
+        )
         leaders = largest(rows, size)
         ranks = torch.arange(size, device=weights.device)
         held = (leaders * (ranks < limit)).cumsum(-1)
-        enough = (share * torch.where(limit <= size, held[:, -1:], whole)).masked_fill_(share >= 1, float("inf"))
+        enough = (share * torch.where(limit <= size, held[:, -1:], whole)).masked_fill_(
+            share >= 1, float("inf")
+        )
         kept = ((held - leaders < enough) & (ranks < limit)).sum(-1, keepdim=True)
         found = leaders.gather(-1, (kept - 1).clamp_(min=0))[:, 0]
         if waiting is None:
@@ -243,7 +279,8 @@ def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
             floor[waiting] = found
         if size == vocabulary:
             break
-        # a row that neither has its k among the leaders nor reaches its share with them waits for the whole vocabulary
+        # a row that neither has its k among the leaders nor reaches its share with them waits for the whole
+        # vocabulary
         waiting = ((limit > size) & (held[:, -1:] < enough)).nonzero()[:, 0]
         if not len(waiting):
             break
@@ -266,7 +303,11 @@ def largest(weights: Tensor, count: int) -> Tensor:
     return weights.sort(descending=True).values
 
 
-def most_probable(logits: Tensor, temperature: Tensor, normalizer: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` most probable tokens and their log-probs: logits [n, V], temperature and normalizer [n] -> [n, count] each."""
+def most_probable(
+    logits: Tensor, temperature: Tensor, normalizer: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The `count` most probable tokens and their log-probs: logits [n, V], temperature and normalizer [n] ->
+    [n, count] each.
+    """
     values, tokens = (logits / temperature[:, None]).topk(count)
     return tokens, values - normalizer[:, None]

@@ -1,10 +1,12 @@
 """Which waiting requests enter next: groups of one prompt, in the order in which they came.
 
-    add ──► groups [A A A][B][C C] ──next_batch──► admissions: who enters, and which tokens of its prompt are to be computed now
-              ▲ rows that made room                 (a prompt longer than a pass: one piece, and nobody enters before the last)
+    add ──► groups [A A A][B][C C] ──next_batch──► admissions: who enters, and which tokens of its prompt are
+    to be computed now
+              ▲ rows that made room                 (a prompt longer than a pass: one piece, and nobody enters
+              before the last)
 
-Waiting requests with the same prompt ids form a group, which is prefilled once. Because groups enter in order, at most one group has
-entered only in part, and at most one prompt is prefilled in part.
+Waiting requests with the same prompt ids form a group, which is prefilled once. Because groups enter in
+order, at most one group has entered only in part, and at most one prompt is prefilled in part.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Waiting:
     @property
     def context(self) -> tuple[int, ...]:
         """The tokens that have to be in its slot before its next one can be sampled."""
-        return self.request.prompt_token_ids + (() if self.aside is None else tuple(self.aside.so_far.token_ids))
+        return self.request.prompt_token_ids + (
+            () if self.aside is None else tuple(self.aside.so_far.token_ids)
+        )
 
 
 @dataclass(eq=False)
@@ -79,7 +83,9 @@ class Admission:
 
 
 FreeRows = Callable[[int, Sequence[Admission], Sequence[int], Prefix | None], int]
-"""From the slots that are taken, the batch so far, the next context and what is at hand of it: how many rows of it may enter."""
+"""From the slots that are taken, the batch so far, the next context and what is at hand of it: how many rows
+of it may enter.
+"""
 
 Find = Callable[[tuple[int, ...]], Prefix | None]
 """Which beginning of a prompt is at hand."""
@@ -127,7 +133,9 @@ class Scheduler:
             group.waiting.append(Waiting(request))
 
     def put_back(self, rows: Sequence[Waiting]) -> None:
-        """Rows that made room are the next to enter, in this order; a prompt that was prefilled in part begins anew."""
+        """Rows that made room are the next to enter, in this order; a prompt that was prefilled in part
+        begins anew.
+        """
         self.begin_anew()
         for one in reversed(rows):
             group = self._by_context.get(one.context)
@@ -144,15 +152,19 @@ class Scheduler:
     def may_enter(self, running: int) -> bool:
         """Whether to admit now, with `running` rows decoding.
 
-        Rows enter in batches of a sixteenth of the slots: a prefill pass costs about as much for one prompt as for ten.
+        Rows enter in batches of a sixteenth of the slots: a prefill pass costs about as much for one prompt
+        as for ten.
         """
         if not self._groups:
             return False
         free = self.max_rows - running
         return running == 0 or free >= max(1, self.max_rows // 16)
 
-    def next_batch(self, running: int, free_rows: FreeRows | None = None, find: Find = _nothing) -> list[Admission]:
-        """Take groups for one prefill pass of at most `max_batched_tokens` new tokens, while `running` rows decode.
+    def next_batch(
+        self, running: int, free_rows: FreeRows | None = None, find: Find = _nothing
+    ) -> list[Admission]:
+        """Take groups for one prefill pass of at most `max_batched_tokens` new tokens, while `running` rows
+        decode.
 
         `free_rows`: how many more the memory holds.
         """

@@ -15,9 +15,11 @@ from hybridflow.rollout.native.generation import Generation
 
 
 class Session:
-    """What `NativeEngine.open` gives; one thread at a time calls it. The module is in eval mode until `close`.
+    """What `NativeEngine.open` gives; one thread at a time calls it. The module is in eval mode until
+    `close`.
 
-    Weights may change between two steps (`NativeEngine.update_weights`, `set_version`): tokens sampled from then on carry the new version.
+    Weights may change between two steps (`NativeEngine.update_weights`, `set_version`): tokens sampled from
+    then on carry the new version.
     """
 
     def __init__(
@@ -28,7 +30,9 @@ class Session:
         replica: Replica,
         closed: Callable[[bool], None],
     ) -> None:
-        """`problem`: why a request cannot be served; `closed` is told whether values that are not finite came up."""
+        """`problem`: why a request cannot be served; `closed` is told whether values that are not finite came
+        up.
+        """
         self._generation, self._problem, self._replica, self._closed = generation, problem, replica, closed
         self._open, self._broken = True, False
         self._live: set[int] = set()
@@ -43,7 +47,9 @@ class Session:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not entered, those among them whose prompt is prefilled in part or that made room."""
+        """Requests that have not entered, those among them whose prompt is prefilled in part or that made
+        room.
+        """
         return self._generation.scheduler.num_waiting
 
     @property
@@ -60,7 +66,9 @@ class Session:
         requests = list(requests)
         ids = {request.request_id for request in requests}
         if len(ids) != len(requests) or ids & self._live:
-            raise RolloutError("two requests that run at the same time have the same request_id: they must be unique")
+            raise RolloutError(
+                "two requests that run at the same time have the same request_id: they must be unique"
+            )
         problems = {request.request_id: self._problem(request) for request in requests}
         good = [request for request in requests if problems[request.request_id] is None]
         self._live |= {request.request_id for request in good}
@@ -72,7 +80,8 @@ class Session:
         ]
 
     def step(self) -> list[GenerationOutput]:
-        """One round: who may enter does, prompts are prefilled up to the token budget, each row gets a token; those that finished.
+        """One round: who may enter does, prompts are prefilled up to the token budget, each row gets a token;
+        those that finished.
 
         Ranks of a replica call it together.
         """
@@ -87,7 +96,9 @@ class Session:
         return outputs
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End these requests now; their partial responses come back here, with reason "abort". Unknown ids are no error."""
+        """End these requests now; their partial responses come back here, with reason "abort". Unknown ids
+        are no error.
+        """
         outputs = self._generation.abort(set(request_ids))
         self._live -= {output.request_id for output in outputs}
         return outputs

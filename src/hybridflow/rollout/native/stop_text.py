@@ -1,7 +1,8 @@
 """Responses that end with a text: which token completes it.
 
 newest token ──could its text hold the last character of a stop text?──► no: nothing is decoded
-                                    └──► the last few tokens as text, with and without the newest ──► the text it completed
+                                    └──► the last few tokens as text, with and without the newest ──► the text
+                                    it completed
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ Decode = Callable[[Sequence[int]], str]
 
 CUT = "\ufffd"
 MARGIN = 4
-"""Characters at the start of a piece of text that may be wrong: the tokens before it hold the rest of a character, or a space."""
+"""Characters at the start of a piece of text that may be wrong: the tokens before it hold the rest of a
+character, or a space.
+"""
 MAX_REMEMBERED = 1024
 """Sets of stop texts, of a server's clients, about which what was learned is kept."""
 
@@ -27,7 +30,9 @@ class StopTexts:
         self._suspects: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
-        """Whether a response that ends with `token` needs a look: no text of `stop` can end in it where this is False."""
+        """Whether a response that ends with `token` needs a look: no text of `stop` can end in it where this
+        is False.
+        """
         if stop not in self._suspects and len(self._suspects) >= MAX_REMEMBERED:
             self._suspects.clear()
         known = self._suspects.setdefault(stop, {})
@@ -40,7 +45,9 @@ class StopTexts:
         return known[token]
 
     def completed(self, tokens: Sequence[int], stop: tuple[str, ...]) -> str | None:
-        """The text of `stop` that the last of the response's `tokens` completed, the one that ends first if several; None: none."""
+        """The text of `stop` that the last of the response's `tokens` completed, the one that ends first if
+        several; None: none.
+        """
         longest = max(len(text) for text in stop)
         width = 1 + max(len(text.encode()) for text in stop)
         while True:

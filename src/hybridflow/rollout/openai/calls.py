@@ -15,7 +15,9 @@ T = TypeVar("T")
 
 
 class Calls(Generic[T]):
-    """Named jobs on one client, at most `max_concurrent` at a time; for one reader, and `cancel` for any thread."""
+    """Named jobs on one client, at most `max_concurrent` at a time; for one reader, and `cancel` for any
+    thread.
+    """
 
     def __init__(
         self,
@@ -75,7 +77,9 @@ class Calls(Generic[T]):
     async def _all(self) -> None:
         turn = asyncio.Semaphore(self._max_concurrent)
         async with self._connect() as client:
-            self._tasks = {name: asyncio.ensure_future(self._finish(name, client, turn)) for name in self._jobs}
+            self._tasks = {
+                name: asyncio.ensure_future(self._finish(name, client, turn)) for name in self._jobs
+            }
             await asyncio.gather(*self._tasks.values())
 
     async def _finish(self, name: int, client: httpx.AsyncClient, turn: asyncio.Semaphore) -> None:

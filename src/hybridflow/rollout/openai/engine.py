@@ -1,6 +1,8 @@
-"""The openai engine: an endpoint that speaks the OpenAI API, for evaluation and for frozen teachers and judges.
+"""The openai engine: an endpoint that speaks the OpenAI API, for evaluation and for frozen teachers and
+judges.
 
-    requests ──at most `max_concurrent` at a time──► POST /completions, again after a failure until the deadline ──► outputs, as they come
+    requests ──at most `max_concurrent` at a time──► POST /completions, again after a failure until the
+    deadline ──► outputs, as they come
 
 Its weights are the endpoint's: what would change them is refused.
 """
@@ -17,7 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.errors import RolloutError, install_extra
-from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
+from hybridflow.rollout.base import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    RolloutStats,
+    SamplingParams,
+)
 from hybridflow.rollout.openai.calls import Calls
 from hybridflow.rollout.openai.wire import completion_body, finish_of, read_completion, sampling_fields
 from hybridflow.rollout.requests import check_ids, refused
@@ -51,9 +59,10 @@ class EndpointError(RolloutError):
 class OpenAIEngine:
     """A `RolloutEngine` over HTTP. `base_url` ends in /v1, as a rule.
 
-    `extended`: the endpoint knows vLLM's fields; without them it gives no token ids, and only `chat` can be used. `deadline`: seconds for a
-    request with all of its tries. Log-probs are the server's own: vLLM's are temperature-only with `--logprobs-mode processed_logprobs`
-    and no top-k or top-p, `hybridflow serve`'s always.
+    `extended`: the endpoint knows vLLM's fields; without them it gives no token ids, and only `chat` can be
+    used. `deadline`: seconds for a request with all of its tries. Log-probs are the server's own: vLLM's are
+    temperature-only with `--logprobs-mode processed_logprobs` and no top-k or top-p, `hybridflow serve`'s
+    always.
     """
 
     def __init__(
@@ -85,8 +94,10 @@ class OpenAIEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Raises RolloutError: the endpoint's weights are its own."""
         raise RolloutError(
-            f"the openai engine cannot update the weights of {self.base_url}: they are the endpoint's own. To train, use "
-            "actor_rollout_ref.rollout.name=native, or another engine that docs/rollout/engines.md lists with weight updates"
+            f"the openai engine cannot update the weights of {self.base_url}: they are the endpoint's own. "
+            "To train, use "
+            "actor_rollout_ref.rollout.name=native, or another engine that docs/rollout/engines.md lists "
+            "with weight updates"
         )
 
     def set_version(self, version: int) -> None:
@@ -97,30 +108,39 @@ class OpenAIEngine:
     def sleep(self, level: int = 1) -> None:
         """Nothing to give back: there is no memory of the endpoint here. RolloutError while generating."""
         if self._calls is not None:
-            raise RolloutError("sleep() was called while generate() is running: read its outputs to the end first")
+            raise RolloutError(
+                "sleep() was called while generate() is running: read its outputs to the end first"
+            )
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Nothing to do."""
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests of the running `generate` by closing their connections; what they had so far is the server's and is lost."""
+        """End requests of the running `generate` by closing their connections; what they had so far is the
+        server's and is lost.
+        """
         ended = [] if self._calls is None else self._calls.cancel(set(request_ids))
         return [GenerationOutput(request_id, [], [], "abort", []) for request_id in ended]
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One output per request, as they come; a request that fails for good gives reason "error" and the others go on.
+        """One output per request, as they come; a request that fails for good gives reason "error" and the
+        others go on.
 
         RolloutError for a repeated request id and for a second call while one is running.
         """
         check_ids(requests)
         if self._calls is not None:
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+            raise RolloutError(
+                "generate() was called while another one is running: read its outputs to the end first"
+            )
         self._stats = RolloutStats()
         return self._generate(requests)
 
     def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         if self._calls is not None:
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+            raise RolloutError(
+                "generate() was called while another one is running: read its outputs to the end first"
+            )
         started = perf_counter()
         jobs = {request.request_id: partial(self._one, request) for request in requests}
         self._calls = Calls(jobs, self._client, self.max_concurrent)
@@ -139,8 +159,13 @@ class OpenAIEngine:
             return await self._one(request, client)
 
     def chat(self, conversations: Sequence[Sequence[Message]], sampling: SamplingParams) -> list[TextAnswer]:
-        """An answer to each conversation ({role, content} each), in their order: text alone, which any endpoint gives."""
-        jobs = {place: partial(self._chat, place, messages, sampling) for place, messages in enumerate(conversations)}
+        """An answer to each conversation ({role, content} each), in their order: text alone, which any
+        endpoint gives.
+        """
+        jobs = {
+            place: partial(self._chat, place, messages, sampling)
+            for place, messages in enumerate(conversations)
+        }
         calls = Calls(jobs, self._client, self.max_concurrent)
         try:
             answers = dict(calls.results())
@@ -149,7 +174,9 @@ class OpenAIEngine:
         return [answers[place] for place in range(len(conversations))]
 
     def _client(self) -> httpx.AsyncClient:
-        limits = httpx.Limits(max_connections=self.max_concurrent, max_keepalive_connections=self.max_concurrent)
+        limits = httpx.Limits(
+            max_connections=self.max_concurrent, max_keepalive_connections=self.max_concurrent
+        )
         return httpx.AsyncClient(headers=self._headers, limits=limits, timeout=httpx.Timeout(self.deadline))
 
     async def _one(self, request: GenerationRequest, client: httpx.AsyncClient) -> GenerationOutput:
@@ -157,7 +184,9 @@ class OpenAIEngine:
             return refused(request, "the prompt is empty; at least one token is needed to predict the next")
         try:
             body = completion_body(request, self.model, extended=self.extended)
-            return read_completion(await self._post(client, "/completions", body), request, self.policy_version)
+            return read_completion(
+                await self._post(client, "/completions", body), request, self.policy_version
+            )
         except (RolloutError, LookupError, TypeError, ValueError) as error:
             return refused(request, self._said(error))
 
@@ -165,14 +194,22 @@ class OpenAIEngine:
         self, place: int, messages: Sequence[Message], sampling: SamplingParams, client: httpx.AsyncClient
     ) -> tuple[int, TextAnswer]:
         try:
-            body = {"model": self.model, "messages": list(messages), **sampling_fields(sampling, extended=self.extended)}
+            body = {
+                "model": self.model,
+                "messages": list(messages),
+                **sampling_fields(sampling, extended=self.extended),
+            }
             choice = (await self._post(client, "/chat/completions", body))["choices"][0]
             return place, TextAnswer(choice["message"]["content"] or "", finish_of(choice))
         except (RolloutError, LookupError, TypeError, ValueError) as error:
             return place, TextAnswer("", "error", self._said(error))
 
     def _said(self, error: Exception) -> str:
-        what = str(error) if isinstance(error, RolloutError) else f"its answer cannot be read: {type(error).__name__}: {error}"
+        what = (
+            str(error)
+            if isinstance(error, RolloutError)
+            else f"its answer cannot be read: {type(error).__name__}: {error}"
+        )
         return f"openai engine at {self.base_url} (model {self.model}): {what}"
 
     async def _post(self, client: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +233,8 @@ class OpenAIEngine:
                 break
             await asyncio.sleep(pause)
         raise EndpointError(
-            f"no success within {self.deadline:g} s in {tries} tries, the last: {last}. Is it running? Raise `deadline` if slow"
+            f"no success within {self.deadline:g} s in {tries} tries, the last: {last}. Is it running? "
+            "Raise `deadline` if slow"
         )
 
 
@@ -222,4 +260,8 @@ def seconds_to_wait(answer: httpx.Response) -> float:
 def _size(body: dict[str, Any]) -> str:
     """How long it is, which servers that refuse it for that do not always say."""
     prompt = body.get("prompt")
-    return f" ({len(prompt)} prompt tokens, max_tokens={body.get('max_tokens')})" if isinstance(prompt, list) else ""
+    return (
+        f" ({len(prompt)} prompt tokens, max_tokens={body.get('max_tokens')})"
+        if isinstance(prompt, list)
+        else ""
+    )

@@ -1,6 +1,7 @@
 """What goes to an OpenAI-compatible endpoint and what comes back, as plain data.
 
-The fields beyond OpenAI's own (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`, …) are vLLM's, which `hybridflow serve` has too.
+The fields beyond OpenAI's own (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`, …) are vLLM's, which
+`hybridflow serve` has too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ _FINISH = ("stop", "length", "abort")
 
 
 def sampling_fields(sampling: SamplingParams, *, extended: bool) -> dict[str, Any]:
-    """The fields of a body that say how tokens are chosen; RolloutError for what OpenAI's own API has no field for."""
-    fields: dict[str, Any] = {"max_tokens": sampling.max_tokens, "temperature": 0.0 if sampling.takes_argmax else sampling.temperature}
+    """The fields of a body that say how tokens are chosen; RolloutError for what OpenAI's own API has no
+    field for.
+    """
+    fields: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": 0.0 if sampling.takes_argmax else sampling.temperature,
+    }
     beyond: dict[str, Any] = {}
     if sampling.limits_tokens:
         if sampling.top_p < 1:
@@ -39,7 +45,8 @@ def sampling_fields(sampling: SamplingParams, *, extended: bool) -> dict[str, An
             beyond[name] = value
     if beyond and not extended:
         raise RolloutError(
-            f"{', '.join(sorted(beyond))}: OpenAI's API has no such field; leave out, or set extended=True for vLLM's fields"
+            f"{', '.join(sorted(beyond))}: OpenAI's API has no such field; leave out, or set extended=True "
+            "for vLLM's fields"
         )
     return {**fields, **beyond}
 
@@ -62,7 +69,8 @@ def completion_body(request: GenerationRequest, model: str, *, extended: bool) -
 
 
 def read_completion(payload: dict[str, Any], request: GenerationRequest, version: int) -> GenerationOutput:
-    """The output of the one choice in an answer; RolloutError where it holds no token ids, or lists of different length.
+    """The output of the one choice in an answer; RolloutError where it holds no token ids, or lists of
+    different length.
 
     Log-probs are what the server calls so, nan where it gives none.
     """
@@ -74,7 +82,8 @@ def read_completion(payload: dict[str, Any], request: GenerationRequest, version
         ids = [int(name.removeprefix(TOKEN_ID)) for name in names]
     if ids is None:
         raise RolloutError(
-            "the server's answer has no token ids (`token_ids`), and text is never tokenised again: use a server that knows "
+            "the server's answer has no token ids (`token_ids`), and text is never tokenised again: use a "
+            "server that knows "
             "return_token_ids (hybridflow serve, vLLM), or ask for text alone with chat()"
         )
     values = log_probs.get("token_logprobs") or [None] * len(ids)
@@ -84,7 +93,10 @@ def read_completion(payload: dict[str, Any], request: GenerationRequest, version
     if request.sampling.top_log_probs:
         top = [_top(entry, request.sampling.top_log_probs) for entry in log_probs.get("top_logprobs") or []]
         if len(top) != len(ids):
-            raise RolloutError(f"the server's answer has {len(ids)} tokens and top log-probs of {len(top)}: set top_log_probs=0")
+            raise RolloutError(
+                f"the server's answer has {len(ids)} tokens and top log-probs of {len(top)}: set "
+                "top_log_probs=0"
+            )
     reason, stop = finish_of(choice), choice.get("stop_reason")
     if reason == "stop" and stop is None and ids:
         stop = int(ids[-1])  # vLLM says so of the model's end token
@@ -103,12 +115,18 @@ def finish_of(choice: dict[str, Any]) -> FinishReason:
     """Why a choice ended; RolloutError for a reason that is none of ours."""
     reason = choice.get("finish_reason")
     if reason not in _FINISH:
-        raise RolloutError(f"the server ended a response with finish_reason={reason!r}; known are {', '.join(_FINISH)}")
+        raise RolloutError(
+            f"the server ended a response with finish_reason={reason!r}; known are {', '.join(_FINISH)}"
+        )
     return cast(FinishReason, reason)
 
 
 def _top(entry: dict[str, float], count: int) -> list[tuple[int, float]]:
     if not all(name.startswith(TOKEN_ID) for name in entry):
-        raise RolloutError("the server names the most probable tokens by their text, which does not tell them apart: set top_log_probs=0")
+        raise RolloutError(
+            "the server names the most probable tokens by their text, which does not tell them apart: set "
+            "top_log_probs=0"
+        )
     pairs = [(int(name.removeprefix(TOKEN_ID)), float(value)) for name, value in entry.items()]
-    return sorted(pairs, key=lambda pair: -pair[1])[:count]  # servers add the sampled token where it is not among them
+    # servers add the sampled token where it is not among them
+    return sorted(pairs, key=lambda pair: -pair[1])[:count]

@@ -1,1 +1,3 @@
-"""Weights into an engine that has its own, in another process or in this one: bucket by bucket, each tensor with its checksum."""
+"""Weights into an engine that has its own, in another process or in this one: bucket by bucket, each tensor
+with its checksum.
+"""

@@ -1,9 +1,10 @@
-"""Frames of JSON between the process that sends weights and those that receive them, over one TCP connection each.
+"""Frames of JSON between the process that sends weights and those that receive them, over one TCP connection
+each.
 
     Listener ◄── connect, token ── Channel of a receiver          then frames in turn: length [4 bytes], JSON
 
-The tensors themselves do not travel here, but by a transport (`transports.py`). A connection that closes too early is an error on both
-sides.
+The tensors themselves do not travel here, but by a transport (`transports.py`). A connection that closes too
+early is an error on both sides.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Listener:
         self.host, self.port = host, int(self._socket.getsockname()[1])
 
     def accept(self, count: int, *, timeout: float, failed: Callable[[], bool]) -> list[Channel]:
-        """The channels of `count` receivers; RolloutError where they do not come, or once `failed` says that none will."""
+        """The channels of `count` receivers; RolloutError where they do not come, or once `failed` says that
+        none will.
+        """
         channels: list[Channel] = []
         self._socket.settimeout(0.2)
         end = time.monotonic() + timeout
@@ -74,12 +77,16 @@ class Listener:
             if failed() or time.monotonic() > end:
                 for channel in channels:
                     channel.close()
-                raise RolloutError(f"{len(channels)} of {count} workers of the engine came to fetch weights within {timeout:.0f} s")
+                raise RolloutError(
+                    f"{len(channels)} of {count} workers of the engine came to fetch weights within "
+                    f"{timeout:.0f} s"
+                )
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            connection.settimeout(_TOKEN_S)  # whoever has it sends it at once: a stranger's silence must not hold the others up
+            # whoever has it sends it at once: a stranger's silence must not hold the others up
+            connection.settimeout(_TOKEN_S)
             try:
                 known = hmac.compare_digest(read_exactly(connection, _TOKEN_BYTES), self.token.encode())
             except RolloutError:

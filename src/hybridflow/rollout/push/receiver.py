@@ -1,4 +1,6 @@
-"""The engine's side of a push, in the process that has the engine's weights: takes them in, and knows which version they are."""
+"""The engine's side of a push, in the process that has the engine's weights: takes them in, and knows which
+version they are.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ NOTHING = -1
 """The version of weights that nobody has pushed, or of which only a part came."""
 
 Part = Literal["whole", "base", "adapters"]
-"""What a push brings: all that the model computes with, or what is below its adapters, or the adapters alone."""
+"""What a push brings: all that the model computes with, or what is below its adapters, or the adapters alone.
+"""
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
 """Takes weights into the engine's model; reads to the end."""
@@ -40,7 +43,9 @@ class Receiver:
         self.version, self.has_base = NOTHING, False
 
     def receive(self, load: Load, receipt: dict[str, Any]) -> dict[str, Any]:
-        """Fetch a push from the sender that `receipt` names: {"version": …} or {"error": …}, after which the version is `NOTHING`."""
+        """Fetch a push from the sender that `receipt` names: {"version": …} or {"error": …}, after which the
+        version is `NOTHING`.
+        """
         try:
             channel = Channel.connect(receipt["host"], receipt["port"], receipt["token"], receipt["timeout"])
             try:
@@ -51,8 +56,11 @@ class Receiver:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"version": self.version}
 
-    def take(self, load: Load, weights: Iterable[tuple[str, Tensor, int]], version: int, part: Part = "whole") -> None:
-        """Load weights that come with the checksums they were sent with; RolloutError for one that is not what was sent.
+    def take(
+        self, load: Load, weights: Iterable[tuple[str, Tensor, int]], version: int, part: Part = "whole"
+    ) -> None:
+        """Load weights that come with the checksums they were sent with; RolloutError for one that is not
+        what was sent.
 
         A base alone has no version: nothing is generated before its adapters have come.
         """
@@ -66,16 +74,23 @@ class Receiver:
         self._names[part], self.has_base = frozenset(self.checksums), part != "whole"
         self.version = NOTHING if part == "base" else version
 
-    def _compared(self, weights: Iterable[tuple[str, Tensor, int]], part: Part) -> Iterator[tuple[str, Tensor]]:
+    def _compared(
+        self, weights: Iterable[tuple[str, Tensor, int]], part: Part
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, sent in weights:
             here = int(bit_sum(tensor, Box.whole(tensor.shape)))
             if here != sent:
-                raise RolloutError(f"{name} did not arrive as it was sent: its checksum was {sent % 2**64:016x} and is {here % 2**64:016x}")
+                raise RolloutError(
+                    f"{name} did not arrive as it was sent: its checksum was {sent % 2**64:016x} and is "
+                    f"{here % 2**64:016x}"
+                )
             self.checksums[name] = here
             yield name, tensor
         lacking = sorted(self._names.get(part, frozenset()) - frozenset(self.checksums))
         if lacking:
-            raise RolloutError(f"{len(lacking)} tensors that an earlier push had are not in this one, such as {lacking[0]}")
+            raise RolloutError(
+                f"{len(lacking)} tensors that an earlier push had are not in this one, such as {lacking[0]}"
+            )
         self._complete = True
 
     def _arriving(self, channel: Channel) -> Iterator[tuple[str, Tensor, int]]:

@@ -3,7 +3,8 @@
     weights ──bucket──► Writer ─────────────► Reader ──► engine's worker
                  └─entries, checksums─ Channel ─► compared with what arrived ──ack──► the next bucket
 
-The engine's workers are called by `call`, which comes back when they have taken everything in; so it runs in a thread beside the sending.
+The engine's workers are called by `call`, which comes back when they have taken everything in; so it runs in
+a thread beside the sending.
 """
 
 from __future__ import annotations
@@ -21,11 +22,20 @@ from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel, Listener
-from hybridflow.rollout.push.transports import ALIGNMENT, CudaIpcWriter, Entry, GroupWriter, SharedMemoryWriter, Writer
+from hybridflow.rollout.push.transports import (
+    ALIGNMENT,
+    CudaIpcWriter,
+    Entry,
+    GroupWriter,
+    SharedMemoryWriter,
+    Writer,
+)
 
 BUCKET_BYTES = 256 * 2**20
 _CACHED_BYTES = 16 * 2**20
-"""Of a buffer in shared memory, which is written and read again and again: a larger one costs more in page faults than it saves."""
+"""Of a buffer in shared memory, which is written and read again and again: a larger one costs more in page
+faults than it saves.
+"""
 LOOPBACK = "127.0.0.1"
 
 Transport = Literal["shared_memory", "cuda_ipc", "process_group"]
@@ -53,13 +63,21 @@ def push(
     timeout: float = 300.0,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Bring weights, called `version`, to the `workers` processes of an engine, whose `hybridflow_receive` is called.
+    """Bring weights, called `version`, to the `workers` processes of an engine, whose `hybridflow_receive` is
+    called.
 
-    `host`: the address of this machine that the workers reach. `more`: what the workers shall know besides, as JSON. RolloutError where
-    not all arrived as sent: the engine then has no version.
+    `host`: the address of this machine that the workers reach. `more`: what the workers shall know besides,
+    as JSON. RolloutError where not all arrived as sent: the engine then has no version.
     """
     listener = Listener(host)
-    receipt = {"host": host, "port": listener.port, "token": listener.token, "version": version, "timeout": timeout, **more}
+    receipt = {
+        "host": host,
+        "port": listener.port,
+        "token": listener.token,
+        "version": version,
+        "timeout": timeout,
+        **more,
+    }
     with ThreadPoolExecutor(1, thread_name_prefix="push") as pool:
         job = pool.submit(call, "hybridflow_receive", receipt)
         broken: RolloutError | None = None
@@ -80,10 +98,19 @@ def push(
 def _judge(job: Future[list[Any]], version: int, broken: RolloutError | None) -> None:
     said = [answer["error"] for answer in job.result() if "error" in answer]
     if said or broken is not None:
-        raise RolloutError(f"weights of version {version} did not reach the engine: {said[0] if said else broken}") from broken
+        raise RolloutError(
+            f"weights of version {version} did not reach the engine: {said[0] if said else broken}"
+        ) from broken
 
 
-def _send(channels: list[Channel], weights: Weights, transport: Transport, host: str, bucket_bytes: int, timeout: float) -> None:
+def _send(
+    channels: list[Channel],
+    weights: Weights,
+    transport: Transport,
+    host: str,
+    bucket_bytes: int,
+    timeout: float,
+) -> None:
     writer: Writer | None = None
     sent = 0
     if transport == "shared_memory":
@@ -94,7 +121,9 @@ def _send(channels: list[Channel], weights: Weights, transport: Transport, host:
             if writer is None or len(writer.buffer) < size:
                 if writer is not None:
                     writer.close()
-                writer = _open(transport, max(size, bucket_bytes), bucket[0][1].device, host, len(channels), timeout)
+                writer = _open(
+                    transport, max(size, bucket_bytes), bucket[0][1].device, host, len(channels), timeout
+                )
                 for number, channel in enumerate(channels):
                     channel.send({"open": writer.facts(number)})
                 writer.meet()
@@ -113,12 +142,16 @@ def _send(channels: list[Channel], weights: Weights, transport: Transport, host:
             writer.close()
 
 
-def _open(transport: Transport, size: int, device: torch.device, host: str, receivers: int, timeout: float) -> Writer:
+def _open(
+    transport: Transport, size: int, device: torch.device, host: str, receivers: int, timeout: float
+) -> Writer:
     if transport == "process_group":
         return GroupWriter(size, device, host=host, receivers=receivers, timeout=timeout)
     if transport == "cuda_ipc":
         if device.type != "cuda":
-            raise RolloutError(f"transport=cuda_ipc, and the weights are on {device}: set transport=shared_memory")
+            raise RolloutError(
+                f"transport=cuda_ipc, and the weights are on {device}: set transport=shared_memory"
+            )
         return CudaIpcWriter(size, device)
     return SharedMemoryWriter(size)
 
@@ -146,7 +179,9 @@ def _fill(buffer: Tensor, bucket: Bucket) -> list[Entry]:
     for name, tensor, checksum in bucket:
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
         buffer[offset : offset + len(data)].copy_(data)
-        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, checksum))
+        entries.append(
+            Entry(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, checksum)
+        )
         offset += _padded(tensor)
     return entries
 

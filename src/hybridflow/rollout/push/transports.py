@@ -119,7 +119,12 @@ class CudaIpcWriter:
         handle = self.buffer.untyped_storage()._share_cuda_()
         packed = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
         uuid = _uuid(self.buffer.device)
-        return {"kind": "cuda_ipc", "handle": packed, "bytes": [isinstance(part, bytes) for part in handle], "uuid": uuid}
+        return {
+            "kind": "cuda_ipc",
+            "handle": packed,
+            "bytes": [isinstance(part, bytes) for part in handle],
+            "uuid": uuid,
+        }
 
     def meet(self) -> None:
         pass
@@ -138,9 +143,13 @@ class CudaIpcReader:
         seen = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
         if facts["uuid"] not in seen:
             raise RolloutError(
-                "the engine does not see the GPU that the weights are on: set actor_rollout_ref.rollout.server.transport=shared_memory"
+                "the engine does not see the GPU that the weights are on: set "
+                "actor_rollout_ref.rollout.server.transport=shared_memory"
             )
-        handle = [base64.b64decode(part) if packed else part for part, packed in zip(facts["handle"], facts["bytes"])]
+        handle = [
+            base64.b64decode(part) if packed else part
+            for part, packed in zip(facts["handle"], facts["bytes"])
+        ]
         device = torch.device("cuda", seen.index(facts["uuid"]))  # it may have another number there
         torch.cuda.init()
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle[1:])
@@ -166,7 +175,9 @@ class GroupWriter:
     def __init__(self, size: int, device: torch.device, *, host: str, receivers: int, timeout: float) -> None:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._host, self._world, self._timeout = host, receivers + 1, timeout
-        self._store = TCPStore(host, 0, self._world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        self._store = TCPStore(
+            host, 0, self._world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        )
         self._group: Any = None
 
     def facts(self, receiver: int) -> dict[str, Any]:
@@ -196,8 +207,18 @@ class GroupReader:
     """Another rank of that group."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        store = TCPStore(facts["host"], facts["port"], facts["world"], is_master=False, timeout=timedelta(seconds=facts["timeout"]))
-        device = torch.device(facts["device"], torch.cuda.current_device()) if facts["device"] == "cuda" else torch.device("cpu")
+        store = TCPStore(
+            facts["host"],
+            facts["port"],
+            facts["world"],
+            is_master=False,
+            timeout=timedelta(seconds=facts["timeout"]),
+        )
+        device = (
+            torch.device(facts["device"], torch.cuda.current_device())
+            if facts["device"] == "cuda"
+            else torch.device("cpu")
+        )
         self._buffer = torch.empty(facts["size"], dtype=torch.uint8, device=device)
         self._group: Any = _group(store, facts["rank"], facts["world"], device.type, facts["timeout"])
 

@@ -1,7 +1,8 @@
 """An engine with weights of its own as a `RolloutEngine`: the same requests and outputs as the native engine.
 
 requests ──check──► errors (that request only)
-    └──► Runner ──pieces──► rows ──► outputs, as they finish; those that were not done when the engine died: errors that name it
+    └──► Runner ──pieces──► rows ──► outputs, as they finish; those that were not done when the engine died:
+    errors that name it
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class _Row:
         top = self.top if self.request.sampling.top_log_probs else None
         if error is None:
             return GenerationOutput(*reason, "abort", versions, top_log_probs=top)
-        return GenerationOutput(*reason, "error", versions, f"request {self.request.request_id}: {error}", top_log_probs=top)
+        return GenerationOutput(
+            *reason, "error", versions, f"request {self.request.request_id}: {error}", top_log_probs=top
+        )
 
     def done(self, piece: Piece) -> GenerationOutput:
         """The output that its last piece makes."""
@@ -59,7 +62,14 @@ class _Row:
         top = self.top if self.request.sampling.top_log_probs else None
         versions = [self.version] * len(self.token_ids)
         return GenerationOutput(
-            self.request.request_id, self.token_ids, self.log_probs, piece.finish, versions, None, piece.stop_reason, top
+            self.request.request_id,
+            self.token_ids,
+            self.log_probs,
+            piece.finish,
+            versions,
+            None,
+            piece.stop_reason,
+            top,
         )
 
 
@@ -71,7 +81,9 @@ class PushedEngine(ABC):
     `frees_cache`: sleep really sleeps (`rollout.free_cache_engine`). `texts`: the engine has a tokenizer.
     """
 
-    def __init__(self, runner: Runner, *, eos_token_ids: Sequence[int], frees_cache: bool = True, texts: bool = True) -> None:
+    def __init__(
+        self, runner: Runner, *, eos_token_ids: Sequence[int], frees_cache: bool = True, texts: bool = True
+    ) -> None:
         self.runner, self.frees_cache, self.texts = runner, frees_cache, texts
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         try:
@@ -87,7 +99,9 @@ class PushedEngine(ABC):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights, asked of the engine's own process; -1 before the first whole push, whatever another run has pushed."""
+        """Version of the weights, asked of the engine's own process; -1 before the first whole push, whatever
+        another run has pushed.
+        """
         return self.runner.version() if self._pushed else NOTHING
 
     @property
@@ -97,12 +111,15 @@ class PushedEngine(ABC):
 
     def set_version(self, version: int) -> None:
         """RolloutError: these weights are shared with nobody, so nobody else knows their version."""
-        raise RolloutError(f"{self.runner.name} has weights of its own: update_weights brings a version, set_version cannot")
+        raise RolloutError(
+            f"{self.runner.name} has weights of its own: update_weights brings a version, set_version cannot"
+        )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Push all weights, by the names of the model's files, and empty the prefix cache.
 
-        RolloutError while generating, and where they did not arrive as sent: the engine then has no version and generates nothing.
+        RolloutError while generating, and where they did not arrive as sent: the engine then has no version
+        and generates nothing.
         """
         self._ready_for_weights()
         self.runner.push(weights, version)
@@ -110,7 +127,9 @@ class PushedEngine(ABC):
 
     def _ready_for_weights(self) -> None:
         if self._busy:
-            raise RolloutError("update_weights() was called while generate() is running: read its outputs to the end first")
+            raise RolloutError(
+                "update_weights() was called while generate() is running: read its outputs to the end first"
+            )
         if self._slept:
             self._wake(["weights"])
         self._pushed = True
@@ -118,12 +137,19 @@ class PushedEngine(ABC):
     def _confirm(self, version: int) -> None:
         reported = self.runner.version()
         if reported != version:
-            raise RolloutError(f"weights of version {version} were pushed to {self.runner.name}, which says it has version {reported}")
+            raise RolloutError(
+                f"weights of version {version} were pushed to {self.runner.name}, which says it has version "
+                f"{reported}"
+            )
 
     def sleep(self, level: int = 1) -> None:
-        """Give back memory: level 1 the cache, with the weights on the CPU meanwhile; level 2 the weights too, to be pushed again."""
+        """Give back memory: level 1 the cache, with the weights on the CPU meanwhile; level 2 the weights
+        too, to be pushed again.
+        """
         if self._busy:
-            raise RolloutError("sleep() was called while generate() is running: read its outputs to the end first")
+            raise RolloutError(
+                "sleep() was called while generate() is running: read its outputs to the end first"
+            )
         if not self.frees_cache or self._slept >= level:
             return
         if str(self._facts["device"]).startswith("cpu"):
@@ -131,7 +157,8 @@ class PushedEngine(ABC):
                 logger.info("%s runs on the CPU, where it cannot sleep: its cache stays", self.runner.name)
             self._said_nothing_sleeps = True
             return
-        with contextlib.suppress(EngineDied):  # it holds nothing any more, and what it died of is said elsewhere
+        # it holds nothing any more, and what it died of is said elsewhere
+        with contextlib.suppress(EngineDied):
             self.runner.sleep(level)
             self._slept = level
 
@@ -147,7 +174,9 @@ class PushedEngine(ABC):
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End requests of the running `generate`; their partial responses come back here and not there."""
-        rows = [row for request_id in set(request_ids) if (row := self._running.pop(request_id, None)) is not None]
+        rows = [
+            row for request_id in set(request_ids) if (row := self._running.pop(request_id, None)) is not None
+        ]
         if rows:
             self.runner.abort([row.request.request_id for row in rows])
         return [row.abandoned() for row in rows]
@@ -159,11 +188,14 @@ class PushedEngine(ABC):
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """One output per request, as they finish.
 
-        A request that cannot be served gives reason "error" and the others go on; when the engine dies, so do all that are not done, with
-        what they had. RolloutError without weights, when asleep, and for a second call while one is running.
+        A request that cannot be served gives reason "error" and the others go on; when the engine dies, so do
+        all that are not done, with what they had. RolloutError without weights, when asleep, and for a second
+        call while one is running.
         """
         if self._busy:
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+            raise RolloutError(
+                "generate() was called while another one is running: read its outputs to the end first"
+            )
         if self._slept:
             raise RolloutError("generate() was called on a sleeping engine: call wake_up() first")
         check_ids(requests)
@@ -174,10 +206,15 @@ class PushedEngine(ABC):
         if not requests:
             return
         if self._busy:  # both were asked for before either began
-            raise RolloutError("generate() was called while another one is running: read its outputs to the end first")
+            raise RolloutError(
+                "generate() was called while another one is running: read its outputs to the end first"
+            )
         version = self.policy_version
         if version == NOTHING:
-            raise RolloutError(f"{self.runner.name} has no weights yet, or only a part of a push came: update_weights must come first")
+            raise RolloutError(
+                f"{self.runner.name} has no weights yet, or only a part of a push came: update_weights must "
+                "come first"
+            )
         began = time.perf_counter()
         good = []
         for request in requests:
@@ -187,11 +224,15 @@ class PushedEngine(ABC):
             else:
                 good.append(request)
         self._running = {request.request_id: _Row(request, version) for request in good}
-        self._stats.prefill_tokens = sum(len(prompt) for prompt in {request.prompt_token_ids for request in good})
+        self._stats.prefill_tokens = sum(
+            len(prompt) for prompt in {request.prompt_token_ids for request in good}
+        )
         self._stats.max_rows = len(good)
         self._busy = True
         try:
-            yield from self._answers([Submission(r.request_id, r.prompt_token_ids, self.params(r)) for r in good])
+            yield from self._answers(
+                [Submission(r.request_id, r.prompt_token_ids, self.params(r)) for r in good]
+            )
         finally:
             self._stats.seconds = time.perf_counter() - began
             if self._running:  # the caller read no further
@@ -205,7 +246,8 @@ class PushedEngine(ABC):
                 pieces = self.runner.poll()
                 self._stats.decode_steps += 1
                 done = []
-                for piece in pieces:  # all of them before anything is yielded: the reader may abort a row, and gets what it has
+                # all of them before anything is yielded: the reader may abort a row, and gets what it has
+                for piece in pieces:
                     row = self._running.get(piece.request_id)
                     if row is None:  # aborted meanwhile
                         continue
@@ -220,7 +262,9 @@ class PushedEngine(ABC):
 
     def _problem(self, request: GenerationRequest) -> str | None:
         facts = self._facts
-        return request_problem(request, vocabulary=facts["vocabulary"], positions=facts["positions"]) or self.cannot(request)
+        return request_problem(
+            request, vocabulary=facts["vocabulary"], positions=facts["positions"]
+        ) or self.cannot(request)
 
     @abstractmethod
     def cannot(self, request: GenerationRequest) -> str | None:

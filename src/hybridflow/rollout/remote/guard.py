@@ -1,4 +1,6 @@
-"""A process around a server that ends it when the one that started it is gone, even killed: then our standard input closes."""
+"""A process around a server that ends it when the one that started it is gone, even killed: then our standard
+input closes.
+"""
 
 from __future__ import annotations
 

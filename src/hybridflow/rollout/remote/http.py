@@ -32,7 +32,9 @@ class Call(http.client.HTTPConnection):
         self._socket = self.sock
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What a server streams, event by event; Refused with what it says, ServerGone where it ends before it has said that it is done."""
+        """What a server streams, event by event; Refused with what it says, ServerGone where it ends before
+        it has said that it is done.
+        """
         try:
             response = self.getresponse()
             if response.status != 200:
@@ -42,7 +44,12 @@ class Call(http.client.HTTPConnection):
                     return
                 if line.startswith(b"data: "):
                     yield json.loads(line[len(b"data: ") :])
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:  # the last two: hung up meanwhile
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+            AttributeError,
+        ) as error:  # the last two: hung up meanwhile
             raise ServerGone(f"{type(error).__name__}: {error}") from error
         finally:
             self.close()
@@ -65,11 +72,21 @@ class Address:
             raise RolloutError(f"actor_rollout_ref.rollout.server.address={url!r}: wanted http://HOST:PORT")
         self.url, self.host, self.port = url, parts.hostname, parts.port or 80
 
-    def call(self, path: str, body: dict[str, Any] | None = None, *, timeout: float, method: str = "POST", text: bool = False) -> Any:
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout: float,
+        method: str = "POST",
+        text: bool = False,
+    ) -> Any:
         """The JSON that the server answers, or its text; ServerGone, or Refused with what it says."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"}
+            )
             response = connection.getresponse()
             data = response.read()
         except (OSError, http.client.HTTPException) as error:

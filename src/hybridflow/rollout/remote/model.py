@@ -13,7 +13,9 @@ class ModelFacts:
     """The model whose weights will be pushed."""
 
     path: str
-    """A Hugging Face folder or hub name: its configuration and tokenizer are read, its weights only with `load_format=auto`."""
+    """A Hugging Face folder or hub name: its configuration and tokenizer are read, its weights only with
+    `load_format=auto`.
+    """
     device: torch.device
     dtype: str
     """That in which the actor computes."""

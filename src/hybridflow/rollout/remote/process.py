@@ -1,4 +1,6 @@
-"""A server that we start: waited for until it answers, ended with this process, its log kept for its last words."""
+"""A server that we start: waited for until it answers, ended with this process, its log kept for its last
+words.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", guard.__name__, *command],
                 env=dict(environment),
-                stdin=subprocess.PIPE,  # it closes with this process, however that ends, and then the guard ends the server
+                # it closes with this process, however that ends, and then the guard ends the server
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -61,8 +64,8 @@ class ServerProcess:
                 words = self.last_words()
                 self.stop()
                 raise RolloutError(
-                    f"the {self.engine} server did not answer within {timeout:.0f} s (actor_rollout_ref.rollout.server.start_timeout)"
-                    + words
+                    f"the {self.engine} server did not answer within {timeout:.0f} s "
+                    "(actor_rollout_ref.rollout.server.start_timeout)" + words
                 )
             time.sleep(0.5)
 
@@ -81,7 +84,8 @@ class ServerProcess:
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
             end = time.monotonic() + _STOP_S
-            while self._process.poll() is None or guard.others(self.pid):  # its workers end a little later than it
+            # its workers end a little later than it
+            while self._process.poll() is None or guard.others(self.pid):
                 if time.monotonic() > end:
                     self._signal(signal.SIGKILL)
                     self._process.wait()

@@ -36,9 +36,11 @@ class Stream(Protocol):
 
 
 class Served(ABC):
-    """What runners over a server share. `process`: the one that was started for it, None: it was there already.
+    """What runners over a server share. `process`: the one that was started for it, None: it was there
+    already.
 
-    `max_streams`: connections at a time. `timeout`: seconds for one call. `transport`: None to choose by where the server is.
+    `max_streams`: connections at a time. `timeout`: seconds for one call. `transport`: None to choose by
+    where the server is.
     """
 
     engine = ""
@@ -66,12 +68,16 @@ class Served(ABC):
     @property
     def name(self) -> str:
         """Which engine this is, for messages."""
-        return f"{self.engine} server {self.address.url}" + (f" (process {self.process.pid})" if self.process else "")
+        return f"{self.engine} server {self.address.url}" + (
+            f" (process {self.process.pid})" if self.process else ""
+        )
 
     @property
     def own_host(self) -> str:
         """The address of this machine that the server reaches."""
-        return LOOPBACK if self.address.host in _LOCAL else address_towards(self.address.host, self.address.port)
+        return (
+            LOOPBACK if self.address.host in _LOCAL else address_towards(self.address.host, self.address.port)
+        )
 
     @abstractmethod
     def open(self, submission: Submission) -> Stream:
@@ -93,7 +99,8 @@ class Served(ABC):
         except queue.Empty:
             self._alive()
             return []
-        found += [self._pieces.get() for _ in range(self._pieces.qsize())]  # and not until it is empty: more may come all the time
+        # and not until it is empty: more may come all the time
+        found += [self._pieces.get() for _ in range(self._pieces.qsize())]
         pieces = [each for each in found if isinstance(each, Piece)]
         gone = [each for each in found if isinstance(each, ServerGone)]
         if gone and not pieces:
@@ -141,7 +148,14 @@ class Served(ABC):
         except Exception as error:  # an answer that nobody foresaw must not leave the caller waiting
             pieces.put(Piece(request_id, finish="error", error=f"{type(error).__name__}: {error}"))
 
-    def _push(self, call: CallWorkers, weights: Iterable[tuple[str, Tensor]], version: int, workers: int, **more: Any) -> None:
+    def _push(
+        self,
+        call: CallWorkers,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        workers: int,
+        **more: Any,
+    ) -> None:
         """Weights to all workers, which `call` asks to receive them; RolloutError where they did not arrive."""
         push(
             call,

@@ -1,5 +1,6 @@
-"""Answers of the two endpoints, whole and as chunks of a stream, in OpenAI's shape; our own fields are token_ids, stop_reason and
-prompt_token_ids."""
+"""Answers of the two endpoints, whole and as chunks of a stream, in OpenAI's shape; our own fields are
+token_ids, stop_reason and prompt_token_ids.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ class _Writer:
     def __post_init__(self) -> None:
         if self.job.names_are_ids:
             self.names = NumberedNames(self.model.tokenizer)
-        self._head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": self.model.name}
+        self._head = {
+            "id": f"{self.prefix}-{uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.model.name,
+        }
 
     prefix = ""
     kind = ""
@@ -47,7 +52,11 @@ class _Writer:
     def usage(self) -> dict[str, int]:
         """Tokens; a prompt counts once, whatever the number of its responses."""
         prompt = sum(len(prompt) for prompt in self.job.prompts)
-        return {"prompt_tokens": prompt, "completion_tokens": self.num_tokens, "total_tokens": prompt + self.num_tokens}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": prompt + self.num_tokens,
+        }
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream that was asked for usage."""
@@ -66,7 +75,11 @@ class _Writer:
     def _whole(self, choices: list[dict[str, Any]], pieces: list[Piece]) -> dict[str, Any]:
         self.num_tokens = sum(len(piece.token_ids) for piece in pieces)
         for choice, piece in zip(choices, pieces, strict=True):
-            choice |= {"index": piece.choice, "finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            choice |= {
+                "index": piece.choice,
+                "finish_reason": piece.finish_reason,
+                "stop_reason": piece.stop_reason,
+            }
             if self.job.return_token_ids:
                 choice["token_ids"] = piece.token_ids
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
@@ -89,7 +102,10 @@ class ChatAnswer(_Writer):
         for piece in pieces:
             message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
             if piece.calls:
-                message |= {"content": piece.text.strip() or None, "tool_calls": [_written(call) for call in piece.calls]}
+                message |= {
+                    "content": piece.text.strip() or None,
+                    "tool_calls": [_written(call) for call in piece.calls],
+                }
             choices.append({"message": message, "logprobs": self._log_probs(piece)})
         answer = self._whole(choices, pieces)
         return {**answer, "prompt_token_ids": self.job.prompts[0]} if self.job.return_token_ids else answer
@@ -104,9 +120,15 @@ class ChatAnswer(_Writer):
             delta["content"] = piece.text
         if piece.calls:
             begin = self._count_calls(piece)
-            delta["tool_calls"] = [{"index": begin + place, **_written(call)} for place, call in enumerate(piece.calls)]
+            delta["tool_calls"] = [
+                {"index": begin + place, **_written(call)} for place, call in enumerate(piece.calls)
+            ]
         chunk = self._chunk({"delta": delta, "logprobs": self._log_probs(piece)}, piece)
-        return {**chunk, "prompt_token_ids": self.job.prompts[0]} if first and self.job.return_token_ids else chunk
+        return (
+            {**chunk, "prompt_token_ids": self.job.prompts[0]}
+            if first and self.job.return_token_ids
+            else chunk
+        )
 
     def _count_calls(self, piece: Piece) -> int:
         counts: dict[int, int] = self.__dict__.setdefault("_calls", {})
@@ -115,7 +137,11 @@ class ChatAnswer(_Writer):
         return begin
 
     def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
-        return chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs) if self.job.log_probs else None
+        return (
+            chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs)
+            if self.job.log_probs
+            else None
+        )
 
 
 class CompletionAnswer(_Writer):
@@ -146,4 +172,8 @@ class CompletionAnswer(_Writer):
 
 
 def _written(call: ToolCall) -> dict[str, Any]:
-    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": f"call_{uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

@@ -43,7 +43,9 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
     lock = asyncio.Lock()
 
     async def checked(make: Callable[[], Job]) -> Job:
-        """Templates and tokenisation in a thread, one at a time: a long prompt does not hold up the streams of others."""
+        """Templates and tokenisation in a thread, one at a time: a long prompt does not hold up the streams
+        of others.
+        """
         service.check_open()
         async with lock:
             return await asyncio.to_thread(make)
@@ -80,18 +82,24 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(service.metrics.text(_gauges(service)), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(
+            service.metrics.text(_gauges(service)), media_type="text/plain; version=0.0.4"
+        )
 
     _add_errors(app)
     paths = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/version", "/metrics"}
-    app.add_middleware(Gate, token=token, max_body_bytes=service.limits.max_body_bytes, metrics=service.metrics, paths=paths)
+    app.add_middleware(
+        Gate, token=token, max_body_bytes=service.limits.max_body_bytes, metrics=service.metrics, paths=paths
+    )
     return app
 
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
+        return JSONResponse(
+            error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None
+        )
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
@@ -110,27 +118,49 @@ def _add_errors(app: FastAPI) -> None:
 def _first_problem(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json")
+        return ApiError(
+            400,
+            f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}",
+            code="invalid_json",
+        )
     place = ".".join(str(part) for part in first["loc"][1:]) or "body"
-    why = "is no field of this endpoint, or one that is not supported" if first["type"] == "extra_forbidden" else first["msg"]
+    why = (
+        "is no field of this endpoint, or one that is not supported"
+        if first["type"] == "extra_forbidden"
+        else first["msg"]
+    )
     return ApiError(400, f"{place}: {why}", param=place)
 
 
 def _check_model(name: str | None, service: Service) -> None:
     if name is not None and name != service.model.name:
-        raise ApiError(404, f"there is no model {name!r} here, only {service.model.name!r}", param="model", code="model_not_found")
+        raise ApiError(
+            404,
+            f"there is no model {name!r} here, only {service.model.name!r}",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def _model_card(service: Service, started: int) -> dict[str, Any]:
     model = service.model
-    return {"id": model.name, "object": "model", "created": started, "owned_by": "hybridflow", "max_model_len": model.max_model_len}
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": started,
+        "owned_by": "hybridflow",
+        "max_model_len": model.max_model_len,
+    }
 
 
 def _gauges(service: Service) -> dict[str, tuple[str, float]]:
     replicas = service.client.replicas
     return {
         "responses_open": ("Responses in work or waiting.", service.open_choices),
-        "responses_in_engines": ("Responses that the engines have not answered.", sum(replica.load for replica in replicas)),
+        "responses_in_engines": (
+            "Responses that the engines have not answered.",
+            sum(replica.load for replica in replicas),
+        ),
         "replicas_alive": ("Engines that serve.", sum(replica.failure is None for replica in replicas)),
     }
 
@@ -144,10 +174,14 @@ async def _answer(request: Request, service: Service, job: Job, answer: Answer) 
 
 
 class EventStream(Response):
-    """Server-sent events, one for each piece; admitted before the first byte, so that a refusal still has its status."""
+    """Server-sent events, one for each piece; admitted before the first byte, so that a refusal still has its
+    status.
+    """
 
     def __init__(self, service: Service, job: Job, answer: Answer) -> None:
-        super().__init__(status_code=200, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(
+            status_code=200, media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
         del self.headers["content-length"]
         self._service, self._job, self._answer = service, job, answer
 
@@ -156,7 +190,10 @@ class EventStream(Response):
             try:
                 await while_connected(receive, self._send(send))
             except TimeoutError:
-                logger.warning("a client took nothing of its stream for %g s: it is ended", self._service.limits.send_timeout_s)
+                logger.warning(
+                    "a client took nothing of its stream for %g s: it is ended",
+                    self._service.limits.send_timeout_s,
+                )
 
     async def _send(self, slow_send: Send) -> None:
         async def send(message: Message) -> None:
@@ -184,7 +221,9 @@ class EventStream(Response):
 
 
 def _says_something(piece: Piece, job: Job) -> bool:
-    return bool(piece.parts or piece.finish_reason or (piece.token_ids and (job.return_token_ids or job.log_probs)))
+    return bool(
+        piece.parts or piece.finish_reason or (piece.token_ids and (job.return_token_ids or job.log_probs))
+    )
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -1,4 +1,6 @@
-"""From the settings of a server to the service it runs: model, tokenizer, one engine with its thread for each device."""
+"""From the settings of a server to the service it runs: model, tokenizer, one engine with its thread for each
+device.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class ServeSettings:
     """Rows that an engine decodes together."""
     max_num_batched_tokens: int = 8192
     memory_share: float = 0.25
-    """Of the memory that is free at the start, for keys and values: of rows that run, and of earlier ones that prompts may go on from."""
+    """Of the memory that is free at the start, for keys and values: of rows that run, and of earlier ones
+    that prompts may go on from.
+    """
     prefix_caching: bool = True
     max_model_len: int | None = None
     """Tokens of prompt and response together; None: the model's positions."""
@@ -50,12 +54,16 @@ class ServeSettings:
 
 
 def build_service(settings: ServeSettings) -> Service:
-    """Load everything and start the engines; ModelError and ConfigError say what is wrong with the model or the settings."""
+    """Load everything and start the engines; ModelError and ConfigError say what is wrong with the model or
+    the settings.
+    """
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     template = _chat_template(settings, tokenizer)
     parser = settings.tool_parser or parser_of_template(template or "")
     if parser is not None and parser not in TOOL_PARSERS:
-        raise ConfigError(f"--tool-call-parser {parser}: there is none of that name, only {', '.join(TOOL_PARSERS)}")
+        raise ConfigError(
+            f"--tool-call-parser {parser}: there is none of that name, only {', '.join(TOOL_PARSERS)}"
+        )
     ends = generation_end_tokens(settings.model, trust_remote_code=settings.trust_remote_code)
     engines = [_engine(settings, device, ends, tokenizer) for device in settings.devices]
     policy = engines[0].policy
@@ -63,7 +71,8 @@ def build_service(settings: ServeSettings) -> Service:
     longest = settings.max_model_len or positions
     if longest is None or (positions is not None and longest > positions):
         raise ConfigError(
-            f"--max-model-len {settings.max_model_len}: the model has {positions or 'no number of'} positions; give a number up to that"
+            f"--max-model-len {settings.max_model_len}: the model has {positions or 'no number of'} "
+            "positions; give a number up to that"
         )
     model = ServedModel(
         settings.name,
@@ -73,17 +82,25 @@ def build_service(settings: ServeSettings) -> Service:
         tool_parser=parser,
         chat_template=template if settings.chat_template else None,
     )
-    client = LLMClient([EngineReplica(_opener(engine), name=f"native-{place}") for place, engine in enumerate(engines)])
-    logger.info("serving %s: %d tokens of context, tool calls by %s", settings.name, longest, parser or "none")
+    client = LLMClient(
+        [EngineReplica(_opener(engine), name=f"native-{place}") for place, engine in enumerate(engines)]
+    )
+    logger.info(
+        "serving %s: %d tokens of context, tool calls by %s", settings.name, longest, parser or "none"
+    )
     return Service(client, model, settings.limits)
 
 
 def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:
-    policy = build_policy(settings.model, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
+    policy = build_policy(
+        settings.model, device=device, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code
+    )
     policy.requires_grad_(False)
 
     def decode(token_ids: Sequence[int]) -> str:  # special tokens too: one of them may be a stop text
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     return NativeEngine(
         policy,

@@ -19,7 +19,9 @@ OPEN_PATHS = ("/health",)
 class Gate:
     """An ASGI application around the server's own."""
 
-    def __init__(self, app: ASGIApp, *, token: str | None, max_body_bytes: int, metrics: Metrics, paths: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, token: str | None, max_body_bytes: int, metrics: Metrics, paths: Iterable[str]
+    ) -> None:
         self.app, self.metrics, self.max_body_bytes = app, metrics, max_body_bytes
         self._token = None if token is None else f"Bearer {token}".encode()
         self._paths = frozenset(paths)
@@ -44,7 +46,8 @@ class Gate:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self.max_body_bytes:  # the one kind of error that whoever reads the body passes on as it is
+            # the one kind of error that whoever reads the body passes on as it is
+            if read > self.max_body_bytes:
                 raise HTTPException(413, self._too_large().message)
             return message
 
@@ -59,17 +62,25 @@ class Gate:
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         given = headers.get(b"authorization", b"")
-        if self._token is not None and scope["path"] not in OPEN_PATHS and not hmac.compare_digest(given, self._token):
+        if (
+            self._token is not None
+            and scope["path"] not in OPEN_PATHS
+            and not hmac.compare_digest(given, self._token)
+        ):
             what = "the token is not the server's" if given else "there is no token"
             raise ApiError(
-                401, f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients)", code="invalid_api_key"
+                401,
+                f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients)",
+                code="invalid_api_key",
             )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body_bytes:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self.max_body_bytes} bytes (--max-body-mb)", code="body_too_large")
+        return ApiError(
+            413, f"the body has more than {self.max_body_bytes} bytes (--max-body-mb)", code="body_too_large"
+        )
 
 
 async def _send_error(error: ApiError, send: Send) -> None:

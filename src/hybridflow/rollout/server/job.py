@@ -1,4 +1,6 @@
-"""From the body of a request to what is generated for it: prompts as ids, sampling, how the answer is read. Every refusal has its field."""
+"""From the body of a request to what is generated for it: prompts as ids, sampling, how the answer is read.
+Every refusal has its field.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered,
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.server.errors import ApiError, refuse
-from hybridflow.rollout.server.schema import ChatBody, ChatMessage, CompletionBody, Function, NamedTool, SamplingBody
+from hybridflow.rollout.server.schema import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    Function,
+    NamedTool,
+    SamplingBody,
+)
 from hybridflow.tools.parsers import TOOL_PARSERS
 
 MAX_CHOICES = 1024
@@ -73,15 +82,27 @@ class Job:
 def completion_job(body: CompletionBody, model: ServedModel) -> Job:
     """Of /v1/completions; ApiError where it cannot be served."""
     if body.best_of is not None and body.best_of != body.n:
-        raise refuse("best_of", f"{body.best_of} is not supported: every response is returned, so ask for n of them")
+        raise refuse(
+            "best_of", f"{body.best_of} is not supported: every response is returned, so ask for n of them"
+        )
     if body.suffix:
         raise refuse("suffix", "text after the gap is not supported: the models served here only continue")
     if body.echo and body.logprobs is not None:
-        raise refuse("echo", "with logprobs it asks for log-probs of the prompt, which are not computed: leave one of them out")
+        raise refuse(
+            "echo",
+            "with logprobs it asks for log-probs of the prompt, which are not computed: leave one of them "
+            "out",
+        )
     texts, prompts = _completion_prompts(body, model.tokenizer)
     _check_ids("prompt", [token for prompt in prompts for token in prompt], model)
     sampling = [
-        sampling_of(body, model, len(prompt), max_tokens=body.max_tokens or COMPLETION_TOKENS, top_log_probs=body.logprobs or 0)
+        sampling_of(
+            body,
+            model,
+            len(prompt),
+            max_tokens=body.max_tokens or COMPLETION_TOKENS,
+            top_log_probs=body.logprobs or 0,
+        )
         for prompt in prompts
     ]
     return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts if body.echo else [])
@@ -94,7 +115,8 @@ def chat_job(body: ChatBody, model: ServedModel) -> Job:
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if taken := sorted(options.keys() & OWN_OPTIONS):
         raise refuse(
-            "chat_template_kwargs", f"{taken[0]!r} is the server's to set: only variables of the model's own template can be given"
+            "chat_template_kwargs",
+            f"{taken[0]!r} is the server's to set: only variables of the model's own template can be given",
         )
     if body.tools and body.tool_choice != "none":
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
@@ -105,7 +127,11 @@ def chat_job(body: ChatBody, model: ServedModel) -> Job:
     if model.chat_template is not None:
         options.setdefault("chat_template", model.chat_template)
     if not (options.get("chat_template") or getattr(model.tokenizer, "chat_template", None)):
-        raise ApiError(400, "the model's tokenizer has no chat template: use /v1/completions, or start the server with --chat-template")
+        raise ApiError(
+            400,
+            "the model's tokenizer has no chat template: use /v1/completions, or start the server with "
+            "--chat-template",
+        )
     messages = [_message(message, place) for place, message in enumerate(body.messages)]
     begins = body.add_generation_prompt and not body.continue_final_message
     try:
@@ -122,15 +148,19 @@ def chat_job(body: ChatBody, model: ServedModel) -> Job:
 def sampling_of(
     body: SamplingBody, model: ServedModel, prompt_tokens: int, *, max_tokens: int | None, top_log_probs: int
 ) -> SamplingParams:
-    """How responses to one prompt are sampled; without `max_tokens` they have the room that the prompt leaves."""
+    """How responses to one prompt are sampled; without `max_tokens` they have the room that the prompt
+    leaves.
+    """
     room = model.max_model_len - prompt_tokens
     if prompt_tokens < 1:
         raise refuse("prompt", "is empty; at least one token is needed to predict the next")
     if room < (max_tokens or 1):
         raise ApiError(
             400,
-            f"the model's context has {model.max_model_len} tokens, and the request asks for {prompt_tokens + (max_tokens or 1)}: "
-            f"{prompt_tokens} of the prompt and {max_tokens or 1} of the response. Shorten the prompt or set a smaller max_tokens",
+            f"the model's context has {model.max_model_len} tokens, and the request asks for "
+            f"{prompt_tokens + (max_tokens or 1)}: "
+            f"{prompt_tokens} of the prompt and {max_tokens or 1} of the response. Shorten the prompt or "
+            "set a smaller max_tokens",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -155,12 +185,16 @@ def sampling_of(
             top_log_probs=top_log_probs,
         )
     except RolloutError as error:
-        raise ApiError(400, str(error), param=str(error).partition("=")[0] if "=" in str(error) else None) from error
+        raise ApiError(
+            400, str(error), param=str(error).partition("=")[0] if "=" in str(error) else None
+        ) from error
 
 
 def _job(body: SamplingBody, prompts: list[list[int]], sampling: list[SamplingParams], **more: Any) -> Job:
     if len(prompts) * body.n > MAX_CHOICES:
-        raise refuse("n", f"{len(prompts)} prompts times {body.n} responses are more than {MAX_CHOICES} in one request")
+        raise refuse(
+            "n", f"{len(prompts)} prompts times {body.n} responses are more than {MAX_CHOICES} in one request"
+        )
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options", "is only allowed with stream=true")
     return Job(
@@ -186,7 +220,11 @@ def _completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[lis
     if isinstance(given[0], int):
         given = [given]
     if isinstance(given[0], list):
-        texts = [str(tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)) for ids in given] if body.echo else []
+        texts = (
+            [str(tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)) for ids in given]
+            if body.echo
+            else []
+        )
         return texts, given
     encode = encode_prompt if body.add_special_tokens else encode_rendered
     return given, [encode(tokenizer, text) for text in given]
@@ -195,7 +233,9 @@ def _completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[lis
 def _check_ids(param: str, ids: list[int], model: ServedModel) -> None:
     wrong = next((token for token in ids if not 0 <= token < model.vocabulary), None)
     if wrong is not None:
-        raise refuse(param, f"holds token id {wrong}, and the model's vocabulary is 0..{model.vocabulary - 1}")
+        raise refuse(
+            param, f"holds token id {wrong}, and the model's vocabulary is 0..{model.vocabulary - 1}"
+        )
 
 
 def _logit_bias(given: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
@@ -210,14 +250,18 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> tuple[tuple[int,
 def _check_chat(body: ChatBody) -> None:
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
-        raise refuse("response_format", f"{kind!r} is not supported, only 'text' is: nothing here forces the shape of a response")
+        raise refuse(
+            "response_format",
+            f"{kind!r} is not supported, only 'text' is: nothing here forces the shape of a response",
+        )
     if body.modalities not in (None, ["text"]):
         raise refuse("modalities", f"{body.modalities} are not supported, only ['text'] is")
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "is only allowed with logprobs=true")
     if body.continue_final_message and body.messages[-1].role != "assistant":
         raise refuse(
-            "continue_final_message", f"the last message is of {body.messages[-1].role!r}, and only an assistant's can be continued"
+            "continue_final_message",
+            f"the last message is of {body.messages[-1].role!r}, and only an assistant's can be continued",
         )
 
 
@@ -243,7 +287,9 @@ def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:
         return ToolUse()
     if model.tool_parser is None:
         raise refuse(
-            "tools", f"how this model writes calls is not known: start the server with --tool-call-parser ({', '.join(TOOL_PARSERS)})"
+            "tools",
+            "how this model writes calls is not known: start the server with --tool-call-parser "
+            f"({', '.join(TOOL_PARSERS)})",
         )
     one_call = body.parallel_tool_calls is False
     if choice in (None, "auto"):
@@ -252,7 +298,9 @@ def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:
     if name is not None and name not in names:
         raise refuse("tool_choice", f"there is no tool {name!r} among tools")
     opening = TOOL_PARSERS[model.tool_parser]().opening(name)
-    return ToolUse(model.tool_parser, opening, frozenset(names if name is None else [name]), one_call or name is not None)
+    return ToolUse(
+        model.tool_parser, opening, frozenset(names if name is None else [name]), one_call or name is not None
+    )
 
 
 def _check_function(place: str, function: Function, names: list[str]) -> None:
@@ -260,13 +308,19 @@ def _check_function(place: str, function: Function, names: list[str]) -> None:
     if names.count(function.name) > 1:
         raise refuse(f"{place}.name", f"{function.name!r} names two tools")
     if function.strict:
-        raise refuse(f"{place}.strict", "true is not supported: nothing here forces the arguments into their schema")
+        raise refuse(
+            f"{place}.strict", "true is not supported: nothing here forces the arguments into their schema"
+        )
     schema = function.parameters or {}
     if schema.get("type", "object") != "object":
         raise refuse(f"{place}.parameters.type", f"{schema['type']!r}: arguments are an object")
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, dict) or not all(isinstance(each, (dict, bool)) for each in properties.values()):
-        raise refuse(f"{place}.parameters.properties", "wanted an object that gives each argument its JSON schema")
+    if not isinstance(properties, dict) or not all(
+        isinstance(each, (dict, bool)) for each in properties.values()
+    ):
+        raise refuse(
+            f"{place}.parameters.properties", "wanted an object that gives each argument its JSON schema"
+        )
     if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
         raise refuse(f"{place}.parameters.required", "wanted a list of names of arguments")
 
@@ -275,10 +329,19 @@ def _message(message: ChatMessage, place: int) -> dict[str, Any]:
     """As chat templates take it: text as one string, arguments of calls as objects."""
     content = message.content
     if isinstance(content, list):
-        if odd := [part.get("type") for part in content if part.get("type") != "text" or not isinstance(part.get("text"), str)]:
-            raise refuse(f"messages[{place}].content", f"a part of type {odd[0]!r} is not supported, only text is")
+        if odd := [
+            part.get("type")
+            for part in content
+            if part.get("type") != "text" or not isinstance(part.get("text"), str)
+        ]:
+            raise refuse(
+                f"messages[{place}].content", f"a part of type {odd[0]!r} is not supported, only text is"
+            )
         content = "".join(part["text"] for part in content)
-    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+    made: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content or "",
+    }
     made |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
     if message.tool_calls:
         calls = []
@@ -286,7 +349,16 @@ def _message(message: ChatMessage, place: int) -> dict[str, Any]:
             try:
                 arguments = json.loads(call.function.arguments)
             except ValueError as error:
-                raise refuse(f"messages[{place}].tool_calls", f"arguments of {call.function.name!r} are no JSON: {error}") from error
-            calls.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
+                raise refuse(
+                    f"messages[{place}].tool_calls",
+                    f"arguments of {call.function.name!r} are no JSON: {error}",
+                ) from error
+            calls.append(
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": arguments},
+                }
+            )
         made["tool_calls"] = calls
     return made

@@ -1,4 +1,6 @@
-"""Log-probs of tokens in the two shapes of OpenAI's interface. They are those of the temperature-scaled full distribution, in nats."""
+"""Log-probs of tokens in the two shapes of OpenAI's interface. They are those of the temperature-scaled full
+distribution, in nats.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ def chat_log_probs(piece: Piece, names: TokenNames, top: int) -> dict[str, Any]:
     content = []
     for place, (token, value) in enumerate(zip(piece.token_ids, piece.log_probs, strict=True)):
         others = [] if piece.top_log_probs is None else piece.top_log_probs[place][:top]
-        content.append({**_named(names, token, value), "top_logprobs": [_named(names, other, each) for other, each in others]})
+        content.append(
+            {
+                **_named(names, token, value),
+                "top_logprobs": [_named(names, other, each) for other, each in others],
+            }
+        )
     return {"content": content, "refusal": None}
 
 
@@ -29,7 +36,10 @@ def completion_log_probs(piece: Piece, names: TokenNames, top: int, offset: int)
         offset += len(text)
     tops = None
     if top and piece.top_log_probs is not None:
-        tops = [{names.text(token): max(value, LEAST) for token, value in reversed(place[:top])} for place in piece.top_log_probs]
+        tops = [
+            {names.text(token): max(value, LEAST) for token, value in reversed(place[:top])}
+            for place in piece.top_log_probs
+        ]
     return {
         "tokens": texts,
         "token_logprobs": [max(value, LEAST) for value in piece.log_probs],

@@ -52,7 +52,10 @@ class Metrics:
             return f"hybridflow_{name}"
 
         name = head("http_answers_total", "counter", "Answers by path and status.")
-        lines += [f'{name}{{{self._labels},path="{path}",status="{status}"}} {n}' for (path, status), n in sorted(self.answers.items())]
+        lines += [
+            f'{name}{{{self._labels},path="{path}",status="{status}"}} {n}'
+            for (path, status), n in sorted(self.answers.items())
+        ]
         for short, meaning, value in (
             ("prompt_tokens_total", "Tokens of prompts.", self.prompt_tokens),
             ("generated_tokens_total", "Tokens of responses that were handed on.", self.generated_tokens),

@@ -1,4 +1,6 @@
-"""One response while it grows: new tokens in, pieces of an answer out. A streamed answer and a whole one are read by the same code."""
+"""One response while it grows: new tokens in, pieces of an answer out. A streamed answer and a whole one are
+read by the same code.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class ChoiceReader:
 
     def __post_init__(self) -> None:
         prompt = self.choice // self.job.n
-        self._detokenizer = Detokenizer(self.model.tokenizer, self.job.prompts[prompt], skip_special_tokens=self.job.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            self.model.tokenizer, self.job.prompts[prompt], skip_special_tokens=self.job.skip_special_tokens
+        )
         self._cutter = StopCutter(self.job.sampling[prompt].stop)
         self._parser = TOOL_PARSERS[self.job.tool_parser]() if self.job.tool_parser else None
         self._first: list[str | ToolCall] = [self.job.echo[prompt]] if self.job.echo else []
@@ -60,27 +64,35 @@ class ChoiceReader:
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
         """What is new in `output`; a piece with a finish reason is the last.
 
-        ApiError for a request that failed or was aborted, and for a response without the call that it had to be.
+        ApiError for a request that failed or was aborted, and for a response without the call that it had to
+        be.
         """
         ended = output if isinstance(output, GenerationOutput) else None
         if ended is not None and ended.finish_reason in ("error", "abort"):
             status = 503 if ended.finish_reason == "abort" else 500
-            raise ApiError(status, ended.error or "the request was aborted by the server", code=ended.finish_reason)
+            raise ApiError(
+                status, ended.error or "the request was aborted by the server", code=ended.finish_reason
+            )
         seen, self.num_tokens = self.num_tokens, len(output.token_ids)
         new, log_probs = output.token_ids[seen:], output.log_probs[seen:]
         top = None if output.top_log_probs is None else output.top_log_probs[seen:]
         by_token = ended is not None and ended.finish_reason == "stop" and isinstance(ended.stop_reason, int)
-        text = self._detokenizer.add(new[:-1] if by_token else new)  # a stop token ends the response and is no part of its text
+        # a stop token ends the response and is no part of its text
+        text = self._detokenizer.add(new[:-1] if by_token else new)
         text = self._cutter.add(text + (self._detokenizer.end() if ended else ""))
         if ended is None and self._cutter.found is None:
             return self._piece(Piece(self.choice, self._parts(text, False), new, log_probs, top))
         parts = self._parts(text + self._cutter.end(), True)
         if ended is None or self._cutter.found is not None:
             return self._piece(Piece(self.choice, parts, new, log_probs, top, "stop", self._cutter.found))
-        return self._piece(Piece(self.choice, parts, new, log_probs, top, ended.finish_reason, ended.stop_reason))
+        return self._piece(
+            Piece(self.choice, parts, new, log_probs, top, ended.finish_reason, ended.stop_reason)
+        )
 
     def _piece(self, piece: Piece) -> Piece:
-        """With its calls counted: what has to be a call is one, and where one is wanted, nothing comes after it."""
+        """With its calls counted: what has to be a call is one, and where one is wanted, nothing comes after
+        it.
+        """
         wanted = self.job.callable
         if wanted is not None and (piece.finish_reason or piece.calls):
             self._check_calls(piece, wanted)
@@ -88,20 +100,28 @@ class ChoiceReader:
             place = piece.parts.index(piece.calls[0])
             piece = replace(piece, parts=piece.parts[: place + 1], finish_reason="stop", stop_reason=None)
         self.num_calls += len(piece.calls)
-        return replace(piece, finish_reason="tool_calls") if piece.finish_reason == "stop" and self.num_calls else piece
+        return (
+            replace(piece, finish_reason="tool_calls")
+            if piece.finish_reason == "stop" and self.num_calls
+            else piece
+        )
 
     def _check_calls(self, piece: Piece, wanted: frozenset[str]) -> None:
         other = next((call.name for call in piece.calls if call.name not in wanted), None)
         if other is not None:
             raise ApiError(
-                500, f"tool_choice: the model called {other!r}, which is none of {sorted(wanted)}: ask again", code="no_tool_call"
+                500,
+                f"tool_choice: the model called {other!r}, which is none of {sorted(wanted)}: ask again",
+                code="no_tool_call",
             )
         if self.num_calls or piece.calls:
             return
         cut = piece.finish_reason == "length"  # the caller's doing: the same again would end the same way
         why = "max_tokens ended the call before it was whole: raise max_tokens" if cut else "ask again"
         raise ApiError(
-            400 if cut else 500, f"tool_choice: the model began a call as it was told to, and made none of it ({why})", code="no_tool_call"
+            400 if cut else 500,
+            f"tool_choice: the model began a call as it was told to, and made none of it ({why})",
+            code="no_tool_call",
         )
 
     def _parts(self, text: str, done: bool) -> list[str | ToolCall]:

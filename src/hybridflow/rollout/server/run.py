@@ -25,25 +25,34 @@ SHORTEST_TOKEN = 16
 
 
 def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tuple[str | None, bool]:
-    """The token, and whether it was made here; ConfigError for a server on a network that would be open or easy to guess."""
+    """The token, and whether it was made here; ConfigError for a server on a network that would be open or
+    easy to guess.
+    """
     if given is not None and (not given or not given.isascii() or not given.isprintable() or " " in given):
         raise ConfigError(
-            "the server's token is empty or has characters that no header may have: set HYBRIDFLOW_SERVE_TOKEN to plain ASCII"
+            "the server's token is empty or has characters that no header may have: set "
+            "HYBRIDFLOW_SERVE_TOKEN to plain ASCII"
         )
     if host in LOCAL_HOSTS:
         if no_token and given is not None:
-            raise ConfigError("--no-token and a token (--api-key or HYBRIDFLOW_SERVE_TOKEN) exclude each other: leave one of them out")
+            raise ConfigError(
+                "--no-token and a token (--api-key or HYBRIDFLOW_SERVE_TOKEN) exclude each other: leave one "
+                "of them out"
+            )
         return (given, False) if given is not None or no_token else (secrets.token_urlsafe(24), True)
     if given is None or len(given) < SHORTEST_TOKEN:
         raise ConfigError(
-            f"--host {host} lets others on the network in, so it needs a token of at least {SHORTEST_TOKEN} characters: "
+            f"--host {host} lets others on the network in, so it needs a token of at least {SHORTEST_TOKEN} "
+            "characters: "
             "set HYBRIDFLOW_SERVE_TOKEN, or leave --host out to serve this machine only"
         )
     return given, False
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections, answered once the server runs; ConfigError where the address is taken or not this machine's."""
+    """A socket that takes connections, answered once the server runs; ConfigError where the address is taken
+    or not this machine's.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -52,13 +61,16 @@ def listen(host: str, port: int) -> socket.socket:
         bound.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. Give another --port (0: any free one) or --host"
+            f"cannot listen on {host}:{port}: {error.strerror or error}. Give another --port (0: any free "
+            "one) or --host"
         ) from error
     return bound
 
 
 def run_server(service: Service, bound: socket.socket, *, token: str | None, grace_s: int = 30) -> None:
-    """Serve until SIGINT or SIGTERM; then let nothing new in, give what runs `grace_s` seconds, and close the engines."""
+    """Serve until SIGINT or SIGTERM; then let nothing new in, give what runs `grace_s` seconds, and close the
+    engines.
+    """
     _raise_file_limit()
     try:
         DrainingServer(service, token=token, grace_s=grace_s).run([bound])
@@ -75,7 +87,13 @@ class DrainingServer(uvicorn.Server):
         app = build_app(service, token=token)
         super().__init__(
             uvicorn.Config(
-                app, log_config=None, access_log=False, ws="none", lifespan="off", timeout_graceful_shutdown=grace_s, server_header=False
+                app,
+                log_config=None,
+                access_log=False,
+                ws="none",
+                lifespan="off",
+                timeout_graceful_shutdown=grace_s,
+                server_header=False,
             )
         )
         self._service = service
@@ -95,4 +113,6 @@ def _raise_file_limit() -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError) as error:
-            logger.warning("at most %d connections at once: the limit of open files cannot be raised (%s)", soft, error)
+            logger.warning(
+                "at most %d connections at once: the limit of open files cannot be raised (%s)", soft, error
+            )

@@ -1,4 +1,6 @@
-"""Bodies of requests. A field that is not listed is refused, one that is listed and cannot be served is refused where it is set."""
+"""Bodies of requests. A field that is not listed is refused, one that is listed and cannot be served is
+refused where it is set.
+"""
 
 from __future__ import annotations
 

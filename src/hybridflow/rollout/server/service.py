@@ -1,6 +1,7 @@
 """What stands between HTTP and the client: who is let in, what each request generates, what is counted.
 
-job ──admit (429, 503)──► one GenerationRequest for each response ──LLMClient──► outputs ──ChoiceReader──► pieces
+job ──admit (429, 503)──► one GenerationRequest for each response ──LLMClient──► outputs ──ChoiceReader──►
+pieces
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Limits:
     send_timeout_s: float = 60.0
     """A stream whose client takes nothing for so long is ended, and its rows are free."""
     deadline_s: float | None = 600.0
-    """A request without an answer by then is aborted and answered with 504; None: it may take as long as it takes."""
+    """A request without an answer by then is aborted and answered with 504; None: it may take as long as it
+    takes.
+    """
 
 
 class Service:
@@ -63,7 +66,8 @@ class Service:
         if self.open_choices + wanted > self.limits.max_queue:
             raise ApiError(
                 429,
-                f"{self.open_choices} responses are in work or wait, and {wanted} more would be over the limit of {self.limits.max_queue} "
+                f"{self.open_choices} responses are in work or wait, and {wanted} more would be over the "
+                f"limit of {self.limits.max_queue} "
                 "(--max-queue): try again later",
                 code="queue_full",
             )
@@ -76,18 +80,26 @@ class Service:
     async def whole(self, job: Job) -> list[Piece]:
         """All responses, each as one piece; ApiError where one fails, and then the others are aborted."""
         with self._counted(job):
-            tasks = [asyncio.ensure_future(self._one(job, choice, request)) for choice, request in enumerate(self._requests(job))]
+            tasks = [
+                asyncio.ensure_future(self._one(job, choice, request))
+                for choice, request in enumerate(self._requests(job))
+            ]
             try:
                 return await asyncio.gather(*tasks)
             finally:
                 await _cancel(tasks)
 
     async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """Pieces of all responses as they come; ApiError where one fails. Close it where it is left early: that aborts them."""
+        """Pieces of all responses as they come; ApiError where one fails. Close it where it is left early:
+        that aborts them.
+        """
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         with self._counted(job):
             requests = self._requests(job)
-            tasks = [asyncio.ensure_future(self._follow(job, choice, request, arrived)) for choice, request in enumerate(requests)]
+            tasks = [
+                asyncio.ensure_future(self._follow(job, choice, request, arrived))
+                for choice, request in enumerate(requests)
+            ]
             try:
                 left = len(tasks)
                 while left:
@@ -103,23 +115,31 @@ class Service:
         seed = secrets.randbits(63) if job.seed is None else job.seed
         prompts = [tuple(prompt) for prompt in job.prompts]
         return [
-            GenerationRequest(next(self._ids), prompt, job.sampling[place], derive_seed(seed, "serve", place, number))
+            GenerationRequest(
+                next(self._ids), prompt, job.sampling[place], derive_seed(seed, "serve", place, number)
+            )
             for place, prompt in enumerate(prompts)
             for number in range(job.n)
         ]
 
     async def _one(self, job: Job, choice: int, request: GenerationRequest) -> Piece:
         with _told():
-            output = await self.client.generate(request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s)
+            output = await self.client.generate(
+                request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s
+            )
             piece = ChoiceReader(job, self.model, choice).read(output)
         self.metrics.generated_tokens += len(piece.token_ids)
         return piece
 
-    async def _follow(self, job: Job, choice: int, request: GenerationRequest, arrived: asyncio.Queue[Piece | Exception]) -> None:
+    async def _follow(
+        self, job: Job, choice: int, request: GenerationRequest, arrived: asyncio.Queue[Piece | Exception]
+    ) -> None:
         started, reader = perf_counter(), ChoiceReader(job, self.model, choice)
         try:
             with _told():
-                outputs = self.client.stream(request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s)
+                outputs = self.client.stream(
+                    request, sticky=_sticky(job, request), deadline_s=self.limits.deadline_s
+                )
                 async with aclosing(outputs):
                     async for output in outputs:
                         first, piece = reader.num_tokens == 0, reader.read(output)

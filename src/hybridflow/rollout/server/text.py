@@ -12,18 +12,24 @@ from hybridflow.data.tokenizer import Tokenizer
 BROKEN = "\ufffd"
 """What a decoder writes for bytes that are no character (yet)."""
 MOST_PENDING, MOST_PENDING_OF_RUNS = 3, 64
-"""So many broken characters at the end may still become others. A character lacks at most three bytes; but byte tokens of SentencePiece
-are decoded as one run, all of them broken as long as the last character is."""
+"""So many broken characters at the end may still become others. A character lacks at most three bytes; but
+byte tokens of SentencePiece are decoded as one run, all of them broken as long as the last character is.
+"""
 CONTEXT = 6
-"""Tokens before the response that are decoded with it: some tokenizers drop a space at the start of a text."""
+"""Tokens before the response that are decoded with it: some tokenizers drop a space at the start of a text.
+"""
 
 
 class Detokenizer:
     """The text of one response; what may still change when more tokens come is held back."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._most_pending = MOST_PENDING_OF_RUNS if "ByteFallback" in _decoder_of(tokenizer) else MOST_PENDING
+        self._most_pending = (
+            MOST_PENDING_OF_RUNS if "ByteFallback" in _decoder_of(tokenizer) else MOST_PENDING
+        )
         self._ids = list(prompt[-CONTEXT:])
         self._begin = 0
         self._given = len(self._decode(self._ids))  # characters of the window's text that were given out
@@ -50,7 +56,9 @@ class Detokenizer:
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str), "one row of ids decodes to one text"
         return text
 
@@ -85,11 +93,15 @@ class StopCutter:
 
 
 def _overlap(text: str, stop: str) -> int:
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
+    )
 
 
 class TokenNames:
-    """What single tokens are called in lists of log-probs: their text, and their bytes where the text is none."""
+    """What single tokens are called in lists of log-probs: their text, and their bytes where the text is
+    none.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -98,7 +110,9 @@ class TokenNames:
 
     def text(self, token_id: int) -> str:
         """Alone, with special tokens shown."""
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def bytes(self, token_id: int) -> list[int]:
         """Of byte-level tokenizers the very bytes, also of a token that is part of a character."""
@@ -127,7 +141,9 @@ def _decoder_of(tokenizer: Tokenizer) -> str:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level BPE (Radford et al. 2019) writes bytes with: printable ones are themselves, the rest follow from 256."""
+    """The letters that byte-level BPE (Radford et al. 2019) writes bytes with: printable ones are themselves,
+    the rest follow from 256.
+    """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}

@@ -16,8 +16,12 @@ from hybridflow.rollout.sglang.settings import server_arguments, shape_of, start
 logger = logging.getLogger(__name__)
 
 
-def build_sglang_engine(config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int) -> SGLangEngine:
-    """The engine of rank `rank` of those that generate, each with a server of its own; RolloutError where it does not come up."""
+def build_sglang_engine(
+    config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int
+) -> SGLangEngine:
+    """The engine of rank `rank` of those that generate, each with a server of its own; RolloutError where it
+    does not come up.
+    """
     server, arguments = config.server, server_arguments(config, model)
     process = None
     if server.address is None:
@@ -38,4 +42,6 @@ def build_sglang_engine(config: RolloutConfig, model: ModelFacts, eos_token_ids:
         bucket_bytes=config.update_weights_bucket_megabytes * 2**20,
     )
     texts = not arguments.get("skip_tokenizer_init", False)
-    return SGLangEngine(runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts)
+    return SGLangEngine(
+        runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts
+    )

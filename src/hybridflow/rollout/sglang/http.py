@@ -9,8 +9,18 @@ from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone
 from hybridflow.rollout.remote.runner import Piece, Submission
 
 
-def open_stream(address: Address, submission: Submission, rid: str, version: str, *, end: Callable[[], None], timeout: float) -> Stream:
-    """Begin a response whose tokens must come from weights of that version; ServerGone. `end`: makes SGLang stop it."""
+def open_stream(
+    address: Address,
+    submission: Submission,
+    rid: str,
+    version: str,
+    *,
+    end: Callable[[], None],
+    timeout: float,
+) -> Stream:
+    """Begin a response whose tokens must come from weights of that version; ServerGone. `end`: makes SGLang
+    stop it.
+    """
     params = submission.params
     body = {
         "rid": rid,
@@ -27,8 +37,16 @@ def open_stream(address: Address, submission: Submission, rid: str, version: str
 class Stream:
     """One response on its way. `cuts`: tokens that end it here, whatever SGLang thinks of them."""
 
-    def __init__(self, request_id: int, call: Call, *, cuts: frozenset[int], version: str, end: Callable[[], None]) -> None:
-        self.request_id, self._call, self._cuts, self._version, self._end = request_id, call, cuts, version, end
+    def __init__(
+        self, request_id: int, call: Call, *, cuts: frozenset[int], version: str, end: Callable[[], None]
+    ) -> None:
+        self.request_id, self._call, self._cuts, self._version, self._end = (
+            request_id,
+            call,
+            cuts,
+            version,
+            end,
+        )
 
     def pieces(self) -> Iterator[Piece]:
         """What comes, to the last; ServerGone where it ends before that."""
@@ -49,15 +67,28 @@ class Stream:
 
     def _piece(self, event: dict[str, Any]) -> Piece:
         if "error" in event:
-            return Piece(self.request_id, finish="error", error=f"sglang refused it: {event['error'].get('message', event['error'])}")
+            return Piece(
+                self.request_id,
+                finish="error",
+                error=f"sglang refused it: {event['error'].get('message', event['error'])}",
+            )
         meta = event["meta_info"]
         ids, scores = event["output_ids"], meta.get("output_token_logprobs") or []
         if [token for _, token, _ in scores] != ids:
-            return Piece(self.request_id, finish="error", error=f"sglang sent {len(ids)} tokens and log-probs of {len(scores)} others")
+            return Piece(
+                self.request_id,
+                finish="error",
+                error=f"sglang sent {len(ids)} tokens and log-probs of {len(scores)} others",
+            )
         if meta["weight_version"] != self._version:
-            told = f"its weights became {meta['weight_version']!r} meanwhile, and {self._version!r} was asked for"
+            told = (
+                f"its weights became {meta['weight_version']!r} meanwhile, and {self._version!r} was "
+                "asked for"
+            )
             return Piece(self.request_id, finish="error", error=f"sglang: {told}")
-        top = [[(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or []]
+        top = [
+            [(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or []
+        ]
         cut = next((number for number, token in enumerate(ids, 1) if token in self._cuts), None)
         log_probs = [value for value, _, _ in scores]
         if cut is not None:
@@ -68,5 +99,12 @@ class Stream:
         if ended is None:
             return Piece(self.request_id, ids, log_probs, top)
         if ended["type"] not in ("stop", "length"):
-            return Piece(self.request_id, ids, log_probs, top, "error", error=f"sglang ended it: {ended.get('message', ended['type'])}")
+            return Piece(
+                self.request_id,
+                ids,
+                log_probs,
+                top,
+                "error",
+                error=f"sglang ended it: {ended.get('message', ended['type'])}",
+            )
         return Piece(self.request_id, ids, log_probs, top, ended["type"], ended.get("matched"))

@@ -1,7 +1,9 @@
-"""What SGLang's workers get from us (`--custom-weight-loader`): it takes weights in, and knows which version they are.
+"""What SGLang's workers get from us (`--custom-weight-loader`): it takes weights in, and knows which version
+they are.
 
 /update_weights_from_tensor ──receipt, as a tensor of bytes──► load ──► Receiver ◄──weights── push
-                                                                └──answer──► the `Listener` that the receipt names
+                                                                └──answer──► the `Listener` that the receipt
+                                                                names
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _RECEIVED = Receiver()
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Fetch the push that the receipt names into SGLang's model, and say how it went; raises nothing, which would end SGLang's worker."""
+    """Fetch the push that the receipt names into SGLang's model, and say how it went; raises nothing, which
+    would end SGLang's worker.
+    """
     receipt = json.loads(bytes(named_tensors[0][1].tolist()))
     try:
         sampler.install()
@@ -38,7 +42,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     except Exception as error:  # whatever it is, the sender shall read it
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
-        report = Channel.connect(receipt["host"], receipt["report_port"], receipt["report_token"], receipt["timeout"])
+        report = Channel.connect(
+            receipt["host"], receipt["report_port"], receipt["report_token"], receipt["timeout"]
+        )
         report.send({**answer, "pid": os.getpid()})
         report.close()
     except (OSError, RolloutError) as error:  # the sender is gone, and its weights have no name

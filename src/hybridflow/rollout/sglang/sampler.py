@@ -1,7 +1,9 @@
-"""How SGLang's workers draw with us: by each request's own seed, with log-probs of the whole distribution at the temperature alone.
+"""How SGLang's workers draw with us: by each request's own seed, with log-probs of the whole distribution at
+the temperature alone.
 
-SGLang itself draws from one stream for all rows (its seeds need a mode that few attention kernels have), takes log-probs after biases and
-penalties, and does not count the prompt's tokens as repeated. Only what is named here is changed, in SGLang's own processes.
+SGLang itself draws from one stream for all rows (its seeds need a mode that few attention kernels have),
+takes log-probs after biases and penalties, and does not count the prompt's tokens as repeated. Only what is
+named here is changed, in SGLang's own processes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ KNOWN = "0.5.23"
 
 
 def install() -> None:
-    """Change the sampler of this process, once or again; RolloutError where it is another than the one known here."""
+    """Change the sampler of this process, once or again; RolloutError where it is another than the one known
+    here.
+    """
     import sglang
     from sglang.srt.layers import sampler as layer
     from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
@@ -32,10 +36,13 @@ def install() -> None:
     takes = set(inspect.signature(layer.Sampler.forward).parameters)
     has = all(hasattr(SamplingBatchInfo, name) for name in ("from_schedule_batch", "apply_logits_bias"))
     if "logprob_logits" not in takes or not hasattr(layer.Sampler, "_sample_from_probs") or not has:
-        raise RolloutError(f"the sampler of sglang {sglang.__version__} is not the one of {KNOWN}: install sglang=={KNOWN}")
+        raise RolloutError(
+            f"the sampler of sglang {sglang.__version__} is not the one of {KNOWN}: install sglang=={KNOWN}"
+        )
     if getattr(layer, "SGLANG_RETURN_ORIGINAL_LOGPROB", False):
         raise RolloutError(
-            "SGLANG_RETURN_ORIGINAL_LOGPROB is set: log-probs would not be those at the temperature; start sglang without it"
+            "SGLANG_RETURN_ORIGINAL_LOGPROB is set: log-probs would not be those at the temperature; start "
+            "sglang without it"
         )
     give_seeds(SamplingBatchInfo)
     keep_bare_logits(SamplingBatchInfo, layer.Sampler)
@@ -64,11 +71,15 @@ def keep_bare_logits(batch_info: Any, sampler: Any) -> None:
     def apply_logits_bias(self: Any, logits: Tensor) -> None:
         orchestrator = self.penalizer_orchestrator
         shifts = (self.logit_bias, self.acc_additive_penalties, self.acc_scaling_penalties)
-        shifted = any(each is not None for each in shifts) or (orchestrator is not None and orchestrator.is_required)
+        shifted = any(each is not None for each in shifts) or (
+            orchestrator is not None and orchestrator.is_required
+        )
         self.hybridflow_bare = logits.clone() if shifted else None
         shift(self, logits)
 
-    def with_bare_logits(self: Any, logits_output: Any, sampling_info: Any, return_logprob: bool, *args: Any, **kwargs: Any) -> Any:
+    def with_bare_logits(
+        self: Any, logits_output: Any, sampling_info: Any, return_logprob: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         bare = getattr(sampling_info, "hybridflow_bare", None)
         if bare is not None:
             sampling_info.hybridflow_bare = None
@@ -88,14 +99,18 @@ def count_prompts(penalizer: Any) -> None:
         penalties = self.cumulated_repetition_penalties
         for row, request in enumerate(self.orchestrator.reqs()):
             if request.sampling_params.repetition_penalty != 1:
-                seen = torch.tensor(sorted({*request.origin_input_ids, *request.output_ids}), device=penalties.device)
+                seen = torch.tensor(
+                    sorted({*request.origin_input_ids, *request.output_ids}), device=penalties.device
+                )
                 penalties[row, seen] = request.sampling_params.repetition_penalty
 
     penalizer._prepare = prepare
 
 
 def draw_by_seeds(sampler: Any) -> None:
-    """One number for each (seed, place), as the native engine draws; rows that ask for a sampling mask are left to SGLang."""
+    """One number for each (seed, place), as the native engine draws; rows that ask for a sampling mask are
+    left to SGLang.
+    """
     plain = sampler._sample_from_probs
 
     def sample_from_probs(self: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool) -> Any:

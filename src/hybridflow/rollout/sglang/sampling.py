@@ -17,7 +17,10 @@ _SEEDS = 1 << 63
 def sglang_problem(sampling: SamplingParams, *, vocabulary: int, texts: bool) -> str | None:
     """Why SGLang cannot serve this; None where it can. `texts`: it has a tokenizer."""
     if not sampling.takes_argmax and sampling.temperature < LOWEST_TEMPERATURE:
-        return f"temperature={sampling.temperature}: sglang has none between 0 and {LOWEST_TEMPERATURE}; use greedy, or a higher one"
+        return (
+            f"temperature={sampling.temperature}: sglang has none between 0 and {LOWEST_TEMPERATURE}; "
+            "use greedy, or a higher one"
+        )
     if sampling.repetition_penalty > LARGEST_PENALTY:
         return f"repetition_penalty={sampling.repetition_penalty}: sglang takes at most {LARGEST_PENALTY:.0f}"
     for token, bias in sampling.logit_bias:
@@ -28,14 +31,18 @@ def sglang_problem(sampling: SamplingParams, *, vocabulary: int, texts: bool) ->
     if sampling.stop and not texts:
         return "stop has texts, and this sglang has no tokenizer (skip_tokenizer_init): use stop_token_ids"
     if sampling.ignore_eos and sampling.stop_token_ids and sampling.min_tokens:
-        return "min_tokens with ignore_eos and stop_token_ids: sglang would forbid the end token too; leave one of them out"
+        return (
+            "min_tokens with ignore_eos and stop_token_ids: sglang would forbid the end token too; leave "
+            "one of them out"
+        )
     return None
 
 
 def sglang_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     """The `sampling_params` of /generate, with the number of log-probs beside them.
 
-    With `ignore_eos` SGLang minds no stop token at all: those of the request are looked for here, in what streams back.
+    With `ignore_eos` SGLang minds no stop token at all: those of the request are looked for here, in what
+    streams back.
     """
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -48,9 +55,16 @@ def sglang_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> d
         "no_stop_trim": True,
     }
     if not sampling.ignore_eos:
-        params |= {"stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}), "min_new_tokens": sampling.min_tokens}
+        params |= {
+            "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
+            "min_new_tokens": sampling.min_tokens,
+        }
     if sampling.limits_tokens:
-        params |= {"top_k": sampling.top_k if sampling.top_k > 0 else -1, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        params |= {
+            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        }
     if sampling.logit_bias:
         params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if sampling.stop:

@@ -2,7 +2,8 @@
 
 SGLangEngine ──requests, one connection each──► /generate
              ──version────────────────────────► /model_info, /update_weight_version
-             ──receipt────────────────────────► /update_weights_from_tensor ──► `loader.load` in SGLang's workers ◄──weights── push
+             ──receipt────────────────────────► /update_weights_from_tensor ──► `loader.load` in SGLang's
+             workers ◄──weights── push
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _REPORT_S = 5.0
 
 
 class Server(Served):
-    """A `Runner` over an SGLang server. `vocabulary`, `positions`: of the model, where the server does not say."""
+    """A `Runner` over an SGLang server. `vocabulary`, `positions`: of the model, where the server does not
+    say.
+    """
 
     engine = "sglang"
 
@@ -48,7 +51,14 @@ class Server(Served):
         transport: Transport | None = None,
         bucket_bytes: int,
     ) -> None:
-        super().__init__(address, process, max_streams=max_streams, timeout=timeout, transport=transport, bucket_bytes=bucket_bytes)
+        super().__init__(
+            address,
+            process,
+            max_streams=max_streams,
+            timeout=timeout,
+            transport=transport,
+            bucket_bytes=bucket_bytes,
+        )
         self._model = {"vocabulary": vocabulary, "positions": positions}
         self._run, self._runs = "", itertools.count(1)
         self._prefix = secrets.token_hex(4)
@@ -59,15 +69,25 @@ class Server(Served):
     def facts(self) -> dict[str, Any]:
         """What the server says of itself; RolloutError where it lacks what we need."""
         told = self._get("/server_info")
-        if QUALIFIED_NAME not in (told.get("custom_weight_loader") or ()) or not told.get("incremental_streaming_output"):
+        if QUALIFIED_NAME not in (told.get("custom_weight_loader") or ()) or not told.get(
+            "incremental_streaming_output"
+        ):
             raise RolloutError(
-                f"{self.name} does not take our weights: start it with --custom-weight-loader {QUALIFIED_NAME} and "
+                f"{self.name} does not take our weights: start it with --custom-weight-loader "
+                f"{QUALIFIED_NAME} and "
                 "--incremental-streaming-output, in a python that has hybridflow"
             )
         if told.get("speculative_algorithm"):
-            raise RolloutError(f"{self.name} speculates ({told['speculative_algorithm']}), which draws in another way: start it without")
+            raise RolloutError(
+                f"{self.name} speculates ({told['speculative_algorithm']}), which draws in another way: "
+                "start it without"
+            )
         self._workers = int(told["tp_size"])
-        return {**self._model, "device": told["device"], "positions": int(told.get("context_length") or self._model["positions"])}
+        return {
+            **self._model,
+            "device": told["device"],
+            "positions": int(told.get("context_length") or self._model["positions"]),
+        }
 
     def version(self) -> int:
         """That of the weights in the server."""
@@ -83,7 +103,9 @@ class Server(Served):
     def open(self, submission: Submission) -> Stream:
         """Begin a response; ServerGone."""
         rid = f"{self._run}-{submission.request_id}"
-        return open_stream(self.address, submission, rid, self._version, end=lambda: self._end(rid), timeout=self.timeout)
+        return open_stream(
+            self.address, submission, rid, self._version, end=lambda: self._end(rid), timeout=self.timeout
+        )
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Hang up on these, and let SGLang know: it would notice seconds later."""
@@ -93,7 +115,9 @@ class Server(Served):
             self._end(f"{self._run}-{request_id}")
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not arrive."""
+        """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not
+        arrive.
+        """
         self._alive()
         self._name_weights(NOTHING)
         try:
@@ -111,7 +135,9 @@ class Server(Served):
         self._name_weights(version)
 
     def sleep(self, level: int) -> None:
-        """Give memory back: the cache, and the weights, which stay on the CPU (--enable-weights-cpu-backup) unless the level is above 1."""
+        """Give memory back: the cache, and the weights, which stay on the CPU (--enable-weights-cpu-backup)
+        unless the level is above 1.
+        """
         if level > 1:
             self._name_weights(NOTHING)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._released]
@@ -131,22 +157,31 @@ class Server(Served):
             self._post("/abort_request", {"rid": rid})
 
     def _name_weights(self, version: int) -> None:
-        self._post("/update_weight_version", {"new_version": f"{_LABEL}{version}", "abort_all_requests": False})
+        self._post(
+            "/update_weight_version", {"new_version": f"{_LABEL}{version}", "abort_all_requests": False}
+        )
 
     def _call(self, method: str, receipt: dict[str, Any]) -> list[dict[str, Any]]:
         """Hand the receipt of a push to `loader.load` in each worker: what each answers."""
         listener = Listener(receipt["host"])
         try:
             named = packed({**receipt, "report_port": listener.port, "report_token": listener.token})
-            body = {"serialized_named_tensors": [named] * self._workers, "load_format": QUALIFIED_NAME, "selector": "target"}
+            body = {
+                "serialized_named_tensors": [named] * self._workers,
+                "load_format": QUALIFIED_NAME,
+                "selector": "target",
+            }
             self._post("/update_weights_from_tensor", body)
-            channels = listener.accept(self._workers, timeout=_REPORT_S, failed=lambda: False)  # each has told before the call came back
+            # each has told before the call came back
+            channels = listener.accept(self._workers, timeout=_REPORT_S, failed=lambda: False)
             return [channel.receive() for channel in channels]
         finally:
             listener.close()
 
     def _get(self, path: str) -> dict[str, Any]:
-        told: dict[str, Any] = self._guarded(lambda: self.address.call(path, timeout=self.timeout, method="GET"))
+        told: dict[str, Any] = self._guarded(
+            lambda: self.address.call(path, timeout=self.timeout, method="GET")
+        )
         return told
 
     def _post(self, path: str, body: dict[str, Any]) -> None:

@@ -19,8 +19,15 @@ from hybridflow.rollout.remote.process import ServerProcess, free_port
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
 
 ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-"""What SGLang reads from the environment. A health check that generates would do so with weights that are not there yet."""
-_ON_CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_overlap_schedule": True, "grammar_backend": "none"}
+"""What SGLang reads from the environment. A health check that generates would do so with weights that are not
+there yet.
+"""
+_ON_CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "disable_overlap_schedule": True,
+    "grammar_backend": "none",
+}
 """What its Python engine needs where there are no kernels of SGLang."""
 
 
@@ -36,7 +43,9 @@ class Shape:
 def shape_of(config: RolloutConfig, model: ModelFacts) -> Shape:
     """Of the model as SGLang will run it."""
     found = _config(model)
-    return Shape(int(found.vocab_size), config.max_model_len or int(getattr(found, "max_position_embeddings", 4096)))
+    return Shape(
+        int(found.vocab_size), config.max_model_len or int(getattr(found, "max_position_embeddings", 4096))
+    )
 
 
 def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
@@ -67,7 +76,9 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "log_level": "warning",
         **(_ON_CPU if on_cpu else {}),
     }
-    arguments = {name: value for name, value in arguments.items() if value is not None} | config.engine_kwargs.sglang
+    arguments = {
+        name: value for name, value in arguments.items() if value is not None
+    } | config.engine_kwargs.sglang
     if on_cpu and "max_total_tokens" not in arguments:  # else a share of the whole machine's memory, at once
         arguments["max_total_tokens"] = _cache_tokens(config, model, str(arguments["dtype"]))
     return arguments
@@ -87,8 +98,12 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
     return options
 
 
-def start_server(arguments: dict[str, Any], *, python: str | None, timeout: float) -> tuple[Address, ServerProcess]:
-    """Start SGLang's server on a free port of this machine, closed to others; RolloutError where it does not come up."""
+def start_server(
+    arguments: dict[str, Any], *, python: str | None, timeout: float
+) -> tuple[Address, ServerProcess]:
+    """Start SGLang's server on a free port of this machine, closed to others; RolloutError where it does not
+    come up.
+    """
     port = free_port()
     command = [
         python or sys.executable,
@@ -103,11 +118,15 @@ def start_server(arguments: dict[str, Any], *, python: str | None, timeout: floa
 
 
 def _config(model: ModelFacts) -> Any:
-    return load_config(model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config).get_text_config()
+    return load_config(
+        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
+    ).get_text_config()
 
 
 def _cache_tokens(config: RolloutConfig, model: ModelFacts, dtype: str) -> int:
-    """Tokens of `max_num_seqs` rows of full length, at most `gpu_memory_utilization` of the memory that is free."""
+    """Tokens of `max_num_seqs` rows of full length, at most `gpu_memory_utilization` of the memory that is
+    free.
+    """
     each = cache_bytes_per_token(_config(model), dtype)
     wanted = config.max_num_seqs * (shape_of(config, model).positions + 1)
     return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu")) // each))

@@ -1,4 +1,5 @@
 """Generation by vLLM, in this process or by its server. The only door to vllm.
 
-VLLMEngine ──► Runner (rollout/remote): InProcess (vllm's engine here) or Server (its HTTP server) ──► workers with `Extension`
+VLLMEngine ──► Runner (rollout/remote): InProcess (vllm's engine here) or Server (its HTTP server) ──► workers
+with `Extension`
 """

@@ -19,7 +19,11 @@ class AdapterRunner(Runner, Protocol):
         ...
 
     def push(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        part: Part = "whole",
+        adapter: dict[str, Any] | None = None,
     ) -> None:
         """Weights to all workers, and the prefix cache emptied; RolloutError where they did not arrive.
 

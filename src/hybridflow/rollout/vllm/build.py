@@ -20,8 +20,12 @@ from hybridflow.rollout.vllm.settings import engine_arguments
 logger = logging.getLogger(__name__)
 
 
-def build_vllm_engine(config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int, ranks: int) -> VLLMEngine:
-    """The engine of rank `rank` of the `ranks` that generate, each with one of its own; RolloutError where it does not come up."""
+def build_vllm_engine(
+    config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int, ranks: int
+) -> VLLMEngine:
+    """The engine of rank `rank` of the `ranks` that generate, each with one of its own; RolloutError where it
+    does not come up.
+    """
     server, arguments = config.server, engine_arguments(config, model)
     runner: Runner
     beside = (ranks > 1 or server.python is not None) if server.enable is None else server.enable
@@ -45,7 +49,9 @@ def build_vllm_engine(config: RolloutConfig, model: ModelFacts, eos_token_ids: S
             adapters=config.lora_as_adapters,
         )
     texts = not arguments.get("skip_tokenizer_init", False)
-    engine = VLLMEngine(runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts)
+    engine = VLLMEngine(
+        runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts
+    )
     if config.quantization:
         try:
             engine.must_be_quantized(config.quantization)

@@ -24,7 +24,8 @@ class VLLMEngine(PushedEngine):
         """RolloutError where no layer computes with quantised weights."""
         if not self._facts["quantized"]:
             raise RolloutError(
-                f"actor_rollout_ref.rollout.quantization={method}: {self.runner.name} quantises no layer of this model by it on "
+                f"actor_rollout_ref.rollout.quantization={method}: {self.runner.name} quantises no layer of "
+                "this model by it on "
                 f"{self._facts['device']}; try fp8_per_channel with dtype=bfloat16, or leave it out"
             )
 
@@ -36,16 +37,24 @@ class VLLMEngine(PushedEngine):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """As `PushedEngine`; RolloutError where it was started to take adapters."""
         if self._facts["adapters"]:
-            raise RolloutError(f"{self.runner.name} was started for adapters (rollout.lora_as_adapters): update_base, then update_adapters")
+            raise RolloutError(
+                f"{self.runner.name} was started for adapters (rollout.lora_as_adapters): update_base, then "
+                "update_adapters"
+            )
         super().update_weights(weights, version)
 
     def update_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Push what is below the adapters; nothing is generated before these have come. RolloutError where it did not arrive as sent."""
+        """Push what is below the adapters; nothing is generated before these have come. RolloutError where it
+        did not arrive as sent.
+        """
         self._ready_for_weights()
         self.runner.push(weights, NOTHING, "base")
 
-    def update_adapters(self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]) -> None:
-        """Push LoRA adapters (`LAYER.lora_A`, `LAYER.lora_B`), by which the base becomes `version`, and empty the prefix cache.
+    def update_adapters(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]
+    ) -> None:
+        """Push LoRA adapters (`LAYER.lora_A`, `LAYER.lora_B`), by which the base becomes `version`, and empty
+        the prefix cache.
 
         `adapter`: the content of adapter_config.json. RolloutError as `update_weights`, and without a base.
         """
@@ -57,7 +66,10 @@ class VLLMEngine(PushedEngine):
         """Why vLLM cannot serve it."""
         facts = self._facts
         return vllm_problem(
-            request.sampling, max_log_probs=facts["max_log_probs"], temperature_only=facts["temperature_only"], texts=self.texts
+            request.sampling,
+            max_log_probs=facts["max_log_probs"],
+            temperature_only=facts["temperature_only"],
+            texts=self.texts,
         )
 
     def params(self, request: GenerationRequest) -> dict[str, Any]:

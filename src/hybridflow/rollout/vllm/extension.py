@@ -1,6 +1,8 @@
-"""What vLLM's worker gets from us (`worker_extension_cls`): it takes weights in, and keeps log-probs of the whole distribution.
+"""What vLLM's worker gets from us (`worker_extension_cls`): it takes weights in, and keeps log-probs of the
+whole distribution.
 
-vLLM mixes this class into its own worker, so `self` has `reload_weights`, `add_lora`, `model_runner` and `vllm_config`.
+vLLM mixes this class into its own worker, so `self` has `reload_weights`, `add_lora`, `model_runner` and
+`vllm_config`.
 """
 
 from __future__ import annotations
@@ -54,17 +56,29 @@ class Extension:
         }
 
     def _hybridflow_quantized(self) -> bool:
-        """Whether any layer computes with quantised weights: vLLM takes some methods without a word and leaves all layers as they are."""
+        """Whether any layer computes with quantised weights: vLLM takes some methods without a word and
+        leaves all layers as they are.
+        """
         methods = (getattr(module, "quant_method", None) for module in self.model_runner.model.modules())
-        return any(method is not None and not type(method).__name__.startswith("Unquantized") for method in methods)
+        return any(
+            method is not None and not type(method).__name__.startswith("Unquantized") for method in methods
+        )
 
     def hybridflow_version(self) -> dict[str, Any]:
-        """The version of the weights in this worker, `NOTHING` before the first whole push; whether it waits for adapters alone."""
-        return {"version": self._hybridflow_receiver().version, "has_base": self._hybridflow_receiver().has_base}
+        """The version of the weights in this worker, `NOTHING` before the first whole push; whether it waits
+        for adapters alone.
+        """
+        return {
+            "version": self._hybridflow_receiver().version,
+            "has_base": self._hybridflow_receiver().has_base,
+        }
 
     def hybridflow_checksums(self) -> dict[str, Any]:
         """Of each tensor of the newest push as it arrived here."""
-        return {"version": self._hybridflow_receiver().version, "checksums": self._hybridflow_receiver().checksums}
+        return {
+            "version": self._hybridflow_receiver().version,
+            "checksums": self._hybridflow_receiver().checksums,
+        }
 
     def hybridflow_forget(self) -> dict[str, Any]:
         """The weights are gone (sleep of level 2): none of them may generate until they are pushed again."""
@@ -76,18 +90,30 @@ class Extension:
         return self._hybridflow_receiver().receive(self._hybridflow_loader(receipt.get("adapter")), receipt)
 
     def hybridflow_take(
-        self, weights: Iterable[tuple[str, Tensor, int]], version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+        self,
+        weights: Iterable[tuple[str, Tensor, int]],
+        version: int,
+        part: Part = "whole",
+        adapter: dict[str, Any] | None = None,
     ) -> None:
-        """Take a push of this process: (name, tensor, its checksum); `adapter`: the content of adapter_config.json, of adapters."""
+        """Take a push of this process: (name, tensor, its checksum); `adapter`: the content of
+        adapter_config.json, of adapters.
+        """
         self._hybridflow_receiver().take(self._hybridflow_loader(adapter), weights, version, part)
 
     def hybridflow_empty_adapter(self) -> dict[str, Any]:
-        """Make a folder with an adapter that changes nothing, so that a server knows the adapter's name before its weights come."""
+        """Make a folder with an adapter that changes nothing, so that a server knows the adapter's name
+        before its weights come.
+        """
         manager = self.model_runner.lora_manager._adapter_manager
         single = (
-            (name, module) for name, module in manager.modules.items() if name.rsplit(".", 1)[-1] not in manager.packed_modules_mapping
+            (name, module)
+            for name, module in manager.modules.items()
+            if name.rsplit(".", 1)[-1] not in manager.packed_modules_mapping
         )
-        name, module = next((name, module) for name, module in single if hasattr(module.base_layer, "input_size"))
+        name, module = next(
+            (name, module) for name, module in single if hasattr(module.base_layer, "input_size")
+        )
         zeros = {
             f"{name}.lora_A": torch.zeros(1, module.base_layer.input_size),
             f"{name}.lora_B": torch.zeros(module.base_layer.output_size, 1),
@@ -97,27 +123,39 @@ class Extension:
         return {"folder": str(folder)}
 
     def hybridflow_adapter_ready(self) -> dict[str, Any]:
-        """Delete that folder: who asks for an adapter that has not been pushed gets an error. The number that vLLM gave the adapter."""
+        """Delete that folder: who asks for an adapter that has not been pushed gets an error. The number that
+        vLLM gave the adapter.
+        """
         shutil.rmtree(self._hybridflow_folder, ignore_errors=True)
         worker: Any = self
         self._hybridflow_adapter_id = max(worker.list_loras(), default=ADAPTER_ID)
         return {"id": self._hybridflow_adapter_id}
 
     def _hybridflow_loader(self, adapter: dict[str, Any] | None) -> Load:
-        return self._hybridflow_load if adapter is None else partial(self._hybridflow_load_adapter, adapter=adapter)
+        return (
+            self._hybridflow_load
+            if adapter is None
+            else partial(self._hybridflow_load_adapter, adapter=adapter)
+        )
 
-    def _hybridflow_load_adapter(self, weights: Iterable[tuple[str, Tensor]], adapter: dict[str, Any]) -> None:
+    def _hybridflow_load_adapter(
+        self, weights: Iterable[tuple[str, Tensor]], adapter: dict[str, Any]
+    ) -> None:
         """By vLLM's own loader, with all that it checks."""
         from vllm.lora.request import LoRARequest
 
         worker: Any = self
-        with tempfile.TemporaryDirectory(prefix="hybridflow_adapter_", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="hybridflow_adapter_", dir=MEMORY if MEMORY.is_dir() else None
+        ) as folder:
             _write_adapter(Path(folder), adapter, dict(weights))
             number = getattr(self, "_hybridflow_adapter_id", ADAPTER_ID)
             try:
                 worker.add_lora(LoRARequest(ADAPTER_NAME, number, folder, load_inplace=True))
             except Exception as error:  # the base is as it was
-                raise RolloutError(f"vllm did not take the adapters: {type(error).__name__}: {error}") from error
+                raise RolloutError(
+                    f"vllm did not take the adapters: {type(error).__name__}: {error}"
+                ) from error
 
     def _hybridflow_receiver(self) -> Receiver:
         if not hasattr(self, "_hybridflow_received"):
@@ -129,23 +167,32 @@ class Extension:
         failed: list[Exception] = []
 
         def to_the_end() -> Iterator[tuple[str, Tensor]]:
-            """An error in the middle would leave vLLM's layers taken apart, and the next push could not put them together."""
+            """An error in the middle would leave vLLM's layers taken apart, and the next push could not put
+            them together.
+            """
             try:
                 yield from weights
             except Exception as error:
                 failed.append(error)
 
-        worker.reload_weights(weights_iterator=to_the_end())  # and not load_weights: on CPU linear layers are packed, their weights gone
+        # and not load_weights: on CPU linear layers are packed, their weights gone
+        worker.reload_weights(weights_iterator=to_the_end())
         if failed:
             raise failed[0]
 
     def _hybridflow_whole_distribution(self) -> bool:
-        """Make the sampler keep log-probs at the temperature alone; False where this vLLM's sampler is another than the one known here."""
+        """Make the sampler keep log-probs at the temperature alone; False where this vLLM's sampler is
+        another than the one known here.
+        """
         sampler = getattr(self.model_runner, "sampler", None)
         if getattr(sampler, "hybridflow_whole", False):
             return True
         inner = getattr(sampler, "topk_topp_sampler", None)
-        known = hasattr(sampler, "compute_logprobs") and hasattr(sampler, "logprobs_mode") and hasattr(inner, "logprobs_mode")
+        known = (
+            hasattr(sampler, "compute_logprobs")
+            and hasattr(sampler, "logprobs_mode")
+            and hasattr(inner, "logprobs_mode")
+        )
         if sampler is None or not known or getattr(self.vllm_config, "speculative_config", None) is not None:
             return False
         keep_whole_distribution(sampler)
@@ -159,7 +206,8 @@ def _write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tens
 
 
 def keep_whole_distribution(sampler: Any) -> None:
-    """Change a vLLM sampler so that its log-probs are those of logits / temperature (greedy rows: of the logits), as training computes.
+    """Change a vLLM sampler so that its log-probs are those of logits / temperature (greedy rows: of the
+    logits), as training computes.
 
     Its own are either of the bare logits, or of what top-k, top-p, penalties and biases leave of them.
     """
@@ -176,5 +224,6 @@ def keep_whole_distribution(sampler: Any) -> None:
             scaled = scaled / torch.where(temperature < _GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
         return scaled.log_softmax(-1)
 
-    sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"  # computed first, before logits are processed
+    # computed first, before logits are processed
+    sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
     sampler.forward, sampler.compute_logprobs, sampler.hybridflow_whole = forward, compute_logprobs, True

@@ -55,7 +55,11 @@ class Stream:
 
     def _piece(self, event: dict[str, Any]) -> Piece | None:
         if "error" in event:
-            return Piece(self.request_id, finish="error", error=f"vllm: {event['error'].get('message', event['error'])}")
+            return Piece(
+                self.request_id,
+                finish="error",
+                error=f"vllm: {event['error'].get('message', event['error'])}",
+            )
         if not event["choices"]:
             return None
         choice = event["choices"][0]
@@ -63,10 +67,16 @@ class Stream:
         ids = choice.get("token_ids") or []
         log_probs = scores.get("token_logprobs") or []
         if len(ids) != len(log_probs):
-            return Piece(self.request_id, finish="error", error=f"vllm sent {len(ids)} tokens and {len(log_probs)} log-probs")
+            return Piece(
+                self.request_id,
+                finish="error",
+                error=f"vllm sent {len(ids)} tokens and {len(log_probs)} log-probs",
+            )
         top = [_ranked(place) for place in scores.get("top_logprobs") or []] if self._wants_top else []
         if finish not in (None, "stop", "length"):
-            return Piece(self.request_id, ids, log_probs, top, "error", error=f"vllm ended it with {finish!r}")
+            return Piece(
+                self.request_id, ids, log_probs, top, "error", error=f"vllm ended it with {finish!r}"
+            )
         return Piece(self.request_id, ids, log_probs, top, finish, choice.get("stop_reason"))
 
 

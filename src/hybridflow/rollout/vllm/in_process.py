@@ -1,4 +1,6 @@
-"""vLLM's engine in this process: no server, no copy of what is pushed. For one process that generates by itself."""
+"""vLLM's engine in this process: no server, no copy of what is pushed. For one process that generates by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,21 @@ class InProcess:
             import vllm
             import vllm.lora.request
         except ImportError as error:
-            message = f"actor_rollout_ref.rollout.name=vllm needs vllm, which cannot be imported: {error}. {VLLM_MISSING}"
+            message = (
+                f"actor_rollout_ref.rollout.name=vllm needs vllm, which cannot be imported: {error}. "
+                f"{VLLM_MISSING}"
+            )
             raise RolloutError(message) from error
         self._vllm = vllm
         try:
             with _process_as_it_was():
-                self._engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments, disable_log_stats=True))
+                self._engine = vllm.LLMEngine.from_engine_args(
+                    vllm.EngineArgs(**arguments, disable_log_stats=True)
+                )
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise RolloutError(f"vllm could not start with model {arguments['model']!r}: {_first_lines(error)}") from error
+            raise RolloutError(
+                f"vllm could not start with model {arguments['model']!r}: {_first_lines(error)}"
+            ) from error
         self._names: dict[str, int] = {}
         """Our request ids by vLLM's, which names requests itself."""
         self._death: str | None = None
@@ -74,7 +83,9 @@ class InProcess:
             )
             prompt = {"prompt_token_ids": list(submission.prompt)}
             try:
-                self._engine.add_request(str(submission.request_id), prompt, params, lora_request=self._adapter)
+                self._engine.add_request(
+                    str(submission.request_id), prompt, params, lora_request=self._adapter
+                )
             except Exception as error:  # whatever vLLM has against it: it answers no more
                 raise self._died(error) from error
             self._names[str(submission.request_id)] = submission.request_id
@@ -86,7 +97,11 @@ class InProcess:
             outputs = self._engine.step()
         except Exception as error:
             raise self._died(error) from error
-        return [_piece(self._names[output.request_id], output.outputs[0]) for output in outputs if output.request_id in self._names]
+        return [
+            _piece(self._names[output.request_id], output.outputs[0])
+            for output in outputs
+            if output.request_id in self._names
+        ]
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Stop these."""
@@ -101,9 +116,15 @@ class InProcess:
         return all(answer["has_base"] for answer in self._call("hybridflow_version"))
 
     def push(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        part: Part = "whole",
+        adapter: dict[str, Any] | None = None,
     ) -> None:
-        """Weights to the worker one by one, and the prefix cache emptied; RolloutError where they did not arrive."""
+        """Weights to the worker one by one, and the prefix cache emptied; RolloutError where they did not
+        arrive.
+        """
         self._alive()
         try:
             self._call("hybridflow_take", checked(weights), version, part, adapter)
@@ -112,7 +133,9 @@ class InProcess:
         except Exception as error:  # in vLLM's own loading: what its layers are now, nobody knows
             raise self._died(error) from error
         if not self._engine.reset_prefix_cache():
-            raise RolloutError(f"{self.name} could not empty its prefix cache after a push of weights: are requests running?")
+            raise RolloutError(
+                f"{self.name} could not empty its prefix cache after a push of weights: are requests running?"
+            )
 
     def sleep(self, level: int) -> None:
         """Give memory back."""
@@ -145,7 +168,9 @@ class InProcess:
 
 @contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """vLLM's worker seeds the random numbers of the whole process, and takes the setting of threads away from it."""
+    """vLLM's worker seeds the random numbers of the whole process, and takes the setting of threads away from
+    it.
+    """
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     randoms, numpy_randoms = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -12,8 +12,12 @@ from hybridflow.rollout.vllm.http import MODEL
 from hybridflow.rollout.vllm.settings import ENVIRONMENT, command_line
 
 
-def start_server(arguments: dict[str, Any], *, python: str | None, timeout: float) -> tuple[Address, ServerProcess]:
-    """Start vLLM's OpenAI server on a free port of this machine, closed to others; RolloutError where it does not come up."""
+def start_server(
+    arguments: dict[str, Any], *, python: str | None, timeout: float
+) -> tuple[Address, ServerProcess]:
+    """Start vLLM's OpenAI server on a free port of this machine, closed to others; RolloutError where it does
+    not come up.
+    """
     port = free_port()
     command = [
         python or sys.executable,

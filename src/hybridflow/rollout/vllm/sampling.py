@@ -13,13 +13,19 @@ LARGEST_BIAS = 100.0
 _SEEDS = 1 << 63
 
 
-def vllm_problem(sampling: SamplingParams, *, max_log_probs: int, temperature_only: bool, texts: bool) -> str | None:
+def vllm_problem(
+    sampling: SamplingParams, *, max_log_probs: int, temperature_only: bool, texts: bool
+) -> str | None:
     """Why an engine that gives so many log-probs a token cannot serve this; None where it can.
 
-    `temperature_only`: its log-probs are those of the whole distribution, whatever limits or shifts it. `texts`: it has a tokenizer.
+    `temperature_only`: its log-probs are those of the whole distribution, whatever limits or shifts it.
+    `texts`: it has a tokenizer.
     """
     if not sampling.takes_argmax and sampling.temperature < LOWEST_TEMPERATURE:
-        return f"temperature={sampling.temperature}: vllm has none between 0 and {LOWEST_TEMPERATURE}; use greedy, or a higher one"
+        return (
+            f"temperature={sampling.temperature}: vllm has none between 0 and {LOWEST_TEMPERATURE}; use "
+            "greedy, or a higher one"
+        )
     if sampling.top_log_probs > max_log_probs:
         return (
             f"top_log_probs={sampling.top_log_probs}: this vllm gives at most {max_log_probs}; set "
@@ -30,18 +36,27 @@ def vllm_problem(sampling: SamplingParams, *, max_log_probs: int, temperature_on
         return f"logit_bias of {biased[0]}: vllm takes biases from -{LARGEST_BIAS:.0f} to {LARGEST_BIAS:.0f}"
     if sampling.stop and not texts:
         return "stop has texts, and this vllm has no tokenizer (skip_tokenizer_init): use stop_token_ids"
-    shifted = sampling.limits_tokens or sampling.repetition_penalty != 1 or bool(sampling.logit_bias) or sampling.min_tokens > 0
+    shifted = (
+        sampling.limits_tokens
+        or sampling.repetition_penalty != 1
+        or bool(sampling.logit_bias)
+        or sampling.min_tokens > 0
+    )
     if shifted and not temperature_only:
         return (
-            "top_k, top_p, min_p, repetition_penalty, logit_bias or min_tokens: this vllm's log-probs would be those of what they leave, "
-            "and training computes those of the whole distribution; start it with VLLM_USE_V2_MODEL_RUNNER=0 and without speculation, or "
+            "top_k, top_p, min_p, repetition_penalty, logit_bias or min_tokens: this vllm's log-probs would "
+            "be those of what they leave, "
+            "and training computes those of the whole distribution; start it with "
+            "VLLM_USE_V2_MODEL_RUNNER=0 and without speculation, or "
             "leave them out"
         )
     return None
 
 
 def vllm_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments of vllm's SamplingParams; end tokens are ours, and vLLM's own (of the model's folder) do not count."""
+    """Keyword arguments of vllm's SamplingParams; end tokens are ours, and vLLM's own (of the model's folder)
+    do not count.
+    """
     sampling = request.sampling
     ends = () if sampling.ignore_eos else tuple(eos_token_ids)
     params: dict[str, Any] = {

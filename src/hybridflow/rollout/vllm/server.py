@@ -1,7 +1,8 @@
 """vLLM as a server: a process of its own, started here and ended with this one, or one that runs already.
 
 VLLMEngine ──requests, one connection each──► /v1/completions
-           ──version, begin, receive────────► /collective_rpc ──► `Extension` in the server's workers ◄──weights── push
+           ──version, begin, receive────────► /collective_rpc ──► `Extension` in the server's workers
+           ◄──weights── push
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ class Server(Served):
         bucket_bytes: int,
         adapters: bool = False,
     ) -> None:
-        super().__init__(address, process, max_streams=max_streams, timeout=timeout, transport=transport, bucket_bytes=bucket_bytes)
+        super().__init__(
+            address,
+            process,
+            max_streams=max_streams,
+            timeout=timeout,
+            transport=transport,
+            bucket_bytes=bucket_bytes,
+        )
         self._model = MODEL if process is not None else self._served_model()
         self._workers = 1
         self._adapters = adapters
@@ -50,8 +58,10 @@ class Server(Served):
             found = self._call("hybridflow_begin", {})
         except Refused as error:
             raise RolloutError(
-                f"{self.name} does not take our calls ({error}): start it with VLLM_SERVER_DEV_MODE=1, VLLM_USE_V2_MODEL_RUNNER=0, "
-                f"--worker-extension-cls {QUALIFIED_NAME} and --logprobs-mode processed_logprobs, in a python that has hybridflow"
+                f"{self.name} does not take our calls ({error}): start it with VLLM_SERVER_DEV_MODE=1, "
+                "VLLM_USE_V2_MODEL_RUNNER=0, "
+                f"--worker-extension-cls {QUALIFIED_NAME} and --logprobs-mode processed_logprobs, in a "
+                "python that has hybridflow"
             ) from error
         self._workers = len(found)
         if self._adapters:
@@ -60,9 +70,14 @@ class Server(Served):
         return facts
 
     def _name_adapter(self) -> None:
-        """Let the server know the adapter by its name; its weights, and what is below them, will be pushed into the workers."""
+        """Let the server know the adapter by its name; its weights, and what is below them, will be pushed
+        into the workers.
+        """
         self._call("hybridflow_forget", {})  # what is below those of an earlier run may be another model
-        body = {"lora_name": ADAPTER_NAME, "lora_path": self._call("hybridflow_empty_adapter", {})[0]["folder"]}
+        body = {
+            "lora_name": ADAPTER_NAME,
+            "lora_path": self._call("hybridflow_empty_adapter", {})[0]["folder"],
+        }
         try:
             try:
                 self._ask_for_adapter("load", body)
@@ -72,8 +87,10 @@ class Server(Served):
                 self._ask_for_adapter("load", body)
         except Refused as error:
             raise RolloutError(
-                f"{self.name} does not take adapters ({error}): start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a "
-                "--max-lora-rank as large as the adapters', or set actor_rollout_ref.rollout.lora_as_adapters=false"
+                f"{self.name} does not take adapters ({error}): start it with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora and a "
+                "--max-lora-rank as large as the adapters', or set "
+                "actor_rollout_ref.rollout.lora_as_adapters=false"
             ) from error
         finally:
             if self._death is None:
@@ -81,7 +98,9 @@ class Server(Served):
         self._model = ADAPTER_NAME
 
     def _ask_for_adapter(self, what: str, body: dict[str, str]) -> None:
-        self._guarded(lambda: self.address.call(f"/v1/{what}_lora_adapter", body, timeout=self.timeout, text=True))
+        self._guarded(
+            lambda: self.address.call(f"/v1/{what}_lora_adapter", body, timeout=self.timeout, text=True)
+        )
 
     def version(self) -> int:
         """That of the weights in the server's workers."""
@@ -96,14 +115,23 @@ class Server(Served):
         return all(answer["has_base"] for answer in self._call("hybridflow_version", {}))
 
     def push(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        part: Part = "whole",
+        adapter: dict[str, Any] | None = None,
     ) -> None:
-        """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not arrive."""
+        """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not
+        arrive.
+        """
         self._alive()
         self._push(self._call, weights, version, self._workers, part=part, adapter=adapter)
         emptied = self._guarded(lambda: self.address.call("/reset_prefix_cache", {}, timeout=self.timeout))
         if isinstance(emptied, dict) and not emptied.get("success", True):
-            raise RolloutError(f"{self.name} could not empty its prefix cache after a push of weights: does someone else use it?")
+            raise RolloutError(
+                f"{self.name} could not empty its prefix cache after a push of weights: does someone else "
+                "use it?"
+            )
 
     def sleep(self, level: int) -> None:
         """Give memory back."""
@@ -122,5 +150,7 @@ class Server(Served):
 
     def _call(self, method: str, argument: dict[str, Any]) -> list[Any]:
         body = {"method": method, "args": [argument] if argument else []}
-        answers: list[Any] = self._guarded(lambda: self.address.call("/collective_rpc", body, timeout=self.timeout))["results"]
+        answers: list[Any] = self._guarded(
+            lambda: self.address.call("/collective_rpc", body, timeout=self.timeout)
+        )["results"]
         return answers

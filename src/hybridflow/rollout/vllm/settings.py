@@ -1,4 +1,6 @@
-"""Keys of the run as arguments of vLLM's engine: the same for an engine in this process and for a server's command line."""
+"""Keys of the run as arguments of vLLM's engine: the same for an engine in this process and for a server's
+command line.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
     """Arguments of vLLM's engine by name; `engine_kwargs.vllm` overrules them."""
     on_cpu = model.device.type == "cpu"
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    shape = load_config(model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config).get_text_config()
+    shape = load_config(
+        model.path, trust_remote_code=model.trust_remote_code, override_config=model.override_config
+    ).get_text_config()
     longest = config.max_model_len or int(getattr(shape, "max_position_embeddings", 4096))
     arguments: dict[str, Any] = {
         "model": model.path,
@@ -41,11 +45,14 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "seed": 0,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs, longest if on_cpu else 0),
+        "max_num_batched_tokens": max(
+            config.max_num_batched_tokens, config.max_num_seqs, longest if on_cpu else 0
+        ),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
-        # on CPU a seeded request whose prompt is cut would end vLLM's worker: it turns the generator back, which none of the CPU can
+        # on CPU a seeded request whose prompt is cut would end vLLM's worker: it turns the generator back,
+        # which none of the CPU can
         "enable_chunked_prefill": config.enable_chunked_prefill and not on_cpu,
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_sleep_mode": config.free_cache_engine and not on_cpu,
@@ -59,14 +66,19 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
     if config.lora_as_adapters:
         largest = next((size for size in _LORA_RANKS if size >= model.lora_rank), model.lora_rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
-    arguments = {name: value for name, value in arguments.items() if value is not None} | config.engine_kwargs.vllm
-    if on_cpu and "kv_cache_memory_bytes" not in arguments:  # else vLLM would take a share of the whole machine's memory at once
+    arguments = {
+        name: value for name, value in arguments.items() if value is not None
+    } | config.engine_kwargs.vllm
+    # else vLLM would take a share of the whole machine's memory at once
+    if on_cpu and "kv_cache_memory_bytes" not in arguments:
         arguments["kv_cache_memory_bytes"] = _cache_bytes(config, shape, dtype, longest)
     return arguments
 
 
 def _cache_bytes(config: RolloutConfig, shape: Any, dtype: str, longest: int) -> int:
-    """Memory for the keys and values of `max_num_seqs` rows of full length, at most `gpu_memory_utilization` of what is free."""
+    """Memory for the keys and values of `max_num_seqs` rows of full length, at most `gpu_memory_utilization`
+    of what is free.
+    """
     blocks = (config.max_num_seqs + 1) * math.ceil(longest / _CPU_BLOCK)
     wanted = blocks * _CPU_BLOCK * cache_bytes_per_token(shape, dtype)
     return int(min(wanted, config.gpu_memory_utilization * free_memory(torch.device("cpu"))))

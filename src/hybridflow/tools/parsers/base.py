@@ -18,10 +18,14 @@ class ToolCall:
 
 
 class ToolParser(Protocol):
-    """Reads one response as it grows: text in, plain text and whole calls out, in their order. What is no call stays text."""
+    """Reads one response as it grows: text in, plain text and whole calls out, in their order. What is no
+    call stays text.
+    """
 
     def opening(self, name: str | None) -> str:
-        """What a call begins with (of this tool, where named): put behind the prompt, it makes the model write one."""
+        """What a call begins with (of this tool, where named): put behind the prompt, it makes the model
+        write one.
+        """
         ...
 
     def feed(self, text: str) -> list[str | ToolCall]: ...
@@ -84,4 +88,8 @@ def call_of(value: Any, key: str) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get(key, {})
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return (
+        ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else None
+    )

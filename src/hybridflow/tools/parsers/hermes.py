@@ -1,4 +1,6 @@
-"""Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one pair of tags for each call."""
+"""Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one pair of tags for
+each call.
+"""
 
 from __future__ import annotations
 

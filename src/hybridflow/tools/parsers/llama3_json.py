@@ -1,4 +1,6 @@
-"""Llama 3.1 and later: the whole response is `{"name": …, "parameters": {…}}`, maybe behind `<|python_tag|>`; several calls by `;`."""
+"""Llama 3.1 and later: the whole response is `{"name": …, "parameters": {…}}`, maybe behind `<|python_tag|>`;
+several calls by `;`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser:
-    """A response that begins like a call is held back until it ends; any other is plain text from its first character."""
+    """A response that begins like a call is held back until it ends; any other is plain text from its first
+    character.
+    """
 
     def __init__(self) -> None:
         self._held = ""
@@ -24,7 +28,9 @@ class Llama3JsonParser:
         """Text at once where the response is none of calls, else nothing before `end`."""
         self._held += text
         begun = self._held.lstrip()
-        self._plain = self._plain or (bool(begun) and not (begun.startswith(("{", TAG)) or TAG.startswith(begun)))
+        self._plain = self._plain or (
+            bool(begun) and not (begun.startswith(("{", TAG)) or TAG.startswith(begun))
+        )
         if not self._plain:
             return []
         held, self._held = self._held, ""

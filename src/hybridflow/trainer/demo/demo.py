@@ -1,6 +1,8 @@
-"""The demo: a language model of 0.4 M parameters learns arithmetic chains, first by imitation, then by reinforcement.
+"""The demo: a language model of 0.4 M parameters learns arithmetic chains, first by imitation, then by
+reinforcement.
 
-tiny model ──SFT until half right──► warm model ──GRPO, or another tiny recipe──► better model ──► summary.json, report.html
+tiny model ──SFT until half right──► warm model ──GRPO, or another tiny recipe──► better model ──►
+summary.json, report.html
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     folder = RunFolder(options.folder / options.algorithm)
     model = create_tiny_model(options.folder / "model", seed=options.seed)
     logger.info("a model of its own: Llama architecture, 0.4 M parameters, random weights, in %s", model)
-    warm = warm_up(model, options.folder / "sft", seed=options.seed, options=WarmUpOptions(options.sft_accuracy))
+    warm = warm_up(
+        model, options.folder / "sft", seed=options.seed, options=WarmUpOptions(options.sft_accuracy)
+    )
     logger.info("warm-up done in %.0f s (%d steps); reinforcement learning starts", warm.seconds, warm.steps)
     before, after, trained = reinforce(options, warm.model, folder)
     summary = {
@@ -79,7 +83,9 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
 def reinforce(
     options: DemoOptions, model: Path, folder: RunFolder
 ) -> tuple[tuple[Evaluation, Evaluation], tuple[Evaluation, Evaluation], float]:
-    """RL from the warm model in the folder `model`; gives (greedy, sampled) before and after, and the seconds of training."""
+    """RL from the warm model in the folder `model`; gives (greedy, sampled) before and after, and the seconds
+    of training.
+    """
     overrides = [
         f"actor_rollout_ref.model.path='{model}'",
         f"trainer.default_local_dir='{folder.path}'",
@@ -103,6 +109,8 @@ def reinforce(
     return before, after, seconds
 
 
-def _both(rollout: RolloutGroup, tokenizer: Tokenizer, questions: MapDataset[PromptRow], seed: int) -> tuple[Evaluation, Evaluation]:
+def _both(
+    rollout: RolloutGroup, tokenizer: Tokenizer, questions: MapDataset[PromptRow], seed: int
+) -> tuple[Evaluation, Evaluation]:
     greedy = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)
     return greedy, evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)

@@ -24,7 +24,9 @@ class Evaluation:
     accuracy: float
     """Share of right answers, in [0, 1]."""
     pass_rate: float
-    """Share of questions with a right answer among theirs (pass@n), in [0, 1]; with one answer a question, the accuracy."""
+    """Share of questions with a right answer among theirs (pass@n), in [0, 1]; with one answer a question,
+    the accuracy.
+    """
     mean_length: float
     """Tokens of a response, the end token included."""
     samples: list[dict[str, object]]
@@ -53,7 +55,14 @@ def evaluate(
         truth = prompt.row["reward_model"]["ground_truth"]
         result = compute_score("arithmetic_chain", text, truth)
         scores.append(float(result["score"] if isinstance(result, dict) else result))
-        samples.append({"question": prompt.row["prompt"][-1]["content"], "response": text, "ground_truth": truth, "score": scores[-1]})
+        samples.append(
+            {
+                "question": prompt.row["prompt"][-1]["content"],
+                "response": text,
+                "ground_truth": truth,
+                "score": scores[-1],
+            }
+        )
     best = [max(scores[start : start + n]) for start in range(0, len(scores), n)]
     return Evaluation(
         accuracy=sum(scores) / len(scores),

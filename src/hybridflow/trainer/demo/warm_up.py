@@ -1,4 +1,5 @@
-"""The warm-up of the tiny task: a model of random weights reads worked answers until it has some of the held-out questions right.
+"""The warm-up of the tiny task: a model of random weights reads worked answers until it has some of the
+held-out questions right.
 
 model folder ──SFT, looking at held-out accuracy now and then──► warm model folder
 """
@@ -38,7 +39,9 @@ class WarmUpOptions:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What the warm-up made: the model's folder, its greedy accuracy (of the last look; 0 without one), steps, seconds."""
+    """What the warm-up made: the model's folder, its greedy accuracy (of the last look; 0 without one),
+    steps, seconds.
+    """
 
     model: Path
     accuracy: float
@@ -59,7 +62,8 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
     ]
     config = prepare_config(SFTConfig, overrides, recipe="tiny/sft").config
     logger.info(
-        "warm-up: it reads worked answers until %.0f %% of the held-out questions are right, for at most %s steps",
+        "warm-up: it reads worked answers until %.0f %% of the held-out questions are right, for at most %s "
+        "steps",
         100 * options.accuracy,
         config.trainer.total_training_steps,
     )
@@ -71,8 +75,15 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
             nonlocal accuracy
             if step < options.first_check or step % options.check_every:
                 return False
-            accuracy = evaluate(trainer.rollout, trainer.tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed).accuracy
-            logger.info("warm-up step %d: greedy accuracy %.3f on %d held-out questions", step, accuracy, len(questions))
+            accuracy = evaluate(
+                trainer.rollout, trainer.tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed
+            ).accuracy
+            logger.info(
+                "warm-up step %d: greedy accuracy %.3f on %d held-out questions",
+                step,
+                accuracy,
+                len(questions),
+            )
             return accuracy >= options.accuracy
 
         steps = trainer.fit(after_step=good_enough)
@@ -82,7 +93,8 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
 
 def held_out_questions(tokenizer: Tokenizer, *, seed: int) -> MapDataset[PromptRow]:
     """The validation split of the tiny task, in neither training set."""
-    few = ["actor_rollout_ref.model.path=unused", "data.task.size=64"]  # training questions are not wanted here
+    # training questions are not wanted here
+    few = ["actor_rollout_ref.model.path=unused", "data.task.size=64"]
     config = prepare_config(PPOConfig, few, recipe="tiny/grpo").config
     data = build_prompt_data(config.data, tokenizer, seed)
     assert data.val_dataset is not None, "the recipe has held-out questions"

@@ -1,6 +1,7 @@
 """The one place that wires a PPO run: a prepared configuration in, a trainer ready to `fit` out.
 
-config ─► devices ─► tokenizer, data ─► a backend, whose processes build engines and workers (host.py) ─► Roles
+config ─► devices ─► tokenizer, data ─► a backend, whose processes build engines and workers (host.py) ─►
+Roles
        ─► PPOStep, Trajectories, Validator ─► SyncTrainer
 """
 
@@ -43,7 +44,8 @@ from hybridflow.workers.bridge import KLController, find_estimator, kl_controlle
 
 @contextmanager
 def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[SyncTrainer]:
-    """Everything a run needs; what holds processes, files or the run folder is let go at the end, whatever happens.
+    """Everything a run needs; what holds processes, files or the run folder is let go at the end, whatever
+    happens.
 
     `patience`: seconds to wait for devices that a lost node may bring back.
     """
@@ -65,10 +67,13 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
     loader = data.train_loader
-    total_steps = config.trainer.total_training_steps or _steps_an_epoch(config, loader) * config.trainer.total_epochs
+    total_steps = (
+        config.trainer.total_training_steps or _steps_an_epoch(config, loader) * config.trainer.total_epochs
+    )
     if total_steps <= config.trainer.critic_warmup:
         raise ConfigError(
-            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} steps for the actor: "
+            f"trainer.critic_warmup={config.trainer.critic_warmup} leaves none of the run's {total_steps} "
+            "steps for the actor: "
             "set it lower, or raise trainer.total_epochs"
         )
     with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
@@ -80,7 +85,10 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
         done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
         settle_exact(config, roles, exact)
         say_changes(done, folder.write_config(to_yaml(config)))
-        with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
+        with (
+            state.saves.given_up_at_the_end(store),
+            run_trackers(config, folder, total_steps, done) as trackers,
+        ):
             timer = Timer()
             samples = SampleLog(folder.path, config, tokenizer, total_steps, trackers, done)
             trajectories = Trajectories(roles.rollout, rewards, tokenizer, config, timer)
@@ -90,7 +98,9 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
                 loader=loader,
                 trajectories=trajectories,
                 step=PPOStep(roles, config, controller, timer, exact=exact),
-                validator=Validator(data.val_dataset, trajectories, samples, config) if data.val_dataset else None,
+                validator=Validator(data.val_dataset, trajectories, samples, config)
+                if data.val_dataset
+                else None,
                 state=state,
                 store=store,
                 trackers=trackers,
@@ -132,5 +142,7 @@ def _state(
 
 
 def _steps_an_epoch(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:
-    """As many as the rows suffice for; a step of dynamic sampling takes one or more generation batches, here as few as it can."""
+    """As many as the rows suffice for; a step of dynamic sampling takes one or more generation batches, here
+    as few as it can.
+    """
     return max(1, len(loader) // math.ceil(config.data.train_batch_size / loader.batch_size))

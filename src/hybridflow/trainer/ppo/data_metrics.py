@@ -1,4 +1,6 @@
-"""What a batch says about itself: scores, rewards, lengths, and how far rollout and training disagree. Names are verl's."""
+"""What a batch says about itself: scores, rewards, lengths, and how far rollout and training disagree. Names
+are verl's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from hybridflow.workers.bridge import explained_variance, own_rows
 
 
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
-    """critic/{score,rewards,advantages,returns}, response_length, prompt_length; with a critic also values and explained variance."""
+    """critic/{score,rewards,advantages,returns}, response_length, prompt_length; with a critic also values
+    and explained variance.
+    """
     rows, metrics = batch.batch, Metrics()
     mask, loss_mask = rows["response_mask"], rows["loss_mask"]
     sampled = own_rows(batch)
@@ -22,11 +26,14 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     spread(metrics, "critic/returns", rows["returns"][loss_mask])
     if has_critic:
         spread(metrics, "critic/values", rows["values"][loss_mask])
-        metrics.add_mean("critic/vf_explained_var", explained_variance(rows["values"], rows["returns"], loss_mask))
+        metrics.add_mean(
+            "critic/vf_explained_var", explained_variance(rows["values"], rows["returns"], loss_mask)
+        )
     width = rows["responses"].shape[1]
     spread(metrics, "response_length", rows["attention_mask"][:, -width:].sum(-1)[sampled])
     spread(metrics, "prompt_length", rows["attention_mask"][:, :-width].sum(-1))
-    truncated = sum(reason == "length" for reason in batch.non_tensor_batch["finish_reason"])  # never an answer of the data
+    # never an answer of the data
+    truncated = sum(reason == "length" for reason in batch.non_tensor_batch["finish_reason"])
     metrics.add_mean("response_length/clip_ratio", float(truncated), float(sampled.sum()))
     metrics.add_sum("perf/total_num_tokens", float(rows["attention_mask"].sum()))
     metrics.add_mean("training/loss_tokens_ratio", float(loss_mask.sum()), float(mask.sum()))

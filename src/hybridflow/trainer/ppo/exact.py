@@ -1,6 +1,7 @@
 """Whether a run is in exact mode: asked once, after the models are there and before the first step.
 
-keys, roles ──ruled_out──► each replica's self-check ──► one mode on the actor and all replicas, or one line why not
+keys, roles ──ruled_out──► each replica's self-check ──► one mode on the actor and all replicas, or one line
+why not
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 KEY = "actor_rollout_ref.rollout.exact"
 AUTO_LENGTH = 256
-"""Tokens of prompt and response up to which `auto` takes it: attention costs more than the pass that is saved beyond."""
+"""Tokens of prompt and response up to which `auto` takes it: attention costs more than the pass that is saved
+beyond.
+"""
 
 
 @dataclass
@@ -50,7 +53,8 @@ class ExactState:
 def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     """Switch the actor and the rollout to exact mode where `rollout.exact` asks for it and it holds.
 
-    Raises ConfigError with the reason where it is asked for and does not hold; with `auto` the reason is logged.
+    Raises ConfigError with the reason where it is asked for and does not hold; with `auto` the reason is
+    logged.
     """
     wanted = config.actor_rollout_ref.rollout.exact
     if wanted is False:
@@ -64,7 +68,8 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     switch_to(roles, chosen)
     state.on = True
     logger.info(
-        "exact mode: log-probs of rollout and training are equal to the bit (keys of attention padded to %d, dense layers to %d rows)",
+        "exact mode: log-probs of rollout and training are equal to the bit (keys of attention padded to "
+        "%d, dense layers to %d rows)",
         chosen.key_step,
         chosen.num_rows(1),
     )
@@ -80,24 +85,44 @@ def _ruled_out(config: PPOConfig, roles: Roles, state: ExactState) -> str | None
     """Why the keys, the layout or the past of the run leave no room for it."""
     rollout, longest = config.actor_rollout_ref.rollout, _longest(config)
     if rollout.name != "native":
-        return f"actor_rollout_ref.rollout.name={rollout.name} has kernels of its own; only native generates with the module that trains"
+        return (
+            f"actor_rollout_ref.rollout.name={rollout.name} has kernels of its own; only native "
+            "generates with the module that trains"
+        )
     if roles.actor.world_size > 1:
-        return f"the actor is spread over {roles.actor.world_size} ranks, which compute with parts of the model"
+        return (
+            f"the actor is spread over {roles.actor.world_size} ranks, which compute with parts of the model"
+        )
     if rollout.tensor_model_parallel_size > 1:
-        return f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} sums partial products"
+        return (
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} "
+            "sums partial products"
+        )
     if config.actor_rollout_ref.actor.use_prefix_grouper:
-        return "actor_rollout_ref.actor.use_prefix_grouper computes a prompt once for all its rows, which changes the last bits"
+        return (
+            "actor_rollout_ref.actor.use_prefix_grouper computes a prompt once for all its rows, which "
+            "changes the last bits"
+        )
     if config.algorithm.rollout_correction.bypass_mode:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
     if not rollout.do_sample and rollout.temperature != 1.0:
-        return f"greedy tokens have log-probs at temperature 1, and training computes them at {rollout.temperature}: set temperature=1"
+        return (
+            "greedy tokens have log-probs at temperature 1, and training computes them at "
+            f"{rollout.temperature}: set temperature=1"
+        )
     if rollout.exact == "auto" and state.ended:
-        return "before the checkpoint that this run goes on from, log-probs of rollout and training differed in exact mode"
+        return (
+            "before the checkpoint that this run goes on from, log-probs of rollout and training "
+            "differed in exact mode"
+        )
     if rollout.exact == "auto" and "sum_pi_squared" in find_estimator(config.algorithm).needs:
-        return f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the pass that exact mode saves"
+        return (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the pass that exact mode saves"
+        )
     if rollout.exact == "auto" and longest > AUTO_LENGTH:
         return (
-            f"data.max_prompt_length + max_response_length = {longest} tokens, and {KEY}=auto takes up to {AUTO_LENGTH}, beyond which it "
+            f"data.max_prompt_length + max_response_length = {longest} tokens, and {KEY}=auto takes up to "
+            f"{AUTO_LENGTH}, beyond which it "
             "costs more than it saves"
         )
     return None
@@ -106,7 +131,9 @@ def _ruled_out(config: PPOConfig, roles: Roles, state: ExactState) -> str | None
 def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
     """The mode that all replicas can hold, each by its own self-check."""
     temperature = config.actor_rollout_ref.rollout.temperature
-    found = roles.rollout.call_list(ExactRollout.choose_exact, longest=_longest(config), temperature=temperature)
+    found = roles.rollout.call_list(
+        ExactRollout.choose_exact, longest=_longest(config), temperature=temperature
+    )
     for rank, mode in enumerate(found):
         if isinstance(mode, str):
             return f"{mode} (rollout rank {rank})" if len(found) > 1 else mode

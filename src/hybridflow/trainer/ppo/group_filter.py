@@ -2,9 +2,9 @@
 
     scored rows ──metric_values──► one number a row ──groups_to_keep──► uids ──rows_of──► the rows that stay
 
-A group whose responses are all right or all wrong has no advantage, so it would only thin out the gradient of a batch. PRIME
-(2502.01456) also drops prompts that are too hard or too easy: `min_mean`, `max_mean`.
-Left out: a filter on the reward less its KL penalty, which is not known before the log-probs are.
+A group whose responses are all right or all wrong has no advantage, so it would only thin out the gradient of
+a batch. PRIME (2502.01456) also drops prompts that are too hard or too easy: `min_mean`, `max_mean`. Left
+out: a filter on the reward less its KL penalty, which is not known before the log-probs are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ SCORE = ("score", "seq_reward", "seq_final_reward")
 
 
 def groups_to_keep(
-    uids: Sequence[str], values: Sequence[float | None], *, min_mean: float | None = None, max_mean: float | None = None
+    uids: Sequence[str],
+    values: Sequence[float | None],
+    *,
+    min_mean: float | None = None,
+    max_mean: float | None = None,
 ) -> list[str]:
-    """Uids, in order of appearance, of the groups whose values vary (max > min) and whose mean is in [min_mean, max_mean].
+    """Uids, in order of appearance, of the groups whose values vary (max > min) and whose mean is in
+    [min_mean, max_mean].
 
-    A row without a value (None or NaN: its reward failed, or it was not sampled) takes no part; a group of fewer than two values does not
-    vary.
+    A row without a value (None or NaN: its reward failed, or it was not sampled) takes no part; a group of
+    fewer than two values does not vary.
     """
     groups: dict[str, list[float]] = {}
     for uid, value in zip(uids, values, strict=True):
@@ -34,12 +39,15 @@ def groups_to_keep(
             members.append(value)
     low, high = -math.inf if min_mean is None else min_mean, math.inf if max_mean is None else max_mean
     return [
-        uid for uid, members in groups.items() if members and max(members) > min(members) and low <= sum(members) / len(members) <= high
+        uid
+        for uid, members in groups.items()
+        if members and max(members) > min(members) and low <= sum(members) / len(members) <= high
     ]
 
 
 def metric_values(batch: DataProto, metric: str) -> list[float | None]:
-    """The metric of each row of a scored batch; None for rows that were not sampled (SPIN's answers of the data).
+    """The metric of each row of a scored batch; None for rows that were not sampled (SPIN's answers of the
+    data).
 
     Raises ConfigError for a key that the reward does not return, or returns as something other than numbers.
     """
@@ -47,15 +55,25 @@ def metric_values(batch: DataProto, metric: str) -> list[float | None]:
         values: list[float | None] = list(batch.batch["token_level_scores"].sum(-1).tolist())
     else:
         column = batch.non_tensor_batch.get(metric)
-        if column is None or not all(value is None or isinstance(value, (bool, int, float)) for value in column):
-            numbers = [name for name, column in batch.non_tensor_batch.items() if all(isinstance(value, float) for value in column)]
+        if column is None or not all(
+            value is None or isinstance(value, (bool, int, float)) for value in column
+        ):
+            numbers = [
+                name
+                for name, column in batch.non_tensor_batch.items()
+                if all(isinstance(value, float) for value in column)
+            ]
             raise ConfigError(
-                f"algorithm.filter_groups.metric={metric}: the reward returns no number of that name; set it to score"
+                f"algorithm.filter_groups.metric={metric}: the reward returns no number of that name; set "
+                "it to score"
                 + (f", or one of {', '.join(numbers)}" if numbers else ", or let the reward return it")
             )
         values = [None if value is None else float(value) for value in column]
     if "is_demonstration" in batch:
-        values = [None if told else value for told, value in zip(batch.batch["is_demonstration"].tolist(), values, strict=True)]
+        values = [
+            None if told else value
+            for told, value in zip(batch.batch["is_demonstration"].tolist(), values, strict=True)
+        ]
     return values
 
 

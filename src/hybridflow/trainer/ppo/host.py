@@ -65,7 +65,9 @@ def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
 
 
 class Host:
-    """The factories of one process; roles that live here share what they can (the rollout has the actor's module)."""
+    """The factories of one process; roles that live here share what they can (the rollout has the actor's
+    module).
+    """
 
     def __init__(self, facts: RunFacts, house: WorkerHost) -> None:
         self.facts, self.config, self.house = facts, facts.config, house
@@ -78,17 +80,26 @@ class Host:
         updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * trained_steps
         engine = self._engine("policy", "actor", config.optim, updates, config.grad_clip)
         cap = rollout.log_prob_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu
-        limits = BatchLimits(cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=config.use_prefix_grouper)
+        limits = BatchLimits(
+            cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=config.use_prefix_grouper
+        )
         return ActorWorker(engine, config, temperature=rollout.temperature, log_prob_limits=limits)
 
     def reference(self, info: RankInfo) -> ReferenceWorker:
         """The policy that the run starts from."""
         config, rollout = self.config.actor_rollout_ref.ref, self.config.actor_rollout_ref.rollout
-        cap = config.log_prob_max_token_len_per_gpu or self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        cap = (
+            config.log_prob_max_token_len_per_gpu
+            or self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        )
         sharing = self.config.actor_rollout_ref.actor.use_prefix_grouper
         limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu, share_prompts=sharing)
-        if LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None and self.house.has("actor"):
-            return ReferenceWorker(self._actor_engine(), temperature=rollout.temperature, limits=limits, without_adapters=True)
+        if LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None and self.house.has(
+            "actor"
+        ):
+            return ReferenceWorker(
+                self._actor_engine(), temperature=rollout.temperature, limits=limits, without_adapters=True
+            )
         engine = self._engine("policy", "reference", None, 0, None)
         return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
 
@@ -108,7 +119,8 @@ class Host:
         config = self.config.distillation
         if config.teacher_model.path is None:
             raise ConfigError(
-                f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs a teacher, and distillation.teacher_model.path is "
+                f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs a teacher, and "
+                "distillation.teacher_model.path is "
                 "not set: give a Hugging Face folder or hub name of a model with the actor's vocabulary"
             )
         engine = self._engine("policy", "teacher", None, 0, None)
@@ -119,17 +131,23 @@ class Host:
     def process_reward(self, info: RankInfo) -> ProcessRewardWorker:
         """The implicit process reward model, which starts as the actor does unless it has a path of its own."""
         config = self.config.reward.process_reward_model
-        updates = self._updates(config.ppo_mini_batch_size or self.config.data.train_batch_size, 1) * self.facts.total_steps
+        updates = (
+            self._updates(config.ppo_mini_batch_size or self.config.data.train_batch_size, 1)
+            * self.facts.total_steps
+        )
         engine = self._engine("policy", "process_reward", config.optim, updates, config.grad_clip)
         self._check_vocabulary(engine, "reward.process_reward_model.model")
         limits = BatchLimits(config.ppo_max_token_len_per_gpu or self._token_cap)
         return ProcessRewardWorker(engine, config, temperature=self._temperature, limits=limits)
 
     def rollout(self, info: RankInfo) -> RolloutWorker:
-        """Generation: with the actor's own weights where the actor lives here, else with weights that it is sent."""
+        """Generation: with the actor's own weights where the actor lives here, else with weights that it is
+        sent.
+        """
         roles, model = self.config.actor_rollout_ref, self._model(self.config.actor_rollout_ref.model)
         if roles.actor.fsdp_config.mixed_precision.param_dtype != "auto":
-            model["dtype"] = roles.actor.fsdp_config.mixed_precision.param_dtype  # that in which the actor computes
+            # that in which the actor computes
+            model["dtype"] = roles.actor.fsdp_config.mixed_precision.param_dtype
         return build_rollout_worker(
             roles.rollout,
             actor_engine=self._actor_engine() if self.house.has("actor") else None,
@@ -154,11 +172,14 @@ class Host:
         return worker.engine
 
     def _check_vocabulary(self, engine: TrainEngine, key: str) -> None:
-        """Raise ModelError for a model that has no log-prob for some token of the actor's; rows of padding may be more or fewer."""
+        """Raise ModelError for a model that has no log-prob for some token of the actor's; rows of padding
+        may be more or fewer.
+        """
         theirs, ours = engine.module.get_parameter("head.weight").shape[0], self.facts.vocabulary
         if theirs < ours:
             raise ModelError(
-                f"{key} has a vocabulary of {theirs} tokens and the actor one of {ours}: their token ids must mean the same, "
+                f"{key} has a vocabulary of {theirs} tokens and the actor one of {ours}: their token ids "
+                "must mean the same, "
                 "so choose a model of the actor's family"
             )
 
@@ -169,7 +190,12 @@ class Host:
         return model_arguments(config, self.device)
 
     def _engine(
-        self, kind: Literal["policy", "value"], role: str, optim: OptimConfig | None, updates: int, grad_clip: float | None
+        self,
+        kind: Literal["policy", "value"],
+        role: str,
+        optim: OptimConfig | None,
+        updates: int,
+        grad_clip: float | None,
     ) -> TrainEngine:
         """The engine of a role, over the processes of its pool; without `optim` it only computes."""
         fsdp, _, model = engine_keys(self.config, role)

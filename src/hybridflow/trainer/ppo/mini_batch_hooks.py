@@ -1,8 +1,11 @@
-"""What must be decided over a whole mini-batch under the weights of the moment: rejection in bypass mode, and tokens that a loss selects.
+"""What must be decided over a whole mini-batch under the weights of the moment: rejection in bypass mode, and
+tokens that a loss selects.
 
-    mini-batch ──log-probs of now──► correct_rollout (bypass mode) ──► select_tokens (clip_cov, kl_cov) ──► mini-batch with columns
+    mini-batch ──log-probs of now──► correct_rollout (bypass mode) ──► select_tokens (clip_cov, kl_cov) ──►
+    mini-batch with columns
 
-Mini-batches are formed on the driver, so the whole of one is seen here and nothing has to be reduced over ranks.
+Mini-batches are formed on the driver, so the whole of one is seen here and nothing has to be reduced over
+ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step
 
 
 def _log_probs_of_now(actor: ActorGroup, mini: DataProto, number: int, *, bypass: bool) -> Tensor:
-    """log-probs [B, R] under the weights as they are; before the first update of a step the old ones are theirs."""
+    """log-probs [B, R] under the weights as they are; before the first update of a step the old ones are
+    theirs.
+    """
     rows = mini if number == 0 and not bypass else actor.log_probs(mini, with_entropy=False)
     now: Tensor = rows.batch["old_log_probs"]
     return now

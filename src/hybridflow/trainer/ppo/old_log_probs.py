@@ -1,9 +1,10 @@
-"""Where `old_log_probs` come from: the actor's pass over the batch, or the rollout, whose log-probs are as good.
+"""Where `old_log_probs` come from: the actor's pass over the batch, or the rollout, whose log-probs are as
+good.
 
-exact mode          the rollout's: equal to the bit, checked on `exact_check_rows` rows here and on the first mini-batch in its update
-exact=auto          the same, but a difference ends exact mode and not the run
-fast mode           the pass; with `reuse_log_probs_within` the rollout's where they are that close on `exact_check_rows` rows
-bypass mode         the rollout's, whatever they are
+exact mode          the rollout's: equal to the bit, checked on `exact_check_rows` rows here and on the first
+mini-batch in its update exact=auto          the same, but a difference ends exact mode and not the run fast
+mode           the pass; with `reuse_log_probs_within` the rollout's where they are that close on
+`exact_check_rows` rows bypass mode         the rollout's, whatever they are
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from hybridflow.trainer.ppo.data_metrics import rollout_difference
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers import ActorWorker
-from hybridflow.workers.agreement import APART, Watch, check_same, check_same_weights, difference, sampled_tokens
+from hybridflow.workers.agreement import (
+    APART,
+    Watch,
+    check_same,
+    check_same_weights,
+    difference,
+    sampled_tokens,
+)
 from hybridflow.workers.bridge import own_rows
 from hybridflow.workers.exact import ExactRollout
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
@@ -31,9 +39,19 @@ logger = logging.getLogger(__name__)
 
 
 class OldLogProbs:
-    """Asked once a step; afterwards `metrics` says what was measured, and `watch` what the step's first update is to look at."""
+    """Asked once a step; afterwards `metrics` says what was measured, and `watch` what the step's first
+    update is to look at.
+    """
 
-    def __init__(self, roles: Roles, config: PPOConfig, *, exact: ExactState, with_sum_pi_squared: bool, also: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        roles: Roles,
+        config: PPOConfig,
+        *,
+        exact: ExactState,
+        with_sum_pi_squared: bool,
+        also: Sequence[str] = (),
+    ) -> None:
         """`also`: as `ActorGroup.log_probs` has it, for passes over all rows."""
         self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
@@ -46,10 +64,14 @@ class OldLogProbs:
         wishes = exact.on or self.within is not None
         self.reuses = wishes and not with_sum_pi_squared
         if wishes and with_sum_pi_squared:
-            logger.info("%s needs Σπ² from the pass for old log-probs, so that pass stays", config.algorithm.adv_estimator)
+            logger.info(
+                "%s needs Σπ² from the pass for old log-probs, so that pass stays",
+                config.algorithm.adv_estimator,
+            )
 
     def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> DataProto:
-        """old_log_probs [B, R], and from a pass also entropys and what the estimator needs; `plan` is that of the update, if there is one.
+        """old_log_probs [B, R], and from a pass also entropys and what the estimator needs; `plan` is that of
+        the update, if there is one.
 
         Raises TrainingError in exact mode where the rollout's log-probs are not those of training.
         """
@@ -73,7 +95,9 @@ class OldLogProbs:
         return columns
 
     def _agree(self, batch: DataProto, rows: list[int], step: int) -> tuple[bool, Metrics]:
-        """Whether the rollout's log-probs may stand for the actor's, judged by these rows, and what was measured on them."""
+        """Whether the rollout's log-probs may stand for the actor's, judged by these rows, and what was
+        measured on them.
+        """
         if not rows:  # all of them are in the first mini-batch, whose update looks at every one
             return True, Metrics()
         some = batch.select_idxs(rows)
@@ -89,14 +113,18 @@ class OldLogProbs:
         return self.exact.on or (self.within is not None and worst <= self.within), metrics
 
     def after_update(self, metrics: Metrics, step: int) -> None:
-        """Look at what the step's first mini-batch has measured; with `exact=auto` a difference there ends exact mode."""
+        """Look at what the step's first mini-batch has measured; with `exact=auto` a difference there ends
+        exact mode.
+        """
         if self.exact.on and self.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
             self._give_up(worst, step)
 
     def _give_up(self, worst: float, step: int) -> None:
         logger.warning(
-            "fast mode from now on: in step %d log-probs of rollout and training differ by up to %.2g nats under the same weights, so this "
-            "machine computes a row differently in another batch (actor_rollout_ref.rollout.exact=true would have stopped)",
+            "fast mode from now on: in step %d log-probs of rollout and training differ by up to %.2g nats "
+            "under the same weights, so this "
+            "machine computes a row differently in another batch (actor_rollout_ref.rollout.exact=true "
+            "would have stopped)",
             step,
             worst,
         )
@@ -104,13 +132,17 @@ class OldLogProbs:
         self.reuses = self.within is not None
 
     def _rows_to_check(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> list[int]:
-        """`exact_check_rows` rows that the policy sampled, drawn anew each step; in exact mode of those that the first update lacks."""
+        """`exact_check_rows` rows that the policy sampled, drawn anew each step; in exact mode of those that
+        the first update lacks.
+        """
         count = self.config.actor_rollout_ref.rollout.exact_check_rows
         seen: set[int] = set()
         if self.exact.on and plan is not None:
             seen = set(next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), []))
         left = [row for row in own_rows(batch).nonzero()[:, 0].tolist() if row not in seen]
-        order = torch.randperm(len(left), generator=generator(self.config.trainer.seed, "exact_check", step)).tolist()
+        order = torch.randperm(
+            len(left), generator=generator(self.config.trainer.seed, "exact_check", step)
+        ).tolist()
         return sorted(left[place] for place in order[:count])
 
     def _rollouts(self, batch: DataProto) -> DataProto:
@@ -118,5 +150,7 @@ class OldLogProbs:
         old = batch.batch["rollout_log_probs"].clone()
         told = ~own_rows(batch)
         if bool(told.any()):
-            old[told] = self.actor.log_probs(batch.select_idxs(told), with_entropy=False).batch["old_log_probs"]
+            old[told] = self.actor.log_probs(batch.select_idxs(told), with_entropy=False).batch[
+                "old_log_probs"
+            ]
         return DataProto.from_dict({"old_log_probs": old})

@@ -2,8 +2,8 @@
 
 jobs ──by processes──► one thread for each set of processes ──► results, in the order of the jobs
 
-Roles that share processes take turns there anyway, so their calls run one after the other in the caller's thread: with everything
-colocated, and with the local controller, this is a plain loop.
+Roles that share processes take turns there anyway, so their calls run one after the other in the caller's
+thread: with everything colocated, and with the local controller, this is a plain loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Overlap:
         self.together, self.timer = together, timer
 
     def __call__(self, jobs: Sequence[Job[T]]) -> list[T]:
-        """Results in the order of `jobs`; where calls fail, the error of the first of them, after the others have ended."""
+        """Results in the order of `jobs`; where calls fail, the error of the first of them, after the others
+        have ended.
+        """
         lanes = self._lanes(jobs)
         if len(lanes) <= 1:
             return [self._timed(job) for job in jobs]
@@ -49,7 +51,9 @@ class Overlap:
         """Numbers of the jobs that have to take turns, by their first one."""
         lanes: list[list[int]] = []
         for index, job in enumerate(jobs):
-            touched = [lane for lane in lanes if any(self.together(jobs[other].role, job.role) for other in lane)]
+            touched = [
+                lane for lane in lanes if any(self.together(jobs[other].role, job.role) for other in lane)
+            ]
             lanes = [lane for lane in lanes if lane not in touched]
             lanes.append(sorted([index, *(other for lane in touched for other in lane)]))
         return sorted(lanes)

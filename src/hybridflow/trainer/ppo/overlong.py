@@ -1,6 +1,8 @@
-"""Responses that ran into the limit (DAPO, arXiv 2503.14476 §3.4): a penalty that grows before it, and a way not to learn from them.
+"""Responses that ran into the limit (DAPO, arXiv 2503.14476 §3.4): a penalty that grows before it, and a way
+not to learn from them.
 
-    scored rows ──shape_overlong──► scores less a penalty, column overlong_reward ──filter_overlong──► loss_mask without cut rows
+    scored rows ──shape_overlong──► scores less a penalty, column overlong_reward ──filter_overlong──►
+    loss_mask without cut rows
 
 Both are for training only; validation shows the reward itself.
 """
@@ -16,27 +18,37 @@ from hybridflow.trainer.ppo.scoring import place_scores
 
 
 def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: float) -> Tensor:
-    """What is added to the score of a response of so many tokens: 0 up to max_len − buffer_len, −factor at max_len.
+    """What is added to the score of a response of so many tokens: 0 up to max_len − buffer_len, −factor at
+    max_len.
 
-    penalty = min(−(length − (max_len − buffer_len)) / buffer_len · factor, 0); `lengths` [B] int64 -> [B] float32, in units of the score.
+    penalty = min(−(length − (max_len − buffer_len)) / buffer_len · factor, 0); `lengths` [B] int64 -> [B]
+    float32, in units of the score.
     """
     over = lengths.to(torch.float32) - (max_len - buffer_len)
     return torch.clamp(-over / buffer_len * factor, max=0.0)
 
 
 def shape_overlong(batch: DataProto, *, max_len: int, buffer_len: int, factor: float) -> DataProto:
-    """A batch with the penalty in `token_level_scores`, on the last sampled token, and as column `overlong_reward`."""
+    """A batch with the penalty in `token_level_scores`, on the last sampled token, and as column
+    `overlong_reward`.
+    """
     rows = batch.batch
     lengths = rows["attention_mask"][:, rows["prompts"].shape[1] :].sum(-1)
     penalty = overlong_penalty(lengths, max_len=max_len, buffer_len=buffer_len, factor=factor)
     shaped = batch.select()
-    shaped.batch["token_level_scores"] = rows["token_level_scores"] + place_scores(penalty, rows["response_mask"])
+    shaped.batch["token_level_scores"] = rows["token_level_scores"] + place_scores(
+        penalty, rows["response_mask"]
+    )
     return shaped | DataProto.from_dict({}, {"overlong_reward": penalty.tolist()})
 
 
 def filter_overlong(batch: DataProto) -> Metrics:
-    """Leave the rows that were cut (finish_reason "length") out of the loss, in place; gives the share of them."""
-    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]], dtype=torch.bool)
+    """Leave the rows that were cut (finish_reason "length") out of the loss, in place; gives the share of
+    them.
+    """
+    cut = torch.tensor(
+        [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]], dtype=torch.bool
+    )
     batch.narrow_loss_mask(~cut[:, None].expand_as(batch.batch["loss_mask"]))
     metrics = Metrics()
     metrics.add_mean("training/overlong_filtered_ratio", float(cut.sum()), float(len(batch)))

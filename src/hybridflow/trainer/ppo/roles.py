@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.controller import Backend
-from hybridflow.workers import ActorGroup, CriticGroup, ProcessRewardGroup, ReferenceGroup, RolloutGroup, TeacherGroup
+from hybridflow.workers import (
+    ActorGroup,
+    CriticGroup,
+    ProcessRewardGroup,
+    ReferenceGroup,
+    RolloutGroup,
+    TeacherGroup,
+)
 from hybridflow.workers.bridge import find_estimator, find_policy_loss
 
 
@@ -41,10 +48,11 @@ def groups(backend: Backend, names: Sequence[str]) -> Roles:
 
 
 def needed_roles(config: PPOConfig) -> list[str]:
-    """Names of the roles that a run has: by its configuration, and by the columns that its estimator and its loss name.
+    """Names of the roles that a run has: by its configuration, and by the columns that its estimator and its
+    loss name.
 
-    So a user's own function gets a reference, a teacher or a process reward model by having `ref_log_prob`, `teacher_log_probs` or
-    `process_rewards` among its arguments.
+    So a user's own function gets a reference, a teacher or a process reward model by having `ref_log_prob`,
+    `teacher_log_probs` or `process_rewards` among its arguments.
     """
     estimator, loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
     named = {*estimator.needs, *estimator.takes, *loss.keywords}

@@ -1,4 +1,6 @@
-"""Which samples are kept for the reader: a few of a step token by token for the report, all of them where a key asks."""
+"""Which samples are kept for the reader: a few of a step token by token for the report, all of them where a
+key asks.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,19 @@ REPORT_STEPS = 20
 
 
 class SampleLog:
-    """Writes samples of training steps and validations; those in the run folder after step `done` are of an earlier run, and removed."""
+    """Writes samples of training steps and validations; those in the run folder after step `done` are of an
+    earlier run, and removed.
+    """
 
-    def __init__(self, run_dir: Path, config: PPOConfig, tokenizer: Tokenizer, total_steps: int, trackers: Trackers, done: int = 0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: PPOConfig,
+        tokenizer: Tokenizer,
+        total_steps: int,
+        trackers: Trackers,
+        done: int = 0,
+    ) -> None:
         self.tokenizer = tokenizer
         self.total_steps, self.trackers = total_steps, trackers
         self.num_shown = config.trainer.log_val_generations

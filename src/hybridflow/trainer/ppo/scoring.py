@@ -24,20 +24,27 @@ class Scored:
 
     batch: DataProto
     dropped: Tensor
-    """[B] bool: the reward failed and `reward.on_error=drop` leaves the row out; its score is 0 and means nothing."""
+    """[B] bool: the reward failed and `reward.on_error=drop` leaves the row out; its score is 0 and means
+    nothing.
+    """
     metrics: Metrics
 
 
 def score(batch: DataProto, rewards: RewardManager) -> Scored:
     """Add token_level_scores [B, R] float32 and a column for each extra key of the reward.
 
-    A key that has the name of a column of ours, or `reward`, the name of the score in validation, is left out with a warning.
+    A key that has the name of a column of ours, or `reward`, the name of the score in validation, is left out
+    with a warning.
     """
     columns = batch.non_tensor_batch
     requests = [
         ScoreRequest(source, text, truth, info)
         for source, text, truth, info in zip(
-            columns["data_source"], columns["solution_str"], columns["ground_truth"], columns["extra_info"], strict=True
+            columns["data_source"],
+            columns["solution_str"],
+            columns["ground_truth"],
+            columns["extra_info"],
+            strict=True,
         )
     ]
     scored = rewards.score(requests)
@@ -46,7 +53,9 @@ def score(batch: DataProto, rewards: RewardManager) -> Scored:
     if ours:
         _warn_of_names(ours)
     extras = {key: values for key, values in scored.extras.items() if key not in ours}
-    batch |= DataProto.from_dict({"token_level_scores": place_scores(scores, batch.batch["response_mask"])}, extras)
+    batch |= DataProto.from_dict(
+        {"token_level_scores": place_scores(scores, batch.batch["response_mask"])}, extras
+    )
     metrics = Metrics()
     for name, value in scored.metrics.items():
         (metrics.add_max if name.endswith("_max") else metrics.add_sum)(name, value)
@@ -54,7 +63,9 @@ def score(batch: DataProto, rewards: RewardManager) -> Scored:
 
 
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """[B] scores to [B, R]: each on the last sampled token of its row; a row without sampled tokens gets none."""
+    """[B] scores to [B, R]: each on the last sampled token of its row; a row without sampled tokens gets
+    none.
+    """
     placed = torch.zeros(response_mask.shape, dtype=scores.dtype)
     rows = response_mask.any(-1).nonzero().flatten()
     if len(rows):  # else there may be no column at all
@@ -66,4 +77,7 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def _warn_of_names(keys: tuple[str, ...]) -> None:
     """Once for each set of keys, not at every step."""
-    logger.warning("the reward returns %s, names of our own columns: not kept; return them by other names", ", ".join(keys))
+    logger.warning(
+        "the reward returns %s, names of our own columns: not kept; return them by other names",
+        ", ".join(keys),
+    )

@@ -1,4 +1,6 @@
-"""How each role of a run is spread over the processes that host it: sizes for its engine, the mesh for its calls."""
+"""How each role of a run is spread over the processes that host it: sizes for its engine, the mesh for its
+calls.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelCon
         return config.critic.fsdp_config, config.critic.ulysses_sequence_parallel_size, config.critic.model
     if role == "reference":
         return roles.ref.fsdp_config, roles.ref.ulysses_sequence_parallel_size or 1, roles.model
-    models = {"teacher": config.distillation.teacher_model, "process_reward": config.reward.process_reward_model.model}
+    models = {
+        "teacher": config.distillation.teacher_model,
+        "process_reward": config.reward.process_reward_model.model,
+    }
     return roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, models.get(role, roles.model)
 
 
@@ -47,13 +52,16 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
 
 
 def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
-    """Columns by which rows are dealt to `parts` ranks: with shared prompts by group, since only rows of one rank can share."""
+    """Columns by which rows are dealt to `parts` ranks: with shared prompts by group, since only rows of one
+    rank can share.
+    """
     if not actor.use_prefix_grouper:
         return []
     if even_in_groups(actor.ppo_mini_batch_size, parts):
         return ["group_ids"]
     logger.info(
-        "actor.use_prefix_grouper: the %d prompts of a mini-batch are not dealt whole to %d ranks, which would be uneven, so fewer rows "
+        "actor.use_prefix_grouper: the %d prompts of a mini-batch are not dealt whole to %d ranks, which "
+        "would be uneven, so fewer rows "
         "share theirs: set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of %d",
         actor.ppo_mini_batch_size,
         parts,
@@ -63,14 +71,18 @@ def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
 
 
 def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Mapping[str, MeshInfo]:
-    """The ranks of each role, with what a row costs it; `trainer.balance_batch=false` leaves the cost out: rows are dealt by number."""
+    """The ranks of each role, with what a row costs it; `trainer.balance_batch=false` leaves the cost out:
+    rows are dealt by number.
+    """
     found: dict[str, MeshInfo] = {}
     costs: dict[str, Workload] = {}
     for role in roles:
         world = sum(pool.world_size for pool in placement.pools_of(role))
         if role == "rollout":
             # requests say themselves what they cost
-            found[role] = MeshInfo(world, rollout_axes(config, world), Workload() if config.trainer.balance_batch else None)
+            found[role] = MeshInfo(
+                world, rollout_axes(config, world), Workload() if config.trainer.balance_batch else None
+            )
             continue
         engine = "actor" if role == "reference" and is_actors_module(config, placement) else role
         model = engine_keys(config, engine)[2]

@@ -1,6 +1,7 @@
 """Everything that matters of a run, as one state: with it a resumed run goes on to the bit.
 
-There is no random state in it: every draw is keyed by (seed, purpose, step, row), so the step number is enough.
+There is no random state in it: every draw is keyed by (seed, purpose, step, row), so the step number is
+enough.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.bridge import KLController
 
 WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=["model"])
-"""Of a reference that moves: it has no optimizer, and without its weights a run could not go on to the bit."""
+"""Of a reference that moves: it has no optimizer, and without its weights a run could not go on to the bit.
+"""
 
 
 @dataclass
 class RunState:
-    """Where a run is: weights, optimizers, data position, KL coefficient, whether it has left exact mode, and step."""
+    """Where a run is: weights, optimizers, data position, KL coefficient, whether it has left exact mode, and
+    step.
+    """
 
     roles: Roles
     loader: StatefulLoader[PromptRow]
@@ -38,7 +42,9 @@ class RunState:
     contents: dict[str, CheckpointContentsConfig]
     """By role with an optimizer: what is saved and loaded."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
-    """(folder, with weights): writes config, tokenizer and, if asked, the weights of the actor; gives digests that are known already."""
+    """(folder, with weights): writes config, tokenizer and, if asked, the weights of the actor; gives digests
+    that are known already.
+    """
     total_steps: int
     seed: int
     reference_moves: bool = False
@@ -48,7 +54,11 @@ class RunState:
     _roles: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        learning = {ACTOR: self.roles.actor, CRITIC: self.roles.critic, PROCESS_REWARD: self.roles.process_reward}
+        learning = {
+            ACTOR: self.roles.actor,
+            CRITIC: self.roles.critic,
+            PROCESS_REWARD: self.roles.process_reward,
+        }
         self._roles = {name: group for name, group in learning.items() if group is not None}
         if self.reference_moves:
             self._keep_reference()
@@ -59,7 +69,9 @@ class RunState:
             self.contents = {**self.contents, REFERENCE: WEIGHTS_ONLY}
 
     def save(self, store: CheckpointStore) -> Path:
-        """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is whole."""
+        """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is
+        whole.
+        """
         state: dict[str, Any] = {
             DATA: self.loader.state_dict(),
             TRAINER: {
@@ -76,7 +88,9 @@ class RunState:
         return self.saves.save(store, self.step, state, engines, folders)
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
-        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without one."""
+        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0
+        without one.
+        """
         loaded = find(store, mode, path)
         if loaded is None:
             return 0
@@ -88,7 +102,8 @@ class RunState:
         """Take over a checkpoint, in place."""
         state = loaded.state
         check_belongs(state, kind="ppo", seed=self.seed)
-        if REFERENCE in loaded.engines:  # it had moved: it must not fall back to the start weights, even where it moves no more
+        # it had moved: it must not fall back to the start weights, even where it moves no more
+        if REFERENCE in loaded.engines:
             self._keep_reference()
         for name, group in self._roles.items():
             if name not in loaded.engines:
@@ -96,5 +111,6 @@ class RunState:
             group.load(loaded.path / name, parts_to_load(name, loaded.engines[name], self.contents[name]))
         self.loader.load_state_dict(state[DATA])
         self.kl_controller.load_state_dict(state[TRAINER]["kl_controller"])
-        self.exact.load_state_dict(state[TRAINER].get("exact", {"ended": False}))  # older checkpoints have none
+        # older checkpoints have none
+        self.exact.load_state_dict(state[TRAINER].get("exact", {"ended": False}))
         self.step = int(state[TRAINER]["step"])

@@ -35,28 +35,46 @@ from hybridflow.workers.mini_batches import MiniBatchPlan
 
 
 class PPOStep:
-    """Everything between generation and the next weights; all that it remembers is in `kl_controller` and `exact`."""
+    """Everything between generation and the next weights; all that it remembers is in `kl_controller` and
+    `exact`.
+    """
 
-    def __init__(self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer, *, exact: ExactState) -> None:
-        """`exact`: whether rollout and actor are in exact mode, so that the rollout's log-probs are the actor's."""
+    def __init__(
+        self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer, *, exact: ExactState
+    ) -> None:
+        """`exact`: whether rollout and actor are in exact mode, so that the rollout's log-probs are the
+        actor's.
+        """
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
-        self.estimator, self.loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
+        self.estimator, self.loss = (
+            find_estimator(config.algorithm),
+            find_policy_loss(config.actor_rollout_ref.actor),
+        )
         squares = "sum_pi_squared" in self.estimator.needs
         self.dealt_by = dealt_by(config.actor_rollout_ref.actor, roles.actor.mesh.num_parts)
-        self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares, also=self.dealt_by)
+        self.old_log_probs = OldLogProbs(
+            roles, config, exact=exact, with_sum_pi_squared=squares, also=self.dealt_by
+        )
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
-        """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the metrics."""
+        """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the
+        metrics.
+        """
         roles, algorithm, timer, metrics = self.roles, self.config.algorithm, self.timer, Metrics()
         batch |= identify(batch)  # group_ids, positive
         old = partial(self.old_log_probs, batch, self._first_plan(step), step)
-        asked = [Job("actor", "old_log_prob", old)]  # old_log_probs; from a pass also entropys, sum_pi_squared
+        # old_log_probs; from a pass also entropys, sum_pi_squared
+        asked = [Job("actor", "old_log_prob", old)]
         if roles.reference:
-            asked.append(Job("reference", "ref", partial(roles.reference.log_probs, batch, also=self.dealt_by)))  # ref_log_prob
+            # ref_log_prob
+            asked.append(
+                Job("reference", "ref", partial(roles.reference.log_probs, batch, also=self.dealt_by))
+            )
         if roles.teacher:
-            asked.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))  # teacher_log_probs
+            # teacher_log_probs
+            asked.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))
         if roles.critic:
             asked.append(Job("critic", "values", partial(roles.critic.values, batch)))  # values
         for columns in self.side_by_side(asked):
@@ -77,11 +95,20 @@ class PPOStep:
             batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
         updates: list[Job[Metrics]] = []
         if roles.critic:
-            updates.append(Job("critic", "update_critic", partial(roles.critic.update, batch, self._critic_plan(step))))
+            updates.append(
+                Job("critic", "update_critic", partial(roles.critic.update, batch, self._critic_plan(step)))
+            )
         if step > self.config.trainer.critic_warmup:
             hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
             watch = self.old_log_probs.watch
-            update = partial(roles.actor.update, batch, self._actor_plan(step), also=self._loss_columns(batch), prepare=hook, watch=watch)
+            update = partial(
+                roles.actor.update,
+                batch,
+                self._actor_plan(step),
+                also=self._loss_columns(batch),
+                prepare=hook,
+                watch=watch,
+            )
             updates.append(Job("actor", "update_actor", update))
         for found in self.side_by_side(updates):
             metrics.update(found)
@@ -91,7 +118,9 @@ class PPOStep:
         return batch, metrics
 
     def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """q_t of the implicit process reward model, which learns from the outcomes of this batch before or after it scores it."""
+        """q_t of the implicit process reward model, which learns from the outcomes of this batch before or
+        after it scores it.
+        """
         group, config = self.roles.process_reward, self.config.reward.process_reward_model
         assert group is not None and config.ppo_mini_batch_size is not None, "filled by resolve"
         plan = MiniBatchPlan(config.ppo_mini_batch_size, 1, True, self.config.trainer.seed, step)
@@ -103,15 +132,22 @@ class PPOStep:
         return rewards
 
     def _correct_rollout(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Weights and rejection against the policy that sampled; in bypass mode each mini-batch does this for itself."""
+        """Weights and rejection against the policy that sampled; in bypass mode each mini-batch does this for
+        itself.
+        """
         correction, taken = self.config.algorithm.rollout_correction, self.old_log_probs.watch
-        if correction.bypass_mode or (taken is not None and not taken.exact):  # the rollout's own log-probs say nothing of the rollout
+        # the rollout's own log-probs say nothing of the rollout
+        if correction.bypass_mode or (taken is not None and not taken.exact):
             return batch
         found = correct_rollout(batch, correction, batch.batch["old_log_probs"])
         metrics.update(found.metrics)
         if found.keep is not None:
             batch.narrow_loss_mask(found.keep)
-        return batch if found.weights is None else batch | DataProto.from_dict({"rollout_is_weights": found.weights})
+        return (
+            batch
+            if found.weights is None
+            else batch | DataProto.from_dict({"rollout_is_weights": found.weights})
+        )
 
     def _measure(self, batch: DataProto) -> Metrics:
         mask = batch.batch["loss_mask"]
@@ -140,9 +176,17 @@ class PPOStep:
 
     def _actor_plan(self, step: int) -> MiniBatchPlan:
         actor = self.config.actor_rollout_ref.actor
-        return MiniBatchPlan(actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, step)
+        return MiniBatchPlan(
+            actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, step
+        )
 
     def _critic_plan(self, step: int) -> MiniBatchPlan:
         critic = self.config.critic
-        assert critic.ppo_mini_batch_size is not None and critic.ppo_epochs is not None and critic.shuffle is not None, "filled by resolve"
-        return MiniBatchPlan(critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.config.trainer.seed, step)
+        assert (
+            critic.ppo_mini_batch_size is not None
+            and critic.ppo_epochs is not None
+            and critic.shuffle is not None
+        ), "filled by resolve"
+        return MiniBatchPlan(
+            critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.config.trainer.seed, step
+        )

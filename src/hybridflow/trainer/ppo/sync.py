@@ -49,7 +49,9 @@ class SyncTrainer:
     tokenizer: Tokenizer
 
     def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
-        """Run to the last step, or to where `after_step` says so; gives the last validation's metrics (empty where there was none)."""
+        """Run to the last step, or to where `after_step` says so; gives the last validation's metrics (empty
+        where there was none).
+        """
         trainer = self.config.trainer
         done = self.state.step
         self.trajectories.rollout.update_from(self.step.roles.actor, done)
@@ -61,7 +63,8 @@ class SyncTrainer:
             return last_validation
         prompts = self.loader.endless()
         for step in range(done + 1, self.total_steps + 1):
-            epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on to the next one
+            # read first: with an epoch's last batch the loader moves on to the next one
+            epoch = self.loader.epoch
             validation, logged = self._one(prompts, step, epoch)
             last_validation = validation or last_validation
             if after_step is not None and after_step(step, logged):
@@ -69,8 +72,12 @@ class SyncTrainer:
         self.state.saves.commit(self.store)
         return last_validation
 
-    def _one(self, prompts: Iterator[list[PromptRow]], step: int, epoch: int) -> tuple[dict[str, float], dict[str, float]]:
-        """One training step with all that belongs to it; gives the validation's metrics where there was one, and all that was logged."""
+    def _one(
+        self, prompts: Iterator[list[PromptRow]], step: int, epoch: int
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """One training step with all that belongs to it; gives the validation's metrics where there was one,
+        and all that was logged.
+        """
         self.timer.reset()
         self.state.saves.commit_done(self.store)
         validation: dict[str, float] = {}
@@ -85,7 +92,8 @@ class SyncTrainer:
             if self._due(self.config.trainer.test_freq, step) and self.validator:
                 with self.timer("testing"):
                     validation = self.validator(step)
-        # logged before it is saved: a run killed in between resumes after this step, whose line must stand by then
+        # logged before it is saved: a run killed in between resumes after this step, whose line must stand by
+        # then
         logged = self._log(batch, metrics, validation, step, epoch)
         if self.config.trainer.save_freq > 0 and self._due(self.config.trainer.save_freq, step):
             with self.timer("save_checkpoint"):
@@ -93,7 +101,9 @@ class SyncTrainer:
             self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
         return validation, logged
 
-    def _log(self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int, epoch: int) -> dict[str, float]:
+    def _log(
+        self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int, epoch: int
+    ) -> dict[str, float]:
         timings = self.timer.as_metrics()
         values = metrics.to_floats() | validation | timings
         seconds = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)

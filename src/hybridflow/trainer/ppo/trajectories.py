@@ -4,9 +4,10 @@ prompts ──requests──► rollout ──outputs──► collate ──►
    ▲                                                                            │
    └── the next generation batch, until train_batch_size groups ◄── dynamic sampling drops groups (DAPO)
 
-With an estimator that names `reward_baselines` (ReMax), each prompt has a greedy response more in the same rollout and score calls; its
-score becomes the column, the row goes. With one that names `is_demonstration` (SPIN), each group has the data's own answer as a row more;
-the reward function scores it like the others, and dynamic sampling does not look at it.
+With an estimator that names `reward_baselines` (ReMax), each prompt has a greedy response more in the same
+rollout and score calls; its score becomes the column, the row goes. With one that names `is_demonstration`
+(SPIN), each group has the data's own answer as a row more; the reward function scores it like the others, and
+dynamic sampling does not look at it.
 """
 
 from __future__ import annotations
@@ -38,28 +39,50 @@ from hybridflow.workers.bridge import find_estimator
 logger = logging.getLogger(__name__)
 
 MAX_BARREN_BATCHES = 100
-"""Generation batches in a row that give no group before a step gives up, also where `max_num_gen_batches` sets no limit."""
+"""Generation batches in a row that give no group before a step gives up, also where `max_num_gen_batches`
+sets no limit.
+"""
 
 
 class Trajectories:
     """Turns prompts into scored trajectories, for training and for validation."""
 
-    def __init__(self, rollout: RolloutGroup, rewards: RewardManager, tokenizer: Tokenizer, config: PPOConfig, timer: Timer) -> None:
-        self.rollout, self.rewards, self.tokenizer, self.config, self.timer = rollout, rewards, tokenizer, config, timer
+    def __init__(
+        self,
+        rollout: RolloutGroup,
+        rewards: RewardManager,
+        tokenizer: Tokenizer,
+        config: PPOConfig,
+        timer: Timer,
+    ) -> None:
+        self.rollout, self.rewards, self.tokenizer, self.config, self.timer = (
+            rollout,
+            rewards,
+            tokenizer,
+            config,
+            timer,
+        )
         needs = find_estimator(config.algorithm).needs
-        self.with_baselines, self.with_demonstrations = "reward_baselines" in needs, "is_demonstration" in needs
+        self.with_baselines, self.with_demonstrations = (
+            "reward_baselines" in needs,
+            "is_demonstration" in needs,
+        )
 
     def for_training(self, prompts: Iterator[Sequence[PromptRow]], step: int) -> tuple[DataProto, Metrics]:
-        """`rollout.n` responses of each of `data.train_batch_size` prompts, sampled with the weights of step `step - 1`.
+        """`rollout.n` responses of each of `data.train_batch_size` prompts, sampled with the weights of step
+        `step - 1`.
 
-        Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out those that are too many.
-        Raises DataError where `max_num_gen_batches` of them did not give enough groups that vary, or MAX_BARREN_BATCHES in a row none.
+        Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out
+        those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
+        groups that vary, or MAX_BARREN_BATCHES in a row none.
         """
         wanted, filters = self.config.data.train_batch_size, self.config.algorithm.filter_groups
         metrics, stats, parts = Metrics(), RolloutStats(), list[DataProto]()
         kept = generated = batches = barren = first_row = 0
         while kept < wanted:
-            if filters.enable and (0 < filters.max_num_gen_batches == batches or barren == MAX_BARREN_BATCHES):
+            if filters.enable and (
+                0 < filters.max_num_gen_batches == batches or barren == MAX_BARREN_BATCHES
+            ):
                 raise DataError(self._starved(kept, generated, batches))
             batch_prompts = next(prompts)
             rows, found, first_row = self._training_rows(batch_prompts, step, first_row)
@@ -69,7 +92,13 @@ class Trajectories:
             if filters.enable:
                 rows = self._filtered(rows)
                 barren = 0 if len(rows) else barren + 1
-                logger.info("step %d: generation batch %d brings %d of %d groups", step, batches, kept + len(uids_of(rows)), wanted)
+                logger.info(
+                    "step %d: generation batch %d brings %d of %d groups",
+                    step,
+                    batches,
+                    kept + len(uids_of(rows)),
+                    wanted,
+                )
             kept += len(uids_of(rows)) if filters.enable else len(batch_prompts)
             parts.append(rows)
         batch = join_rows(parts, int(self.tokenizer.pad_token_id))
@@ -82,8 +111,11 @@ class Trajectories:
         metrics.update(stats.as_metrics())
         return batch, metrics
 
-    def for_validation(self, prompts: Sequence[PromptRow], step: int, first_row: int = 0) -> tuple[DataProto, Metrics]:
-        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights of step `step`; rows are numbered from `first_row`.
+    def for_validation(
+        self, prompts: Sequence[PromptRow], step: int, first_row: int = 0
+    ) -> tuple[DataProto, Metrics]:
+        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights of step `step`; rows are
+        numbered from `first_row`.
 
         Scores are the reward's own: no overlong shaping, and a row whose reward failed stays with 0.
         """
@@ -103,13 +135,20 @@ class Trajectories:
             ignore_eos=rollout.ignore_eos,
         )
         seed = self.config.trainer.seed
-        requests = build_requests(prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row)
+        requests = build_requests(
+            prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
+        )
         nothing = RequestBatch([], [], [])
-        scored = self._make(requests, nothing, step, version=step, timers=("val_gen", "val_reward"))  # a step's own leave validation out
+        # a step's own leave validation out
+        scored = self._make(requests, nothing, step, version=step, timers=("val_gen", "val_reward"))
         return scored.batch, scored.metrics
 
-    def _training_rows(self, prompts: Sequence[PromptRow], step: int, first_row: int) -> tuple[DataProto, Metrics, int]:
-        """One generation batch, scored, with rows numbered from `first_row`; and the number of the next one's first row."""
+    def _training_rows(
+        self, prompts: Sequence[PromptRow], step: int, first_row: int
+    ) -> tuple[DataProto, Metrics, int]:
+        """One generation batch, scored, with rows numbered from `first_row`; and the number of the next one's
+        first row.
+        """
         rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
         sampling = SamplingParams(
             max_tokens=self.config.data.max_response_length,
@@ -123,10 +162,14 @@ class Trajectories:
             stop_token_ids=tuple(rollout.stop_token_ids),
             ignore_eos=rollout.ignore_eos,
         )
-        sampled = build_requests(prompts, sampling, n=rollout.n, seed=seed, purpose="rollout", step=step, first_row=first_row)
+        sampled = build_requests(
+            prompts, sampling, n=rollout.n, seed=seed, purpose="rollout", step=step, first_row=first_row
+        )
         asked, told = sampled, RequestBatch([], [], [])
         if self.with_baselines:
-            asked = sampled + one_more_each(sampled, replace(sampling, greedy=True), first_row=first_row + len(sampled))
+            asked = sampled + one_more_each(
+                sampled, replace(sampling, greedy=True), first_row=first_row + len(sampled)
+            )
         if self.with_demonstrations:
             told = one_more_each(sampled, sampling, first_row=first_row + len(asked))
         scored = self._make(asked, told, step, version=step - 1, timers=("gen", "reward"))
@@ -136,15 +179,27 @@ class Trajectories:
         if self.with_demonstrations:
             batch |= DataProto.from_dict({"is_demonstration": place >= len(asked)})
         if self.with_baselines:
-            batch, dropped = _baselines_as_column(batch, dropped, (place >= len(sampled)) & (place < len(asked)))
-            metrics.add_mean("training/reward_baseline/mean", batch.batch["reward_baselines"].sum(), len(batch))
+            batch, dropped = _baselines_as_column(
+                batch, dropped, (place >= len(sampled)) & (place < len(asked))
+            )
+            metrics.add_mean(
+                "training/reward_baseline/mean", batch.batch["reward_baselines"].sum(), len(batch)
+            )
         if self.config.algorithm.filter_groups.enable:
             generated = ~dropped & ~batch.batch["is_demonstration"] if self.with_demonstrations else ~dropped
-            metrics.add_mean("training/unfiltered_score/mean", batch.batch["token_level_scores"][generated].sum(), int(generated.sum()))
+            metrics.add_mean(
+                "training/unfiltered_score/mean",
+                batch.batch["token_level_scores"][generated].sum(),
+                int(generated.sum()),
+            )
         return self._without(batch, dropped), metrics, first_row + len(asked) + len(told)
 
-    def _make(self, asked: RequestBatch, told: RequestBatch, step: int, *, version: int, timers: tuple[str, str]) -> Scored:
-        """Responses to the requests `asked`, then the answers of the data for those `told`, as scored rows in this order."""
+    def _make(
+        self, asked: RequestBatch, told: RequestBatch, step: int, *, version: int, timers: tuple[str, str]
+    ) -> Scored:
+        """Responses to the requests `asked`, then the answers of the data for those `told`, as scored rows in
+        this order.
+        """
         with self.timer(timers[0]):
             outputs = self.rollout.generate(asked.requests, policy_version=version)
         batch = collate(asked + told, [*outputs, *demonstration_outputs(told)], self.tokenizer, step=step)
@@ -154,24 +209,33 @@ class Trajectories:
     def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
         """With overlong shaping where `reward.reward_kwargs` asks for it."""
         limits = self.config.reward.reward_kwargs
-        buffer, max_len = limits.overlong_buffer_cfg, limits.max_resp_len or self.config.data.max_response_length
+        buffer, max_len = (
+            limits.overlong_buffer_cfg,
+            limits.max_resp_len or self.config.data.max_response_length,
+        )
         if not buffer.enable:
             return batch
         batch = shape_overlong(batch, max_len=max_len, buffer_len=buffer.len, factor=buffer.penalty_factor)
-        penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)[sampled]
+        penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)[
+            sampled
+        ]
         metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
         return batch
 
     def _without(self, batch: DataProto, dropped: Tensor) -> DataProto:
-        """Without the rows whose reward failed, so that no statistic sees them, and with the rows of a group side by side.
+        """Without the rows whose reward failed, so that no statistic sees them, and with the rows of a group
+        side by side.
 
-        Where every row failed and no further generation batch follows, the rows stay and nothing is learned from them.
+        Where every row failed and no further generation batch follows, the rows stay and nothing is learned
+        from them.
         """
         if bool(dropped.all()) and not self.config.algorithm.filter_groups.enable:
             return batch.narrow_loss_mask(torch.zeros_like(batch.batch["loss_mask"]))
         uids: list[str] = list(batch.non_tensor_batch["uid"])
         numbers = {uid: number for number, uid in enumerate(uids_of(batch))}
-        return batch.select_idxs(sorted((~dropped).nonzero().flatten().tolist(), key=lambda row: numbers[uids[row]]))
+        return batch.select_idxs(
+            sorted((~dropped).nonzero().flatten().tolist(), key=lambda row: numbers[uids[row]])
+        )
 
     def _filtered(self, rows: DataProto) -> DataProto:
         """The groups that `algorithm.filter_groups` keeps."""
@@ -180,7 +244,13 @@ class Trajectories:
             return rows
         values = metric_values(rows, filters.metric)
         return rows_of(
-            rows, groups_to_keep(list(rows.non_tensor_batch["uid"]), values, min_mean=filters.min_mean, max_mean=filters.max_mean)
+            rows,
+            groups_to_keep(
+                list(rows.non_tensor_batch["uid"]),
+                values,
+                min_mean=filters.min_mean,
+                max_mean=filters.max_mean,
+            ),
         )
 
     def _starved(self, kept: int, generated: int, batches: int) -> str:
@@ -191,14 +261,18 @@ class Trajectories:
         if batches != filters.max_num_gen_batches:
             limit = f"the last {MAX_BARREN_BATCHES} of them gave none"
         return (
-            f"dynamic sampling wanted data.train_batch_size={data.train_batch_size} groups whose {filters.metric} varies{means}, and kept "
-            f"{kept} of the {generated} that {batches} generation batches gave: {limit}. Raise max_num_gen_batches (0: no limit), "
-            "data.gen_batch_size or actor_rollout_ref.rollout.n, or use prompts that the model gets right now and then"
+            f"dynamic sampling wanted data.train_batch_size={data.train_batch_size} groups whose "
+            f"{filters.metric} varies{means}, and kept "
+            f"{kept} of the {generated} that {batches} generation batches gave: {limit}. Raise "
+            "max_num_gen_batches (0: no limit), "
+            "data.gen_batch_size or actor_rollout_ref.rollout.n, or use prompts that the model gets right "
+            "now and then"
         )
 
 
 def _baselines_as_column(batch: DataProto, dropped: Tensor, greedy: Tensor) -> tuple[DataProto, Tensor]:
-    """The rows that are not `greedy` [B] bool, each with the score of its prompt's greedy row as `reward_baselines` [B] float32.
+    """The rows that are not `greedy` [B] bool, each with the score of its prompt's greedy row as
+    `reward_baselines` [B] float32.
 
     Rows whose baseline has no score are dropped, too.
     """

@@ -15,13 +15,19 @@ NUM_BOOTSTRAP = 1000
 
 
 def validation_metrics(
-    sources: Sequence[str], uids: Sequence[str], variables: dict[str, Sequence[Any]], predictions: Sequence[Any] | None, *, seed: int
+    sources: Sequence[str],
+    uids: Sequence[str],
+    variables: dict[str, Sequence[Any]],
+    predictions: Sequence[Any] | None,
+    *,
+    seed: int,
 ) -> dict[str, float]:
     """Metrics of each data source and of each variable (`reward`, `acc`, …) that is a number there.
 
-    For n responses of a prompt: `mean@n`; for k = 2, 4, 8, … n: `best@k/mean` and, where there are predictions, `maj@k/mean`, each the
-    mean over NUM_BOOTSTRAP draws of k responses with replacement. `acc` is the core variable of a source that has one, else `reward`.
-    A response without the variable (its reward failed) counts as 0.
+    For n responses of a prompt: `mean@n`; for k = 2, 4, 8, … n: `best@k/mean` and, where there are
+    predictions, `maj@k/mean`, each the mean over NUM_BOOTSTRAP draws of k responses with replacement. `acc`
+    is the core variable of a source that has one, else `reward`. A response without the variable (its reward
+    failed) counts as 0.
     """
     result: dict[str, float] = {}
     rows_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -29,15 +35,27 @@ def validation_metrics(
         rows_of[source][uid].append(row)
     for source, groups in rows_of.items():
         rows = [row for members in groups.values() for row in members]
-        known = {name: values for name, values in variables.items() if any(_is_number(values[row]) for row in rows)}
-        votes = predictions if predictions is not None and any(predictions[row] is not None for row in rows) else None
+        known = {
+            name: values for name, values in variables.items() if any(_is_number(values[row]) for row in rows)
+        }
+        votes = (
+            predictions
+            if predictions is not None and any(predictions[row] is not None for row in rows)
+            else None
+        )
         for name, values in known.items():
             prefix = f"{'val-core' if name == ('acc' if 'acc' in known else 'reward') else 'val-aux'}/{source}/{name}"
             per_prompt: dict[str, list[float]] = defaultdict(list)
             for number, members in enumerate(groups.values()):
                 scores = np.array([float(values[row]) if _is_number(values[row]) else 0.0 for row in members])
-                answers = None if votes is None else np.unique([str(votes[row]) for row in members], return_inverse=True)[1]
-                for key, value in _prompt_metrics(scores, answers, derive_seed(seed, "bootstrap", number)).items():
+                answers = (
+                    None
+                    if votes is None
+                    else np.unique([str(votes[row]) for row in members], return_inverse=True)[1]
+                )
+                for key, value in _prompt_metrics(
+                    scores, answers, derive_seed(seed, "bootstrap", number)
+                ).items():
                     per_prompt[key].append(value)
             result |= {f"{prefix}/{key}": float(np.mean(entries)) for key, entries in per_prompt.items()}
     return result
@@ -69,8 +87,11 @@ def _subset_sizes(n: int) -> list[int]:
 
 
 def _majority_scores(scores: np.ndarray, answers: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """For each draw [D, k], the score of the answer that most of its responses give; a tie goes to the answer drawn first."""
+    """For each draw [D, k], the score of the answer that most of its responses give; a tie goes to the answer
+    drawn first.
+    """
     given = answers[draws]
-    support = (given[:, :, None] == given[:, None, :]).sum(axis=-1)  # [D, k]: how many of the draw agree with each
+    # [D, k]: how many of the draw agree with each
+    support = (given[:, :, None] == given[:, None, :]).sum(axis=-1)
     won: np.ndarray = scores[draws[np.arange(len(draws)), support.argmax(axis=1)]]
     return won

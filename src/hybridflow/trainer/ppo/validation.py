@@ -19,7 +19,13 @@ from hybridflow.trainer.ppo.val_metrics import validation_metrics
 class Validator:
     """Scores the policy on the validation rows; the draws depend on (seed, step, row) alone."""
 
-    def __init__(self, dataset: MapDataset[PromptRow], trajectories: Trajectories, samples: SampleLog, config: PPOConfig) -> None:
+    def __init__(
+        self,
+        dataset: MapDataset[PromptRow],
+        trajectories: Trajectories,
+        samples: SampleLog,
+        config: PPOConfig,
+    ) -> None:
         self.dataset, self.trajectories, self.samples, self.config = dataset, trajectories, samples, config
 
     def __call__(self, step: int) -> dict[str, float]:
@@ -29,7 +35,9 @@ class Validator:
         shown: list[dict[str, Any]] = []
         for start in range(0, len(self.dataset), size):
             prompts = [self.dataset[index] for index in range(start, min(start + size, len(self.dataset)))]
-            part, _ = self.trajectories.for_validation(prompts, step, first_row=start * self.config.actor_rollout_ref.rollout.val_kwargs.n)
+            part, _ = self.trajectories.for_validation(
+                prompts, step, first_row=start * self.config.actor_rollout_ref.rollout.val_kwargs.n
+            )
             shown += sample_rows(part, self.samples.decode, max_rows=self.samples.validation_rows)
             parts.append(_without_padding(part))
         self.samples.validation(shown, step)
@@ -37,11 +45,18 @@ class Validator:
 
     def _metrics(self, rows: DataProto) -> dict[str, float]:
         columns = rows.non_tensor_batch
-        variables: dict[str, Any] = {key: values for key, values in columns.items() if key not in _OWN_COLUMNS}
+        variables: dict[str, Any] = {
+            key: values for key, values in columns.items() if key not in _OWN_COLUMNS
+        }
         variables = {"reward": rows.batch[_SCORE].tolist(), **variables}
-        predictions = [None if value != value else value for value in columns["pred"]] if "pred" in columns else None  # NaN: none given
+        # NaN: none given
+        predictions = (
+            [None if value != value else value for value in columns["pred"]] if "pred" in columns else None
+        )
         seed = derive_seed(self.config.trainer.seed, "validation_bootstrap")
-        metrics = validation_metrics(list(columns["data_source"]), list(columns["uid"]), variables, predictions, seed=seed)
+        metrics = validation_metrics(
+            list(columns["data_source"]), list(columns["uid"]), variables, predictions, seed=seed
+        )
         truncated = [reason == "length" for reason in columns["finish_reason"]]
         metrics["val-aux/response_length/mean"] = float(rows.batch[_LENGTH].float().mean())
         metrics["val-aux/response_length/clip_ratio"] = sum(truncated) / len(truncated)

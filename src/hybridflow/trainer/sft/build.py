@@ -48,7 +48,8 @@ class RunFacts:
 
 @contextmanager
 def build(config: SFTConfig, *, patience: float = 0.0) -> Iterator[SFTTrainer]:
-    """Everything a supervised run needs; processes, files and the run folder are let go at the end, whatever happens.
+    """Everything a supervised run needs; processes, files and the run folder are let go at the end, whatever
+    happens.
 
     `patience`: seconds to wait for devices that a lost node may bring back.
     """
@@ -71,7 +72,9 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTr
         group.write_huggingface(target, with_weights=with_weights)
         tokenizer.save_pretrained(target)
 
-    state = SFTState(group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed)
+    state = SFTState(
+        group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed
+    )
     store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
     done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
     say_changes(done, folder.write_config(to_yaml(config)))
@@ -96,7 +99,9 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTr
 def sizes(config: SFTConfig, world_size: int) -> ParallelSizes:
     """How the engine of a supervised run uses `world_size` processes."""
     engine = config.engine
-    return ParallelSizes(world_size, engine.fsdp_size, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size)
+    return ParallelSizes(
+        world_size, engine.fsdp_size, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size
+    )
 
 
 def _meshes(config: SFTConfig, placement: Placement) -> Mapping[str, MeshInfo]:
@@ -126,13 +131,19 @@ def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
             activation_offload=config.model.enable_activation_offload,
             lora=lora,
         )
-        return SFTWorker(engine, BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu))
+        return SFTWorker(
+            engine, BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu)
+        )
 
     def rollout(info: RankInfo) -> RolloutWorker:
         learner = house.worker("sft")
         assert isinstance(learner, SFTWorker)
         return build_rollout_worker(
-            RolloutConfig(max_num_seqs=512), actor_engine=learner.engine, model=model, eos_token_ids=facts.end_tokens, lora=lora
+            RolloutConfig(max_num_seqs=512),
+            actor_engine=learner.engine,
+            model=model,
+            eos_token_ids=facts.end_tokens,
+            lora=lora,
         )
 
     return {"sft": sft, "rollout": rollout}

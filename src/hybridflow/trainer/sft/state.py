@@ -1,6 +1,7 @@
 """The state of a supervised run: model, optimizer, data position, step.
 
-There is no random state in it: every draw is keyed by (seed, purpose, epoch), so seed and position are enough.
+There is no random state in it: every draw is keyed by (seed, purpose, epoch), so seed and position are
+enough.
 """
 
 from __future__ import annotations
@@ -29,21 +30,32 @@ class SFTState:
     contents: CheckpointContentsConfig
     """What is saved and loaded."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
-    """(folder, with weights): writes config, tokenizer and, if asked, the weights; gives digests that are known already."""
+    """(folder, with weights): writes config, tokenizer and, if asked, the weights; gives digests that are
+    known already.
+    """
     total_steps: int
     seed: int
     step: int = 0
     saves: RunSaves = field(default_factory=RunSaves)
 
     def save(self, store: CheckpointStore) -> Path:
-        """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is whole."""
-        state = {DATA: self.loader.state_dict(), TRAINER: {"kind": "sft", "step": self.step, "seed": self.seed}}
+        """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is
+        whole.
+        """
+        state = {
+            DATA: self.loader.state_dict(),
+            TRAINER: {"kind": "sft", "step": self.step, "seed": self.seed},
+        }
         with_weights = "hf_model" in self.contents.save_contents
         folders = {f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)}
-        return self.saves.save(store, self.step, state, {ACTOR: SavedEngine(self.group, self.contents)}, folders)
+        return self.saves.save(
+            store, self.step, state, {ACTOR: SavedEngine(self.group, self.contents)}, folders
+        )
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
-        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without one."""
+        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0
+        without one.
+        """
         loaded = find(store, mode, path)
         if loaded is None:
             return 0

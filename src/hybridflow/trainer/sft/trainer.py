@@ -30,7 +30,8 @@ AfterStep = Callable[[int], bool]
 def conversation_rows(examples: Sequence[SFTRow], pad_id: int) -> DataProto:
     """Conversations as rows: all before the first token to learn is the prompt, the rest the response [B, R].
 
-    `response_mask` and `loss_mask` mark the tokens to learn. The first token of all is never among them: nothing predicts it.
+    `response_mask` and `loss_mask` mark the tokens to learn. The first token of all is never among them:
+    nothing predicts it.
     """
     starts = [example.loss_mask.index(1, 1) for example in examples]
     columns = make_rows(
@@ -66,7 +67,8 @@ class SFTTrainer:
         done = self.state.step
         batches = self.loader.endless()
         for step in range(done + 1, self.total_steps + 1):
-            epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on to the next one
+            # read first: with an epoch's last batch the loader moves on to the next one
+            epoch = self.loader.epoch
             self._one(next(batches), step, epoch)
             done = step
             if after_step is not None and after_step(step):
@@ -88,7 +90,8 @@ class SFTTrainer:
         tokens = float(rows.batch["attention_mask"].sum())
         values |= {"perf/total_num_tokens": tokens, "perf/throughput": tokens / values["timing_s/step"]}
         values |= {"training/global_step": step, "training/epoch": epoch}
-        self.trackers.log(values, step)  # before saving: a run killed in between resumes after this step, whose line must stand
+        # before saving: a run killed in between resumes after this step, whose line must stand
+        self.trackers.log(values, step)
         if self._due(self.config.trainer.save_freq, step):
             with self.timer("save_checkpoint"):
                 self.state.save(self.store)
@@ -99,7 +102,9 @@ class SFTTrainer:
         assert self.validation is not None
         metrics, size = Metrics(), self.config.data.train_batch_size
         for start in range(0, len(self.validation), size):
-            examples = [self.validation[index] for index in range(start, min(start + size, len(self.validation)))]
+            examples = [
+                self.validation[index] for index in range(start, min(start + size, len(self.validation)))
+            ]
             metrics.update(self.group.evaluate(conversation_rows(examples, int(self.tokenizer.pad_token_id))))
         return metrics
 

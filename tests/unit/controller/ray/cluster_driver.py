@@ -1,6 +1,7 @@
 """Drivers of a Ray cluster, each a process of its own: what `test_cluster.py` starts, interrupts and reads.
 
-A process can be in one Ray only, and a signal must meet a whole driver. What a driver finds it prints as one line of JSON.
+A process can be in one Ray only, and a signal must meet a whole driver. What a driver finds it prints as one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Process:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def hang(self) -> None:
-        ctypes.CDLL(None).sleep(1000)  # holds the interpreter's lock as little as a collective that waits does
+        # holds the interpreter's lock as little as a collective that waits does
+        ctypes.CDLL(None).sleep(1000)
 
 
 def say(**what: Any) -> None:
@@ -62,7 +64,8 @@ def own(timeline: str) -> None:
         actors = [Process.options(**options).remote() for options in placed.bundles]
         where = ray.get([actor.where.remote() for actor in actors])
         actors[0].hang.remote()
-        there = Cluster.connect(RayConfig(), device="cpu", wanted=1)  # this process is in a Ray: that is the one
+        # this process is in a Ray: that is the one
+        there = Cluster.connect(RayConfig(), device="cpu", wanted=1)
         there.shutdown()
         say(
             device=cluster.device,
@@ -84,7 +87,9 @@ def own(timeline: str) -> None:
 def version(address: str) -> None:
     """Joins as a process with another version of Ray would."""
     ray.__version__ = "2.0.0"
-    message, seconds = refused(lambda: Cluster.connect(RayConfig(RayInitConfig(address=address)), device="cpu", wanted=1))
+    message, seconds = refused(
+        lambda: Cluster.connect(RayConfig(RayInitConfig(address=address)), device="cpu", wanted=1)
+    )
     say(message=message, seconds=seconds)
 
 

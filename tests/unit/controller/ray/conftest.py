@@ -1,4 +1,6 @@
-"""One Ray for the tests of this folder, and one backend for those that leave it whole: starting them takes most of the time."""
+"""One Ray for the tests of this folder, and one backend for those that leave it whole: starting them takes
+most of the time.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def started(cluster: Cluster) -> Iterator[list[RayBackend]]:
 
 @pytest.fixture
 def backend(cluster: Cluster, started: list[RayBackend]) -> RayBackend:
-    """Pool `train` of two ranks and pool `apart` of one, with new workers in the processes of the test before, if they live."""
+    """Pool `train` of two ranks and pool `apart` of one, with new workers in the processes of the test
+    before, if they live.
+    """
     from ray_house import make_workers, start
 
     try:

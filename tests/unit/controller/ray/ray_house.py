@@ -94,14 +94,19 @@ def make_broken(host: WorkerHost) -> Factories:
     return {"counter": broken}
 
 
-def start(cluster: Cluster, sizes: Mapping[str, int], pools: Mapping[str, str], make=make_workers, **settings: float) -> RayBackend:
+def start(
+    cluster: Cluster, sizes: Mapping[str, int], pools: Mapping[str, str], make=make_workers, **settings: float
+) -> RayBackend:
     """A backend with pools of these sizes on one node each; `pools` names the pool of each role, or several."""
     names = {role: tuple(names.split()) for role, names in pools.items()}
     placement = Placement(tuple(ResourcePool(name, (size,)) for name, size in sizes.items()), names)
     meshes = {role: MeshInfo(sum(sizes[name] for name in where)) for role, where in names.items()}
     times = {"call_timeout": 60.0, "heartbeat_timeout": 30.0, "startup_timeout": 100.0} | settings
-    path = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])}  # of this file and house.py
-    return RayBackend(cluster, placement, meshes, make, device="cpu", num_threads=1, runtime_env={"env_vars": path}, **times)
+    # of this file and house.py
+    path = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])}
+    return RayBackend(
+        cluster, placement, meshes, make, device="cpu", num_threads=1, runtime_env={"env_vars": path}, **times
+    )
 
 
 def ask(backend: RayBackend, role: str = "counter") -> WorkerGroup[Prober]:

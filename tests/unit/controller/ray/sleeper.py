@@ -1,4 +1,6 @@
-"""A process that answers as `RankProcess` does and holds no workers. It imports nothing of ours, so it starts at once."""
+"""A process that answers as `RankProcess` does and holds no workers. It imports nothing of ours, so it starts
+at once.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         env={**environment, "OMP_NUM_THREADS": "1"},
         start_new_session=True,  # a signal to its group must not reach the tests
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # tests in the background ignore it
+        # tests in the background ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
@@ -87,7 +88,10 @@ def test_a_ray_of_our_own_ends_with_the_run(tmp_path: Path) -> None:
     message, seconds = found["too_many"]
     assert "asks for 1000 processes, a CPU each, but this machine offers" in message and seconds < 5
     message, seconds = found["no_room"]
-    assert message.startswith("ConfigError: the run wants 5 CPUs, but the Ray of this run's own has 4.") and seconds < 5
+    assert (
+        message.startswith("ConfigError: the run wants 5 CPUs, but the Ray of this run's own has 4.")
+        and seconds < 5
+    )
     assert "pool 'rollout', 1 node × 2" in message and "ray_kwargs.ray_init.num_cpus" in message
     assert "1 free of 4 CPUs" in found["taken"][0] and "Others hold what is missing" in found["taken"][0]
     assert found["late"][0].startswith("WorkerError") and "1 free of 4 CPUs" in found["late"][0]
@@ -124,9 +128,15 @@ def test_devices_that_a_cluster_does_not_have_are_missed_before_it_is_joined(clu
     (node,) = cluster.nodes()
     look_ahead(TrainerConfig(controller="ray", n_gpus_per_node=node.total), joined)
     for wrong, says in (
-        (TrainerConfig(controller="ray", n_gpus_per_node=node.total + 1), f"has {node.total}.*start more nodes"),
+        (
+            TrainerConfig(controller="ray", n_gpus_per_node=node.total + 1),
+            f"has {node.total}.*start more nodes",
+        ),
         (TrainerConfig(controller="ray", nnodes=2, n_gpus_per_node=1), "not on as many nodes as wanted"),
-        (TrainerConfig(controller="ray", resource_pools={"train": [1], "rollout": [node.total]}), "pool 'rollout', 1 node"),
+        (
+            TrainerConfig(controller="ray", resource_pools={"train": [1], "rollout": [node.total]}),
+            "pool 'rollout', 1 node",
+        ),
         (SFTTrainerConfig(controller="ray", n_gpus_per_node=1, device="cuda"), "the run wants 1 GPUs.*has 0"),
     ):
         with pytest.raises(ConfigError, match=f"(?s){says}"):
@@ -142,7 +152,10 @@ def test_a_pool_spans_nodes_and_one_of_them_dies(nodes: RayNodes) -> None:
         found = said(driver)
         assert found["local_ranks"] == [0, 1, 0, 1] and found["as_planned"] and found["num_processes"] == 4
         assert found["nodes"] in (["node1", "node1", "node2", "node2"], ["node2", "node2", "node1", "node1"])
-        assert found["too_many"].startswith("ConfigError: the run wants 6 CPUs, but the Ray cluster at") and found["seconds"] < 5
+        assert (
+            found["too_many"].startswith("ConfigError: the run wants 6 CPUs, but the Ray cluster at")
+            and found["seconds"] < 5
+        )
         assert "3 nodes × 2" in found["too_many"] and "start more nodes" in found["too_many"]
         nodes.kill(1)
         driver.stdin.write("\n")
@@ -168,7 +181,10 @@ def test_a_cluster_of_another_version_and_one_that_was_only_left(nodes: RayNodes
     driver = start("version", nodes.address)
     try:
         found = said(driver)
-        assert "differ, install the same versions on all nodes" in found["message"] and "Ray: 2.0.0" in found["message"]
+        assert (
+            "differ, install the same versions on all nodes" in found["message"]
+            and "Ray: 2.0.0" in found["message"]
+        )
         assert found["seconds"] < 5
     finally:
         driver.kill()

@@ -1,4 +1,6 @@
-"""The launch files of `examples/cluster` and the pages about them: what can be checked of them without a cluster."""
+"""The launch files of `examples/cluster` and the pages about them: what can be checked of them without a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ EXAMPLES = ROOT / "examples" / "cluster"
 PAGES = [*sorted((ROOT / "docs" / "cluster").glob("*.md")), ROOT / "docs" / "debugging.md"]
 SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")])
 MANIFESTS = sorted([*EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("*.yml")])
-OVERRIDE = re.compile(r"(?<![\w./-])((?:data|actor_rollout_ref|critic|reward|algorithm|trainer|ray_kwargs)\.[\w.]+)=")
+OVERRIDE = re.compile(
+    r"(?<![\w./-])((?:data|actor_rollout_ref|critic|reward|algorithm|trainer|ray_kwargs)\.[\w.]+)="
+)
 
 
 def bash_accepts(text: str) -> str:
@@ -41,9 +45,16 @@ def test_a_head_is_not_started_on_a_port_in_use() -> None:
         port = str(taken.getsockname()[1])
         environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_PORT": port}
         done = subprocess.run(
-            ["bash", str(EXAMPLES / "start_head.sh"), "--no-such-option"], env=environment, capture_output=True, text=True
+            ["bash", str(EXAMPLES / "start_head.sh"), "--no-such-option"],
+            env=environment,
+            capture_output=True,
+            text=True,
         )
-    assert done.returncode == 1 and done.stderr.startswith(f"port {port} is in use") and "RAY_PORT" in done.stderr
+    assert (
+        done.returncode == 1
+        and done.stderr.startswith(f"port {port} is in use")
+        and "RAY_PORT" in done.stderr
+    )
 
 
 def manifest(name: str) -> dict[str, Any]:
@@ -52,7 +63,11 @@ def manifest(name: str) -> dict[str, Any]:
 
 
 def test_shell_inside_manifests_is_bash() -> None:
-    sky, dstack, job = manifest("skypilot.yaml"), manifest("dstack.dstack.yml"), manifest("kuberay_rayjob.yaml")
+    sky, dstack, job = (
+        manifest("skypilot.yaml"),
+        manifest("dstack.dstack.yml"),
+        manifest("kuberay_rayjob.yaml"),
+    )
     for text in (sky["setup"], sky["run"], *dstack["commands"], job["spec"]["entrypoint"]):
         assert bash_accepts(text) == "", text
 
@@ -61,16 +76,25 @@ def test_the_rayjob_wants_what_its_cluster_has() -> None:
     spec = manifest("kuberay_rayjob.yaml")["spec"]
     (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     container = workers["template"]["spec"]["containers"][0]
-    assert f"trainer.nnodes={workers['replicas']} " in spec["entrypoint"] and workers["minReplicas"] == workers["replicas"]
-    assert f"trainer.n_gpus_per_node={container['resources']['limits']['nvidia.com/gpu']} " in spec["entrypoint"]
+    assert (
+        f"trainer.nnodes={workers['replicas']} " in spec["entrypoint"]
+        and workers["minReplicas"] == workers["replicas"]
+    )
+    assert (
+        f"trainer.n_gpus_per_node={container['resources']['limits']['nvidia.com/gpu']} " in spec["entrypoint"]
+    )
     assert set(yaml.safe_load(spec["runtimeEnvYAML"])) == {"env_vars"}
     head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    assert {each["name"]: each["value"] for each in head["env"]} == {f"RAY_{name}": str(value) for name, value in HEALTH_CHECKS.items()}
+    assert {each["name"]: each["value"] for each in head["env"]} == {
+        f"RAY_{name}": str(value) for name, value in HEALTH_CHECKS.items()
+    }
 
 
 def test_scripts_set_the_health_checks_of_a_ray_of_our_own() -> None:
     text = (EXAMPLES / "ray_env.sh").read_text()
-    assert dict(re.findall(r"export RAY_(health_check_\w+)=\$\{\w+:-(\d+)\}", text)) == {k: str(v) for k, v in HEALTH_CHECKS.items()}
+    assert dict(re.findall(r"export RAY_(health_check_\w+)=\$\{\w+:-(\d+)\}", text)) == {
+        k: str(v) for k, v in HEALTH_CHECKS.items()
+    }
     for path in [*SCRIPTS, *MANIFESTS]:
         if "ray start" in path.read_text() and path.name != "ray_env.sh":
             assert "ray_env.sh" in path.read_text(), f"{path.name} starts Ray with its slow health checks"
@@ -86,7 +110,9 @@ def test_keys_in_scripts_and_pages_exist() -> None:
 def test_the_runtime_environment_of_submitted_jobs() -> None:
     found = yaml.safe_load((ROOT / "src" / "hybridflow" / "trainer" / "runtime_env.yaml").read_text())
     assert set(found) == {"working_dir", "excludes", "env_vars"}
-    assert all(isinstance(value, str) for value in found["env_vars"].values()), "Ray refuses values that are not strings"
+    assert all(isinstance(value, str) for value in found["env_vars"].values()), (
+        "Ray refuses values that are not strings"
+    )
 
 
 def test_pages_name_every_file_and_every_link_leads_somewhere() -> None:

@@ -18,7 +18,16 @@ import pytest
 import hybridflow.controller.ray
 from hybridflow.config.cluster import RayConfig
 from hybridflow.controller.ray import cluster
-from hybridflow.controller.ray.preflight import NodeInfo, assign, check_own, check_port_free, choose_address, describe, reach, shortage
+from hybridflow.controller.ray.preflight import (
+    NodeInfo,
+    assign,
+    check_own,
+    check_port_free,
+    choose_address,
+    describe,
+    reach,
+    shortage,
+)
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError
 
@@ -27,7 +36,13 @@ KEY = "ray_kwargs.ray_init.address"
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_USE_TLS"):
+    for name in (
+        "RAY_ADDRESS",
+        "RAY_AUTH_MODE",
+        "RAY_AUTH_TOKEN",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR",
+        "RAY_USE_TLS",
+    ):
         monkeypatch.delenv(name, raising=False)
     started = time.monotonic()
     yield
@@ -38,7 +53,8 @@ def node(name: str, free: int, total: int | None = None, ip: str = "10.0.0.1") -
     return NodeInfo(name, name, ip, free, free if total is None else total)
 
 
-# ---- where Ray is ---------------------------------------------------------------------------------------------------
+# ---- where Ray is
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_address_by_key_then_environment_then_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +72,10 @@ def test_address_by_key_then_environment_then_job(monkeypatch: pytest.MonkeyPatc
     [
         ("10.0.0.1", "is no address: give host:port"),
         ("10.0.0.1:port", "is no address: give host:port"),
-        ("ray://10.0.0.1:10001", r"do not travel by Ray's client protocol.*\(10.0.0.1:6379\).*ray job submit"),
+        (
+            "ray://10.0.0.1:10001",
+            r"do not travel by Ray's client protocol.*\(10.0.0.1:6379\).*ray job submit",
+        ),
         ("http://10.0.0.1:8265", "is the address of a dashboard.*ray job submit"),
         ("no-such-host.invalid:6379", "no Ray can be reached there"),
     ],
@@ -70,7 +89,10 @@ def test_nothing_listens_there() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS=127.0.0.1:{port}: no Ray can be reached there \(Connection refused\).*ray start"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"RAY_ADDRESS=127.0.0.1:{port}: no Ray can be reached there \(Connection refused\).*ray start",
+    ):
         reach(f"127.0.0.1:{port}", source="RAY_ADDRESS")
 
 
@@ -78,7 +100,9 @@ def test_a_web_server_is_no_ray() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with pytest.raises(ConfigError, match=r"no Ray cluster \(unavailable\).*6379.*not that of the dashboard \(8265\)"):
+        with pytest.raises(
+            ConfigError, match=r"no Ray cluster \(unavailable\).*6379.*not that of the dashboard \(8265\)"
+        ):
             reach(f"127.0.0.1:{server.server_port}", source=KEY)
     finally:
         server.shutdown()
@@ -122,7 +146,10 @@ def control_service(token: str | None) -> Iterator[str]:
 
 
 def test_a_cluster_without_a_node_here() -> None:
-    with control_service(None) as address, pytest.raises(ConfigError, match=f"no node on this machine.*ray start --address={address}"):
+    with (
+        control_service(None) as address,
+        pytest.raises(ConfigError, match=f"no node on this machine.*ray start --address={address}"),
+    ):
         reach(address, source=KEY)
 
 
@@ -144,7 +171,9 @@ def test_a_port_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"ray_kwargs.ray_init.dashboard_port={port} is in use.*choose another port"):
+        with pytest.raises(
+            ConfigError, match=f"ray_kwargs.ray_init.dashboard_port={port} is in use.*choose another port"
+        ):
             check_port_free(port, "ray_kwargs.ray_init.dashboard_port")
     check_port_free(port, "ray_kwargs.ray_init.dashboard_port")
 
@@ -155,16 +184,24 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         importlib.reload(hybridflow.controller.ray)
 
 
-# ---- devices --------------------------------------------------------------------------------------------------------
+# ---- devices
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_ray_of_our_own_that_would_be_too_small() -> None:
     check_own(2, 1, 2, "cpu")
-    with pytest.raises(ConfigError, match=r"asks for 4 processes, a CPU each, but this machine offers 2 CPUs.*num_cpus=4.*RAY_ADDRESS"):
+    with pytest.raises(
+        ConfigError,
+        match=r"asks for 4 processes, a CPU each, but this machine offers 2 CPUs.*num_cpus=4.*RAY_ADDRESS",
+    ):
         check_own(4, 1, 2, "cpu")
-    with pytest.raises(ConfigError, match=r"a GPU each, but this machine offers 1 GPU: lower trainer.n_gpus_per_node"):
+    with pytest.raises(
+        ConfigError, match=r"a GPU each, but this machine offers 1 GPU: lower trainer.n_gpus_per_node"
+    ):
         check_own(2, 1, 1, "cuda")
-    with pytest.raises(ConfigError, match=r"asks for 2 nodes, but no Ray cluster was named.*trainer.nnodes=1"):
+    with pytest.raises(
+        ConfigError, match=r"asks for 2 nodes, but no Ray cluster was named.*trainer.nnodes=1"
+    ):
         check_own(2, 2, 8, "cpu")
 
 
@@ -173,12 +210,16 @@ def test_a_pool_gets_different_nodes_in_the_order_of_ips() -> None:
     plan = assign([ResourcePool("global", (4, 4))], nodes)
     assert plan is not None and [there.name for there in plan["global"]] == ["a", "b"]
     assert assign([ResourcePool("global", (4, 4))], nodes[:1]) is None
-    assert assign([ResourcePool("global", (2, 2))], [node("a", 4)]) is None, "two nodes of a pool are two machines"
+    assert assign([ResourcePool("global", (2, 2))], [node("a", 4)]) is None, (
+        "two nodes of a pool are two machines"
+    )
 
 
 def test_pools_share_nodes_and_small_ones_leave_whole_nodes_whole() -> None:
     nodes = [node("large", 8), node("used", 3, 8), node("small", 2)]
-    plan = assign([ResourcePool("rollout", (2,)), ResourcePool("train", (8,)), ResourcePool("critic", (2, 1))], nodes)
+    plan = assign(
+        [ResourcePool("rollout", (2,)), ResourcePool("train", (8,)), ResourcePool("critic", (2, 1))], nodes
+    )
     assert plan is not None
     assert [there.name for there in plan["train"]] == ["large"]
     held: dict[str, int] = {}
@@ -190,30 +231,45 @@ def test_pools_share_nodes_and_small_ones_leave_whole_nodes_whole() -> None:
 
 
 def test_nodes_of_a_pool_keep_their_sizes() -> None:
-    plan = assign([ResourcePool("global", (2, 4))], [node("a", 4, ip="10.0.0.1"), node("b", 2, ip="10.0.0.2")])
+    plan = assign(
+        [ResourcePool("global", (2, 4))], [node("a", 4, ip="10.0.0.1"), node("b", 2, ip="10.0.0.2")]
+    )
     assert plan is not None and [there.name for there in plan["global"]] == ["b", "a"]
 
 
 def test_the_shortage_in_words() -> None:
     pools = [ResourcePool("train", (4, 4)), ResourcePool("rollout", (2,))]
-    text = shortage(pools, [node("one", 1, 2), node("two", 4)], "cuda", "the Ray cluster at 10.0.0.1:6379", own=False)
+    text = shortage(
+        pools, [node("one", 1, 2), node("two", 4)], "cuda", "the Ray cluster at 10.0.0.1:6379", own=False
+    )
     assert text.splitlines() == [
         "the run wants 10 GPUs, but the Ray cluster at 10.0.0.1:6379 has 6.",
         "  wanted: pool 'train', 2 nodes × 4",
         "  wanted: pool 'rollout', 1 node × 2",
         "  there:  one (10.0.0.1): 1 free of 2 GPUs",
         "  there:  two (10.0.0.1): 4 free of 4 GPUs",
-        "Lower trainer.nnodes or trainer.n_gpus_per_node (or trainer.resource_pools), or start more nodes (`ray start --address=…`).",
+        "Lower trainer.nnodes or trainer.n_gpus_per_node (or trainer.resource_pools), or start more nodes "
+        "(`ray start --address=…`).",
     ]
-    assert "Others hold what is missing" in shortage([ResourcePool("a", (4,))], [node("one", 2, 4)], "cuda", "it", own=False)
-    assert "not on as many nodes" in shortage([ResourcePool("a", (2, 2))], [node("one", 4)], "cuda", "it", own=False)
-    assert "num_cpus to let processes share" in shortage([ResourcePool("a", (4,))], [node("one", 2)], "cpu", "it", own=True)
+    assert "Others hold what is missing" in shortage(
+        [ResourcePool("a", (4,))], [node("one", 2, 4)], "cuda", "it", own=False
+    )
+    assert "not on as many nodes" in shortage(
+        [ResourcePool("a", (2, 2))], [node("one", 4)], "cuda", "it", own=False
+    )
+    assert "num_cpus to let processes share" in shortage(
+        [ResourcePool("a", (4,))], [node("one", 2)], "cpu", "it", own=True
+    )
     assert describe(ResourcePool("a", (4, 2))) == "nodes of 4, 2"
 
 
 @pytest.mark.parametrize("starts", [2, 3, 4])
-def test_a_ray_that_does_not_start_in_time_is_tried_three_times(monkeypatch: pytest.MonkeyPatch, starts: int) -> None:
-    """Ray raises a plain Exception 30 s after a busy machine was asked; `starts`: the attempt that would succeed."""
+def test_a_ray_that_does_not_start_in_time_is_tried_three_times(
+    monkeypatch: pytest.MonkeyPatch, starts: int
+) -> None:
+    """Ray raises a plain Exception 30 s after a busy machine was asked; `starts`: the attempt that would
+    succeed.
+    """
     folders: list[Path] = []
 
     def init(config: RayConfig, *, address: str, **own: Any) -> str:
@@ -223,7 +279,8 @@ def test_a_ray_that_does_not_start_in_time_is_tried_three_times(monkeypatch: pyt
         return "127.0.0.1:8265"
 
     monkeypatch.setattr(cluster, "_init", init)
-    monkeypatch.setattr(cluster, "_end", lambda folder: Path(folder).rmdir())  # its own would end the Ray of the other tests
+    # its own would end the Ray of the other tests
+    monkeypatch.setattr(cluster, "_end", lambda folder: Path(folder).rmdir())
     if starts > cluster.START_ATTEMPTS:
         with pytest.raises(ConfigError, match="3 times: this machine is too busy"):
             cluster._start(RayConfig())

@@ -29,7 +29,8 @@ from hybridflow.controller.worker_host import WorkerHost
 from hybridflow.errors import WorkerError, WorkerLost
 from hybridflow.protocol import DataProto
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]  # processes start slowly on a busy machine: once for all
+# processes start slowly on a busy machine: once for all
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture
@@ -45,11 +46,16 @@ def group(backend: RayBackend) -> CounterGroup:
 
 def big(rows: int = 64) -> DataProto:
     """256 KiB: too large to travel inside a call."""
-    return DataProto.from_dict({"x": torch.randn(rows, 1024), "flag": torch.arange(rows) % 2 == 0}, {"uid": [f"u{i}" for i in range(rows)]})
+    return DataProto.from_dict(
+        {"x": torch.randn(rows, 1024), "flag": torch.arange(rows) % 2 == 0},
+        {"uid": [f"u{i}" for i in range(rows)]},
+    )
 
 
 def test_roles_of_a_pool_share_processes_and_pools_are_worlds(backend: RayBackend) -> None:
-    seen = {role: ask(backend, role).call_list(Prober.look) for role in ("counter", "other", "critic", "rollout")}
+    seen = {
+        role: ask(backend, role).call_list(Prober.look) for role in ("counter", "other", "critic", "rollout")
+    }
     assert seen["counter"] == seen["other"]
     assert [look[1:] for look in seen["counter"]] == [(0, 0, 2), (1, 1, 2)]
     assert [look[1:] for look in seen["critic"]] == [(0, 0, 0)]  # alone: no group to join
@@ -63,7 +69,9 @@ def test_roles_of_a_pool_share_processes_and_pools_are_worlds(backend: RayBacken
 def test_large_batches_go_and_come_back(backend: RayBackend) -> None:
     batch = big()
     back = ask(backend).call(Prober.echo, batch)
-    assert torch.equal(back.batch["x"], batch.batch["x"]) and torch.equal(back.batch["flag"], batch.batch["flag"])
+    assert torch.equal(back.batch["x"], batch.batch["x"]) and torch.equal(
+        back.batch["flag"], batch.batch["flag"]
+    )
     assert list(back.non_tensor_batch["uid"]) == list(batch.non_tensor_batch["uid"])
 
 
@@ -98,7 +106,11 @@ def test_an_argument_that_is_gone_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> 
     failure, _ = process.invoke("actor", "update", True, encode(((), {})), [object()])
     assert isinstance(failure, Failure)
     error = failure.exception("actor", "update", 0)
-    assert isinstance(error, WorkerLost) and error.method == "update" and "what actor.update was to take is lost" in str(error)
+    assert (
+        isinstance(error, WorkerLost)
+        and error.method == "update"
+        and "what actor.update was to take is lost" in str(error)
+    )
 
 
 def test_calls_of_two_pools_overlap_from_two_threads(backend: RayBackend) -> None:
@@ -143,7 +155,9 @@ def test_memory_is_given_back(backend: RayBackend) -> None:
     def held() -> tuple[float, int]:
         """MiB of the driver's own memory, and objects of the store that it keeps alive."""
         memory = psutil.Process().memory_info()
-        return (memory.rss - memory.shared) / 2**20, len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+        return (memory.rss - memory.shared) / 2**20, len(
+            ray._private.worker.global_worker.core_worker.get_all_reference_counts()
+        )
 
     batch = DataProto.from_dict({"x": torch.randn(256, 4096)})  # 4 MiB
     before = after = held()
@@ -161,7 +175,8 @@ def test_the_rank_that_failed_is_named_and_those_that_hang_are_ended(backend: Ra
         ask(backend).call(Prober.fail_alone, 1)
     assert time.monotonic() - began < 10
     notes = "\n".join(caught.value.__notes__)
-    assert "in counter.fail_alone, rank 1" in notes and "in fail_alone" in str(caught.value.__cause__)  # the frame of its own traceback
+    # the frame of its own traceback
+    assert "in counter.fail_alone, rank 1" in notes and "in fail_alone" in str(caught.value.__cause__)
     assert f"process {pids[1]}" in notes and "did not end on ranks [0]" in notes
     with pytest.raises(WorkerError, match="Picky: it was me"):
         ask(backend).call_list(Prober.look)
@@ -202,7 +217,9 @@ def test_a_killed_process_is_lost_with_its_cause(own: Callable[..., RayBackend])
     assert time.monotonic() - began < 5
 
 
-def test_a_process_goes_where_the_driver_is_if_its_node_has_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_goes_where_the_driver_is_if_its_node_has_that_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "setup_logging", lambda *_, **__: None)
     monkeypatch.chdir(tmp_path)  # and back, at the end
     here = tmp_path / "driver"
@@ -214,11 +231,16 @@ def test_a_process_goes_where_the_driver_is_if_its_node_has_that_folder(tmp_path
 
 
 @pytest.mark.slow
-def test_a_call_beyond_its_deadline_ends(own: Callable[..., RayBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_beyond_its_deadline_ends(
+    own: Callable[..., RayBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     backend = own(call_timeout=2.0)
     assert ask(backend).call_list(Prober.folder) == [str(tmp_path)] * 2  # Ray was started elsewhere
-    with pytest.raises(WorkerError, match=r"counter\.span has not finished after 2 s on ranks \[0, 1\].*trainer\.worker_timeout") as caught:
+    with pytest.raises(
+        WorkerError,
+        match=r"counter\.span has not finished after 2 s on ranks \[0, 1\].*trainer\.worker_timeout",
+    ) as caught:
         ask(backend).call(Prober.span, 60.0)
     assert "time.sleep(seconds)" in "\n".join(caught.value.__notes__)
 

@@ -74,17 +74,30 @@ def test_structures_of_all_kinds() -> None:
     metrics.add_mean("loss", torch.tensor(6.0), 3)
     shared = torch.randn(50, 50)
     sent = {
-        "sample": Sample(torch.arange(2000), {"image": np.arange(5000.0).reshape(50, 100), "words": ["a", None]}),
-        "batch": DataProto.from_dict({"x": torch.ones(3, 2000)}, {"uid": ["a", "b", "c"], "l": [[1], [], {"t": shared}]}, {"step": 3}),
+        "sample": Sample(
+            torch.arange(2000), {"image": np.arange(5000.0).reshape(50, 100), "words": ["a", None]}
+        ),
+        "batch": DataProto.from_dict(
+            {"x": torch.ones(3, 2000)}, {"uid": ["a", "b", "c"], "l": [[1], [], {"t": shared}]}, {"step": 3}
+        ),
         "nested": [(shared, shared), {"deep": [shared]}],
         "metrics": metrics,
         "call": lambda value: value + 1,
     }
     got = decode(encode(sent))
-    assert torch.equal(got["sample"].tokens, torch.arange(2000)) and got["sample"].extra["words"] == ["a", None]
+    assert torch.equal(got["sample"].tokens, torch.arange(2000)) and got["sample"].extra["words"] == [
+        "a",
+        None,
+    ]
     assert np.array_equal(got["sample"].extra["image"], sent["sample"].extra["image"])  # type: ignore[attr-defined]
-    assert got["batch"].meta_info == {"step": 3} and list(got["batch"].non_tensor_batch["uid"]) == ["a", "b", "c"]
-    assert torch.equal(got["batch"].non_tensor_batch["l"][2]["t"], shared) and got["batch"].batch["x"].shape == (3, 2000)
+    assert got["batch"].meta_info == {"step": 3} and list(got["batch"].non_tensor_batch["uid"]) == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert torch.equal(got["batch"].non_tensor_batch["l"][2]["t"], shared) and got["batch"].batch[
+        "x"
+    ].shape == (3, 2000)
     assert got["nested"][0][0] is got["nested"][0][1] is got["nested"][1]["deep"][0]
     assert got["metrics"].to_floats() == {"loss": 2.0} and got["call"](1) == 2
 

@@ -21,7 +21,8 @@ from hybridflow.controller.ray.watch import Watch
 from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]  # Ray starts slowly on a busy machine: once for all
+# Ray starts slowly on a busy machine: once for all
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
 
 
 class House:
@@ -38,11 +39,15 @@ class House:
         self.watch = Watch(self.processes, **({"heartbeat_timeout": 4.0} | settings))
         self.watch.expect_signs()
 
-    def call(self, *seconds: float, limit: float = 60.0, task: str = "invoke", starting: str = "") -> dict[int, RayPart]:
+    def call(
+        self, *seconds: float, limit: float = 60.0, task: str = "invoke", starting: str = ""
+    ) -> dict[int, RayPart]:
         """A task of as many ranks as there are numbers."""
         parts, statuses = {}, {}
         for rank, number in enumerate(seconds):
-            statuses[rank], result = getattr(self.processes[rank].actor, task).remote(*([number] if task == "invoke" else []))
+            statuses[rank], result = getattr(self.processes[rank].actor, task).remote(
+                *([number] if task == "invoke" else [])
+            )
             parts[rank] = RayPart(result, "actor", "update", rank)
         processes = dict(enumerate(self.processes[: len(seconds)]))
         self.watch.follow(Running("actor", "update", processes, parts, limit, "a.key", starting), statuses)
@@ -91,18 +96,28 @@ def test_a_process_without_a_sign_of_life_is_lost(house: House) -> None:
     began = time.monotonic()
     parts = house.call(0.0, 0.0, task="freeze")
     error = parts[0].exception(timeout=15)
-    assert isinstance(error, WorkerLost) and "no sign of life for 4 s" in str(error) and "heartbeat_timeout" in str(error)
+    assert (
+        isinstance(error, WorkerLost)
+        and "no sign of life for 4 s" in str(error)
+        and "heartbeat_timeout" in str(error)
+    )
     assert 4 <= time.monotonic() - began < 12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("house", [{"report_every": 1.0}], indirect=True)
-def test_slow_calls_are_reported_with_a_stack_and_end_at_their_deadline(house: House, caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_calls_are_reported_with_a_stack_and_end_at_their_deadline(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "hybridflow"):
         parts = house.call(0.01, 60.0, limit=2.5)
         error = parts[1].exception(timeout=10)
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "actor.update has been running for 1 s on ranks [1]; rank 1 (global/1) is here:\nasleep in invoke" in said[0]
+    assert (
+        len(said) == 2
+        and "actor.update has been running for 1 s on ranks [1]; rank 1 (global/1) is here:\nasleep in invoke"
+        in said[0]
+    )
     assert isinstance(error, WorkerError) and not isinstance(error, WorkerLost)
     assert "actor.update has not finished after 2 s on ranks [1]" in str(error) and "a.key" in str(error)
     assert "asleep in invoke" in error.__notes__[0]
@@ -113,9 +128,13 @@ def test_processes_that_start_are_counted_and_only_late_ones_warned_about(
 ) -> None:
     monkeypatch.setattr("hybridflow.controller.ray.watch.START_SECONDS", 0.5)
     with caplog.at_level(logging.INFO, "hybridflow"):
-        error = house.call(0.0, 60.0, limit=3.0, starting="starting 2 worker processes")[1].exception(timeout=10)
+        error = house.call(0.0, 60.0, limit=3.0, starting="starting 2 worker processes")[1].exception(
+            timeout=10
+        )
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert said[:2] == [("INFO", f"starting 2 worker processes: 1 are there after {seconds} s") for seconds in (1, 1)], said
+    assert said[:2] == [
+        ("INFO", f"starting 2 worker processes: 1 are there after {seconds} s") for seconds in (1, 1)
+    ], said
     assert said[2][0] == "WARNING" and "not yet global/1; the run gives up after 3 s (a.key)" in said[2][1]
     assert "starting 2 worker processes has not finished after 3 s" in str(error)
 
@@ -129,14 +148,18 @@ def ranks_of(errors: dict[int, tuple[float, Exception]], waiting: tuple[int, ...
 
 
 def test_the_failure_that_came_first_is_reported() -> None:
-    error = ranks_of({0: (2.0, RuntimeError("connection closed")), 2: (1.0, ValueError("bad row\nmore"))}, (1,)).first_error()
+    error = ranks_of(
+        {0: (2.0, RuntimeError("connection closed")), 2: (1.0, ValueError("bad row\nmore"))}, (1,)
+    ).first_error()
     assert isinstance(error, ValueError)
     assert error.__notes__[0] == "then failed rank 0: RuntimeError: connection closed"
     assert "did not end on ranks [1]" in error.__notes__[1]
 
 
 def test_a_lost_process_explains_the_failures_of_others() -> None:
-    error = ranks_of({0: (1.0, RuntimeError("connection closed")), 1: (2.0, WorkerLost("gone"))}).first_error()
+    error = ranks_of(
+        {0: (1.0, RuntimeError("connection closed")), 1: (2.0, WorkerLost("gone"))}
+    ).first_error()
     assert isinstance(error, WorkerLost)
 
 
@@ -155,4 +178,6 @@ def test_a_failure_travels_with_its_type_notes_and_traceback() -> None:
     assert isinstance(error, WorkerError) and error.rank == 3 and str(error) == "no room"
     assert error.__notes__[0] == "in actor.update, rank 3" and len(error.__notes__) == 2
     assert error.__notes__[1].startswith("there: pool train, node node-7")
-    assert isinstance(error.__cause__, WorkerTraceback) and 'raise WorkerError("no room"' in str(error.__cause__)
+    assert isinstance(error.__cause__, WorkerTraceback) and 'raise WorkerError("no room"' in str(
+        error.__cause__
+    )

@@ -3,17 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: setup demo demo-seeds learn bench bench-gpu exact cluster-parity test test-slow test-vllm conformance demo-vllm test-sglang coverage check format clean
 
-setup: $(READY)
+setup: $(READY)  ## install everything into .venv, once
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 …"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "hybridflow needs Python 3.11 or newer. If you have one under another name, say so: make setup PYTHON=python3.12"; exit 1; }
+	@echo "Setting up .venv, once: torch, then hybridflow and about 100 packages."
+	@echo "This takes three to ten minutes and 2 GB of disk with a CPU build of torch; a CUDA build takes several GB more."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	touch $(READY)
+	@echo "[1/2] torch (the largest download)"
+	$(PIP) torch==2.13.0
+	@echo "[2/2] hybridflow and the packages that its tests need"
+	$(PIP) --constraint constraints.txt --editable ".[dev]"
+	@touch $(READY)
+	@echo "Ready. Activate it with: . $(BIN)/activate"
 
 demo: setup  ## watch a small language model learn arithmetic by GRPO (ALGO=rloo for another recipe, SEED=n for another seed)
 	$(BIN)/hybridflow demo $(if $(ALGO),--algo $(ALGO)) $(if $(SEED),--seed $(SEED))
@@ -30,7 +36,7 @@ bench: $(VENV)/.bench  ## speed and memory on this machine's CPU, rivals in turn
 	for each in $(BENCHMARKS); do $(BIN)/python benchmarks/$$each.py $(if $(QUICK),--quick) || exit 1; done
 
 $(VENV)/.bench: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench,ray]"
+	$(PIP) --constraint constraints.txt --editable ".[bench,ray]"
 	touch $@
 
 bench-gpu: setup  ## speed on one CUDA device: generation, updates, a PPO step; writes benchmarks/results/gpu_*.md

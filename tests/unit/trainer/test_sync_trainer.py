@@ -174,6 +174,25 @@ def test_columns_of_a_step(model: Path, tmp_path: Path) -> None:
     )
 
 
+def test_rows_that_are_drawn_again_leave_the_number_of_updates_and_the_schedule(
+    model: Path, tmp_path: Path
+) -> None:
+    common = [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "critic.optim.lr_scheduler_type=cosine",
+    ]
+    plain = train(model, tmp_path / "a" / "run", common)
+    drawn = ["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=20"]  # few rows, many times
+    lines = train(model, tmp_path / "b" / "run", [*common, *drawn])
+    for step, line in lines.items():
+        for name in ("actor/num_updates", "critic/num_updates", "actor/lr", "critic/lr"):
+            assert line[name] == plain[step][name], (step, name)
+        assert line["actor/num_updates"] == 4.0
+    assert lines[2]["actor/lr"] < lines[1]["actor/lr"] * 0.2
+
+
 def test_in_critic_warm_up_only_the_critic_moves(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", "trainer.critic_warmup=1")) as trainer:
         before = {

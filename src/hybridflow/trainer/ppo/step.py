@@ -91,12 +91,18 @@ class PPOStep:
         metrics.update(self._measure(batch))
         if self.loss.keeps_groups:  # a loss over pairs learns from the rows that an estimator paired
             batch.narrow_loss_mask(batch.batch["advantages"] != 0)
+        drawn_from = None
         if algorithm.use_pf_ppo:
+            drawn_from = len(set(batch.non_tensor_batch["uid"]))
             batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
         updates: list[Job[Metrics]] = []
         if roles.critic:
             updates.append(
-                Job("critic", "update_critic", partial(roles.critic.update, batch, self._critic_plan(step)))
+                Job(
+                    "critic",
+                    "update_critic",
+                    partial(roles.critic.update, batch, self._critic_plan(step, drawn_from)),
+                )
             )
         if step > self.config.trainer.critic_warmup:
             hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
@@ -104,7 +110,7 @@ class PPOStep:
             update = partial(
                 roles.actor.update,
                 batch,
-                self._actor_plan(step),
+                self._actor_plan(step, drawn_from),
                 also=self._loss_columns(batch),
                 prepare=hook,
                 watch=watch,
@@ -174,19 +180,19 @@ class PPOStep:
         resampled, updates = self.config.algorithm.use_pf_ppo, step > self.config.trainer.critic_warmup
         return self._actor_plan(step) if updates and not resampled else None
 
-    def _actor_plan(self, step: int) -> MiniBatchPlan:
-        actor = self.config.actor_rollout_ref.actor
+    def _actor_plan(self, step: int, drawn_from: int | None = None) -> MiniBatchPlan:
+        actor, seed = self.config.actor_rollout_ref.actor, self.config.trainer.seed
         return MiniBatchPlan(
-            actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, step
+            actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, seed, step, drawn_from
         )
 
-    def _critic_plan(self, step: int) -> MiniBatchPlan:
-        critic = self.config.critic
+    def _critic_plan(self, step: int, drawn_from: int | None) -> MiniBatchPlan:
+        critic, seed = self.config.critic, self.config.trainer.seed
         assert (
             critic.ppo_mini_batch_size is not None
             and critic.ppo_epochs is not None
             and critic.shuffle is not None
         ), "filled by resolve"
         return MiniBatchPlan(
-            critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.config.trainer.seed, step
+            critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, seed, step, drawn_from
         )

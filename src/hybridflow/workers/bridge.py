@@ -268,6 +268,12 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     return Correction(weights, None if keep is None else keep | outside, metrics)
 
 
+def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+    """Those of `rollout_corr/*` that are means, so that micro-batches and ranks add up; [B, R], in nats."""
+    measured = correction_metrics(log_probs, rollout_log_probs, mask)
+    return ratios({name: value for name, value in measured.items() if isinstance(value, tuple)})
+
+
 def own_rows(batch: DataProto) -> Tensor:
     """[B] bool: the rows that the policy sampled, which leaves out SPIN's answers of the data: scores,
     lengths and entropy are of these.
@@ -346,8 +352,8 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
         metrics = ratios(out.metrics)
         # bypass mode: the one place where current log-probs are to be had for nothing
         if "rollout_log_probs" in rows:
-            apart = correction_metrics(log_prob, rows["rollout_log_probs"], mask & own_rows(micro)[:, None])
-            metrics.update(ratios({name: value for name, value in apart.items() if isinstance(value, tuple)}))
+            sampled = mask & own_rows(micro)[:, None]
+            metrics.update(correction_means(log_prob, rows["rollout_log_probs"], sampled))
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss
         if "entropy" in outputs:

@@ -219,6 +219,36 @@ def test_fast_mode_saves_the_pass_where_the_rows_it_checks_are_close(
     assert passes == [2, 8] and strict[1][TAKEN] == 0.0 and strict[1][APART] > 0
 
 
+def test_a_step_that_takes_the_rollouts_log_probs_still_measures_how_far_they_are(
+    model: Path, tmp_path: Path, passes: list[int]
+) -> None:
+    keys = (f"{ROLLOUT}.exact=false", f"{ROLLOUT}.reuse_log_probs_within=1e-3")
+    for line in train(model, tmp_path / "run", *keys).values():
+        assert line[TAKEN] == 1.0 and 0 < abs(line["rollout_corr/kl"]) < 1e-3
+        assert line["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert line["rollout_corr/training_ppl"] > 1.0 and "rollout_corr/rollout_is_std" not in line
+    assert passes == [8, 8, 8], "exact_check_rows=16 looks at all rows"
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [("rollout_is=token",), ("rollout_rs=token_k2", "rollout_rs_threshold=1.0")],
+    ids=["weights", "rejection"],
+)
+def test_rollout_correction_keeps_the_pass_that_it_compares_with(
+    model: Path, tmp_path: Path, passes: list[int], correction: tuple[str, ...]
+) -> None:
+    corrected = [f"algorithm.rollout_correction.{key}" for key in correction]
+    keys = (f"{ROLLOUT}.exact=false", f"{ROLLOUT}.exact_check_rows=2", *corrected)
+    without = train(model, tmp_path / "a" / "run", *keys)
+    lines = train(model, tmp_path / "b" / "run", f"{ROLLOUT}.reuse_log_probs_within=1e-3", *keys)
+    assert passes == [8] * 6
+    for step, line in lines.items():
+        assert TAKEN not in line and line["rollout_corr/rollout_is_std"] > 0
+        same = [name for name in line if name.startswith(("rollout_corr/", "actor/"))]
+        assert all(line[name] == without[step][name] for name in same)
+
+
 def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_path: Path) -> None:
     def rows_of_steps() -> dict[int, DataProto]:
         seen = {}

@@ -56,8 +56,11 @@ class OldLogProbs:
         self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
         self.with_sum_pi_squared, self.also = with_sum_pi_squared, also
+        correction = config.algorithm.rollout_correction
+        self.bypass = correction.bypass_mode
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
-        self.bypass = config.algorithm.rollout_correction.bypass_mode
+        if correction.rollout_is or correction.rollout_rs:
+            self.within = None  # weights and rejection compare the rollout with the pass, so every step has one
         self.metrics = Metrics()
         self.watch: Watch | None = None
         """Set where this step's are the rollout's: the first update then looks at all of its rows."""

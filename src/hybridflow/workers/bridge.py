@@ -231,21 +231,26 @@ class Correction:
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs: Tensor) -> Correction:
-    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`; the
-    demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor measured.
+    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`.
+
+    Weights are of all sampled tokens: a row that is left out of the loss still counts in the baseline of its
+    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor measured.
     """
-    mask = batch.batch["loss_mask"]
-    sampled = mask & own_rows(batch)[:, None]
-    rollout, weights, keep = batch.batch["rollout_log_probs"], None, None
+    mask, rollout = batch.batch["loss_mask"], batch.batch["rollout_log_probs"]
+    own = own_rows(batch)[:, None]
+    sampled = mask & own
+    weights = None
     if config.rollout_is:
         weights = rollout_weights(
             log_probs,
             rollout,
-            sampled,
+            batch.batch["response_mask"] & own,
             level=config.rollout_is,
             threshold=config.rollout_is_threshold,
             batch_normalize=config.rollout_is_batch_normalize,
+            normalize_over=sampled,
         )
+    keep = None
     if config.rollout_rs:
         keep = rejection(
             log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold

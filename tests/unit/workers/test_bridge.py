@@ -384,6 +384,48 @@ def test_correction_weights_and_rejects_what_the_policy_sampled_only() -> None:
     assert found.metrics.to_floats()["rollout_corr/kl"] == pytest.approx(-2.5 / 5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_row_left_out_of_the_loss_keeps_its_weight_and_its_place_in_the_baseline(
+    level: Any, normalize: bool
+) -> None:
+    mask = torch.tensor([[True], [True], [True]])
+    trained = torch.log(torch.tensor([[0.5], [0.5], [0.5]]))
+    batch = DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "loss_mask": mask & torch.tensor([[True], [True], [False]]),
+            "rollout_log_probs": trained.clone(),
+            "old_log_probs": trained,
+            "sum_pi_squared": torch.full((3, 1), 0.5),
+            "token_level_rewards": torch.tensor([[1.0], [0.0], [2.0]]),
+            "token_level_scores": torch.tensor([[1.0], [0.0], [2.0]]),
+        },
+        {"uid": list("aaa")},
+    )
+    correction = RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=normalize)
+    found = correct_rollout(batch, correction, trained)
+    assert found.weights is not None
+    batch |= DataProto.from_dict({"rollout_is_weights": found.weights})
+    config = AlgorithmConfig(adv_estimator="optimal_token_baseline", rollout_correction=correction)
+    advantages = advantages_of(batch, config).batch["advantages"][:2, 0]
+    torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0]))
+    assert found.metrics.to_floats()["rollout_corr/rollout_is_mean"] == 1.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_normalised_over_what_is_learned_from(level: Any) -> None:
+    batch = rows("abcd", rollout_log_probs=torch.zeros(4, 3))
+    batch.batch["loss_mask"][3] = False
+    trained = torch.log(torch.tensor([1.0, 0.5, 1.0, 0.25])).unsqueeze(-1) * torch.tensor([1.0, 0.0, 0.0])
+    correction = RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=True)
+    weights = correct_rollout(batch, correction, trained).weights
+    assert weights is not None
+    mean = {"token": (1.0 + 1.0 + 0.5 + 1.0) / 4, "sequence": (1.0 + 0.5) / 2}[level]
+    assert weights[0, 0] == pytest.approx(1.0 / mean) and weights[1, 0] == pytest.approx(0.5 / mean)
+    assert weights[3, 0] == pytest.approx(0.25 / mean), "left out of the loss, yet weighed"
+
+
 def test_without_correction_the_difference_is_measured_all_the_same() -> None:
     batch = rows(rollout_log_probs=torch.zeros(4, 3))
     found = correct_rollout(batch, RolloutCorrectionConfig(), torch.full((4, 3), -0.1))

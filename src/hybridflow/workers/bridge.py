@@ -335,6 +335,16 @@ def select_tokens(
     )
 
 
+def leave_out_unpaired(batch: DataProto, base: PolicyLoss) -> None:
+    """Narrow `loss_mask`, for a loss over groups, to the tokens with an advantage and the rows with a partner."""
+    if base.keeps_groups:
+        batch.narrow_loss_mask(batch.batch["advantages"] != 0)
+    if base.learns_from is not None:
+        mask = batch.batch["loss_mask"]
+        kept = base.learns_from(batch.batch["advantages"], mask, batch.batch["group_ids"])
+        batch.narrow_loss_mask(kept.unsqueeze(-1).expand(mask.shape))
+
+
 def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:
     """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch; `base` is
     `find_policy_loss`'s.

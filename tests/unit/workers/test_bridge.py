@@ -34,6 +34,7 @@ from hybridflow.workers.bridge import (
     group_ids,
     identify,
     kl_controller,
+    leave_out_unpaired,
     policy_loss,
     select_tokens,
     sft_loss,
@@ -456,6 +457,29 @@ def test_tokens_are_selected_over_the_whole_mini_batch_and_left_out_by_the_loss(
     value, _ = policy_loss(config, scale, base)({"log_probs": log_prob}, batch | drawn[0])
     (gradient,) = torch.autograd.grad(value, log_prob)
     assert not bool(gradient[chosen].any()) and bool(gradient[MASK & ~chosen].all())
+
+
+@pytest.mark.parametrize("orphan", [False, True])
+def test_dpo_gives_a_pair_the_same_loss_beside_a_row_without_a_partner(orphan: bool) -> None:
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    log_prob = torch.tensor([[-2.0], [-1.0], [-1.5], [-1.5]])
+    batch = DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "loss_mask": mask & torch.tensor([[True], [True], [orphan], [False]]),  # the last was rejected
+            "advantages": torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]),
+            "old_log_probs": log_prob,
+            "ref_log_prob": torch.full((4, 1), -1.5),
+            "group_ids": torch.tensor([0, 0, 1, 1]),
+        }
+    )
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dpo", dpo_beta=0.2))
+    base = find_policy_loss(config)
+    leave_out_unpaired(batch, base)
+    scale = LossScale.count(batch.batch["loss_mask"])
+    value, _ = policy_loss(config, scale, base)({"log_probs": log_prob}, batch)
+    assert float(value) == pytest.approx(np.log1p(np.exp(0.2))), "−log σ(0.2 · (−0.5 − 0.5))"
+    assert batch.batch["loss_mask"][:, 0].tolist() == [True, True, False, False]
 
 
 def test_the_positive_example_term() -> None:

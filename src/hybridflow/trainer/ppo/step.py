@@ -28,6 +28,7 @@ from hybridflow.workers.bridge import (
     find_estimator,
     find_policy_loss,
     identify,
+    leave_out_unpaired,
     own_rows,
     resample,
 )
@@ -89,8 +90,7 @@ class PPOStep:
             batch |= estimate_advantages(batch, self.config, self.estimator)  # advantages, returns
         metrics.update(kl_metrics)
         metrics.update(self._measure(batch))
-        if self.loss.keeps_groups:  # a loss over pairs learns from the rows that an estimator paired
-            batch.narrow_loss_mask(batch.batch["advantages"] != 0)
+        leave_out_unpaired(batch, self.loss)  # a narrower loss_mask, for a loss over the rows of a group
         drawn_from = None
         if algorithm.use_pf_ppo:
             drawn_from = len(set(batch.non_tensor_batch["uid"]))

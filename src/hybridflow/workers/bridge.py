@@ -260,13 +260,17 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     measured = correction_metrics(
         log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
     )
+    units = sampled.any(-1) if level == "sequence" else sampled
+    num_weights = float(units.sum())
     for name, value in measured.items():
         if isinstance(value, tuple):
             metrics.add_mean(name, *value)
-        elif name.endswith(("_min", "_max")):  # in bypass mode over several mini-batches
-            (metrics.add_min if name.endswith("_min") else metrics.add_max)(name, value)
-        else:
-            metrics.add_mean(name, value)
+        elif name.endswith("_min"):
+            metrics.add_min(name, value)
+        elif name.endswith("_max"):
+            metrics.add_max(name, value)
+        else:  # in bypass mode a mini-batch counts by its weights
+            metrics.add_mean(name, value * num_weights, num_weights)
     outside = mask & ~sampled
     if weights is not None:
         weights = torch.where(outside, 1.0, weights)

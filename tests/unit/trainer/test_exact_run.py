@@ -183,6 +183,40 @@ def off_where_watched(real: Callable[[Tensor, Tensor], Metrics]) -> Callable[[Te
     return lambda rollout, trained: real(rollout, trained * (1 + 1e-6))
 
 
+@pytest.mark.parametrize("left_out", [[], [0, 1, 2, 3], list(range(8))], ids=["none", "half", "all"])
+def test_rows_that_the_update_leaves_out_are_checked_beside_it(
+    model: Path, tmp_path: Path, left_out: list[int]
+) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true")) as trainer:
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        keep = torch.ones_like(batch.batch["loss_mask"])
+        keep[left_out] = False  # as responses that were cut at the length limit
+        _, metrics = trainer.step(batch.narrow_loss_mask(keep), 1)
+        assert metrics.to_floats()[CHECKED] >= 8, "every row, here or in the first update"
+        keep[:] = True
+        keep[0] = False
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 2)
+        batch.batch["rollout_log_probs"][0, 0] *= 1 + 1e-3
+        with pytest.raises(TrainingError, match=r"exact mode, step 2: row \d+ of prompt 2-0, response token 0 "):
+            trainer.step(batch.narrow_loss_mask(keep), 2)
+
+
+def test_exact_mode_checks_the_rows_that_have_no_partner(model: Path, tmp_path: Path) -> None:
+    pairs = (
+        "algorithm.adv_estimator=online_dpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=dpo",
+        f"{ROLLOUT}.n=4",
+        f"{ROLLOUT}.exact=true",
+    )
+    with build(ppo_config(model, tmp_path / "run", *pairs)) as trainer:
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        scores = batch.batch["token_level_scores"].sum(-1)[:4]
+        odd = int(((scores != scores.max()) & (scores != scores.min())).nonzero()[0, 0])
+        batch.batch["rollout_log_probs"][odd, 0] *= 1 + 1e-3
+        with pytest.raises(TrainingError, match=r"exact mode, step 1: row \d+ of prompt 1-0, response token 0 "):
+            trainer.step(batch, 1)
+
+
 def test_an_estimator_that_needs_the_pass_keeps_it(model: Path, tmp_path: Path, passes: list[int]) -> None:
     line = train(
         model,

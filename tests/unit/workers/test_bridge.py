@@ -415,6 +415,22 @@ def test_a_row_left_out_of_the_loss_keeps_its_weight_and_its_place_in_the_baseli
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
+def test_spread_and_sample_size_of_mini_batches_are_weighed_by_what_they_count(level: Any) -> None:
+    batch = rows("abcd", rollout_log_probs=torch.zeros(4, 3))
+    trained = torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    correction = RolloutCorrectionConfig(rollout_is=level)
+    parts = [correct_rollout(batch.select_idxs(cut), correction, trained[cut]) for cut in ([0], [1, 2, 3])]
+    joined = Metrics.merge(part.metrics for part in parts).to_floats()
+    first, second = (part.metrics.to_floats() for part in parts)
+    counts = (2, 5) if level == "token" else (1, 2)
+    for name in ("rollout_is_std", "rollout_is_eff_sample_size"):
+        key = f"rollout_corr/{name}"
+        mean = (first[key] * counts[0] + second[key] * counts[1]) / sum(counts)
+        assert joined[key] == pytest.approx(mean) and first[key] != pytest.approx(second[key])
+    assert joined["rollout_corr/rollout_is_max"] == second["rollout_corr/rollout_is_max"]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_are_normalised_over_what_is_learned_from(level: Any) -> None:
     batch = rows("abcd", rollout_log_probs=torch.zeros(4, 3))
     batch.batch["loss_mask"][3] = False

@@ -141,7 +141,9 @@ class OldLogProbs:
         count = self.config.actor_rollout_ref.rollout.exact_check_rows
         seen: set[int] = set()
         if self.exact.on and plan is not None:
-            seen = set(next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), []))
+            first = next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), [])
+            learned = batch.batch["loss_mask"].any(-1)  # the update leaves the other rows out
+            seen = {row for row in first if learned[row]}
         left = [row for row in own_rows(batch).nonzero()[:, 0].tolist() if row not in seen]
         order = torch.randperm(
             len(left), generator=generator(self.config.trainer.seed, "exact_check", step)

@@ -176,9 +176,12 @@ class PPOStep:
         return sorted(wanted & set(batch.batch.keys()))
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:
-        """The plan of the step's update, where its mini-batches are of the rows as they were generated."""
-        resampled, updates = self.config.algorithm.use_pf_ppo, step > self.config.trainer.critic_warmup
-        return self._actor_plan(step) if updates and not resampled else None
+        """The plan of the step's update where it already says which rows the first mini-batch learns from."""
+        if step <= self.config.trainer.critic_warmup or self.config.algorithm.use_pf_ppo:
+            return None
+        if self.loss.keeps_groups:  # which rows are left out is known with the advantages
+            return None
+        return self._actor_plan(step)
 
     def _actor_plan(self, step: int, drawn_from: int | None = None) -> MiniBatchPlan:
         actor, seed = self.config.actor_rollout_ref.actor, self.config.trainer.seed

@@ -50,6 +50,7 @@ def rollout_weights(
     level: str,
     threshold: float | str,
     batch_normalize: bool = False,
+    normalize_over: Tensor | None = None,
 ) -> Tensor:
     """w_t = min(ρ_t, threshold); by token ρ_t = exp(logr_t), by sequence ρ_t = exp(clamp(Σ_t logr_t, ±20)); with
     logr = clamp(logπ_old − logπ_rollout, ±20).
@@ -57,7 +58,7 @@ def rollout_weights(
     A threshold written `lo_hi` sets weights outside [lo, hi] to 0 instead (IcePop). old_log_prob,
     rollout_log_prob [B, R] float, nats; mask [B, R] bool; `level` is token or sequence. Returns [B, R] float
     without gradient, 0 outside the mask. `batch_normalize` divides by the mean of the truncated weights, over
-    tokens or (sequence) over rows with tokens. Raises ConfigError for another level, and for a threshold that
+    tokens or (sequence) over rows with tokens, of `normalize_over` [B, R] bool (default: the mask). Raises ConfigError for another level, and for a threshold that
     is not a number above 0 or `lo_hi` with 0 ≤ lo < hi.
 
     Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you
@@ -71,11 +72,11 @@ def rollout_weights(
     else:
         weights = torch.where((weights >= low) & (weights <= high), weights, 0.0)
     if batch_normalize:
-        mean = (
-            masked_mean(weights, mask)
-            if level == "token"
-            else masked_mean(weights[:, 0], mask.bool().any(-1))
-        )
+        counted = mask.bool() if normalize_over is None else mask.bool() & normalize_over.bool()
+        if level == "token":
+            mean = masked_mean(weights, counted)
+        else:
+            mean = masked_mean(weights[:, 0], counted.any(-1))
         weights = weights / torch.where(mean > 0, mean, 1.0)
     return zero_outside(weights, mask)
 

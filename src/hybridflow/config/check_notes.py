@@ -174,6 +174,13 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             "algorithm.rollout_correction.bypass_mode=true, "
             "which always takes the rollout's log-probs"
         )
+    correction = algorithm.rollout_correction
+    if within is not None and (correction.rollout_is or correction.rollout_rs):
+        yield (
+            f"actor_rollout_ref.rollout.reuse_log_probs_within={within} saves no pass with "
+            "algorithm.rollout_correction.rollout_is or rollout_rs, which compare the rollout's log-probs "
+            "with those of the pass"
+        )
     if not algorithm.filter_groups.enable:
         for path in ("algorithm.filter_groups", "data.gen_batch_size"):
             if is_given(path, given - {"algorithm.filter_groups.enable"}):

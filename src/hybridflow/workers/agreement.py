@@ -16,7 +16,7 @@ from hybridflow.engines import LossFn
 from hybridflow.errors import TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.bridge import own_rows
+from hybridflow.workers.bridge import correction_means, own_rows
 
 APART = "training/rollout_log_probs_diff_max"
 """Metric: the largest difference of a sampled token's log-probs, in nats."""
@@ -113,6 +113,8 @@ def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
                 metrics.add_min("training/first_ratio_min", ratio.min())
                 metrics.add_max("training/first_ratio_max", ratio.max())
         learned = sampled & micro.batch["loss_mask"]
+        if not watch.exact:  # in exact mode the step has measured it over the whole batch
+            metrics.update(correction_means(trained, rollout, learned))
         if bool(learned.any()):
             metrics.add_mean(
                 "actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum())

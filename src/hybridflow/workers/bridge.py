@@ -231,21 +231,26 @@ class Correction:
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs: Tensor) -> Correction:
-    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`; the
-    demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor measured.
+    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`.
+
+    Weights are of all sampled tokens: a row that is left out of the loss still counts in the baseline of its
+    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor measured.
     """
-    mask = batch.batch["loss_mask"]
-    sampled = mask & own_rows(batch)[:, None]
-    rollout, weights, keep = batch.batch["rollout_log_probs"], None, None
+    mask, rollout = batch.batch["loss_mask"], batch.batch["rollout_log_probs"]
+    own = own_rows(batch)[:, None]
+    sampled = mask & own
+    weights = None
     if config.rollout_is:
         weights = rollout_weights(
             log_probs,
             rollout,
-            sampled,
+            batch.batch["response_mask"] & own,
             level=config.rollout_is,
             threshold=config.rollout_is_threshold,
             batch_normalize=config.rollout_is_batch_normalize,
+            normalize_over=sampled,
         )
+    keep = None
     if config.rollout_rs:
         keep = rejection(
             log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold
@@ -255,17 +260,27 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     measured = correction_metrics(
         log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
     )
+    units = sampled.any(-1) if level == "sequence" else sampled
+    num_weights = float(units.sum())
     for name, value in measured.items():
         if isinstance(value, tuple):
             metrics.add_mean(name, *value)
-        elif name.endswith(("_min", "_max")):  # in bypass mode over several mini-batches
-            (metrics.add_min if name.endswith("_min") else metrics.add_max)(name, value)
-        else:
-            metrics.add_mean(name, value)
+        elif name.endswith("_min"):
+            metrics.add_min(name, value)
+        elif name.endswith("_max"):
+            metrics.add_max(name, value)
+        else:  # in bypass mode a mini-batch counts by its weights
+            metrics.add_mean(name, value * num_weights, num_weights)
     outside = mask & ~sampled
     if weights is not None:
         weights = torch.where(outside, 1.0, weights)
     return Correction(weights, None if keep is None else keep | outside, metrics)
+
+
+def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+    """Those of `rollout_corr/*` that are means, so that micro-batches and ranks add up; [B, R], in nats."""
+    measured = correction_metrics(log_probs, rollout_log_probs, mask)
+    return ratios({name: value for name, value in measured.items() if isinstance(value, tuple)})
 
 
 def own_rows(batch: DataProto) -> Tensor:
@@ -324,6 +339,16 @@ def select_tokens(
     )
 
 
+def leave_out_unpaired(batch: DataProto, base: PolicyLoss) -> None:
+    """Narrow `loss_mask`, for a loss over groups, to the tokens with an advantage and the rows with a partner."""
+    if base.keeps_groups:
+        batch.narrow_loss_mask(batch.batch["advantages"] != 0)
+    if base.learns_from is not None:
+        mask = batch.batch["loss_mask"]
+        kept = base.learns_from(batch.batch["advantages"], mask, batch.batch["group_ids"])
+        batch.narrow_loss_mask(kept.unsqueeze(-1).expand(mask.shape))
+
+
 def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:
     """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch; `base` is
     `find_policy_loss`'s.
@@ -346,8 +371,8 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
         metrics = ratios(out.metrics)
         # bypass mode: the one place where current log-probs are to be had for nothing
         if "rollout_log_probs" in rows:
-            apart = correction_metrics(log_prob, rows["rollout_log_probs"], mask & own_rows(micro)[:, None])
-            metrics.update(ratios({name: value for name, value in apart.items() if isinstance(value, tuple)}))
+            sampled = mask & own_rows(micro)[:, None]
+            metrics.update(correction_means(log_prob, rows["rollout_log_probs"], sampled))
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss
         if "entropy" in outputs:

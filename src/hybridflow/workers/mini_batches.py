@@ -1,11 +1,13 @@
-"""Which rows make a mini-batch: whole groups, in an order that depends on (seed, step, epoch) and on nothing
-else.
+"""Cuts a batch into mini-batches, whose order depends on (seed, step, epoch) and on nothing else.
+
+A mini-batch holds whole groups; of rows that were drawn again (PF-PPO) it holds as many as its groups had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -27,26 +29,41 @@ class MiniBatchPlan:
     seed: int
     step: int
     """The training step: with the seed and the epoch it keys the order."""
+    drawn_from: int | None = None
+    """Prompts of the batch before its rows were drawn again (PF-PPO); None where rows are as generated. Draws
+    leave groups of any size, so that mini-batches are then cut by rows, each in proportion to its prompts.
+    """
 
 
 def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[int]]:
     """Row indices of each mini-batch, over all epochs; the last one of an epoch may be smaller.
 
-    Ranks and balancing play no part here, so the same groups meet in an optimizer step on any number of
-    devices.
+    Ranks and balancing play no part here, so the same rows meet in an optimizer step on any number of devices.
     """
+    units = _units(uids, plan)
+    num_groups = len(units) if plan.drawn_from is None else plan.drawn_from
+    # in groups, then in units: the same number of mini-batches however many rows each prompt has left
+    ends = [
+        min(end, num_groups) * len(units) // max(1, num_groups)
+        for end in range(0, num_groups + plan.groups, plan.groups)
+    ]
+    for epoch in range(plan.epochs):
+        order = list(range(len(units)))
+        if plan.shuffle:
+            rng = generator(plan.seed, "mini_batch", plan.step, epoch)
+            order = torch.randperm(len(units), generator=rng).tolist()
+        for start, end in pairwise(ends):
+            yield [row for index in order[start:end] for row in units[index]]
+
+
+def _units(uids: Sequence[str], plan: MiniBatchPlan) -> list[list[int]]:
+    """Rows that stay together: those of a prompt, or each row for itself where rows were drawn again."""
+    if plan.drawn_from is not None:
+        return [[row] for row in range(len(uids))]
     groups: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
-    members = list(groups.values())
-    for epoch in range(plan.epochs):
-        order = list(range(len(members)))
-        if plan.shuffle:
-            order = torch.randperm(
-                len(members), generator=generator(plan.seed, "mini_batch", plan.step, epoch)
-            ).tolist()
-        for start in range(0, len(order), plan.groups):
-            yield [row for index in order[start : start + plan.groups] for row in members[index]]
+    return list(groups.values())
 
 
 Prepare = Callable[[DataProto, int], tuple[DataProto, Metrics]]

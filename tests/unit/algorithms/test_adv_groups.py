@@ -13,10 +13,12 @@ from hybridflow.algorithms.advantages import (
     Advantages,
     gdpo,
     gpg,
+    grpo,
     grpo_passk,
     max_rl,
     online_dpo,
     opo,
+    optimal_token_baseline,
     reinforce_plus_plus_baseline,
     rloo,
     spin,
@@ -248,3 +250,26 @@ def test_no_rows_no_columns_and_no_tokens(name: str) -> None:
 def test_half_precision_is_computed_in_float32(name: str) -> None:
     rewards, mask = rows(1.0, 2.0)
     assert BY_SCORE[name](rewards.to(torch.bfloat16), mask, ids(0, 0)).advantages.dtype == torch.float32
+
+
+OFFSET_FREE: dict[str, Scored] = {
+    **{name: BY_SCORE[name] for name in ("grpo_passk", "gdpo", "rloo", "reinforce_plus_plus_baseline")},
+    **{name: BY_SCORE[name] for name in ("opo", "gpg", "sppo")},
+    "grpo": lambda r, m, g: grpo(r, m, g, norm_by_std=True),
+    "dr_grpo": lambda r, m, g: grpo(r, m, g, norm_by_std=False),
+    "optimal_token_baseline": lambda r, m, g: optimal_token_baseline(
+        r, m, g, torch.full(r.shape, -0.5), torch.full(r.shape, 0.6)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OFFSET_FREE)
+def test_a_large_offset_of_all_scores_changes_no_advantage(name: str) -> None:
+    scores = [k / 8 for k in (0, 3, 5, 1, 9, 7, 2)]  # with the offset still exact in float32
+    groups = ids(0, 0, 0, 0, 0, 1, 1)
+    rewards, mask = rows(*scores)
+    offset, _ = rows(*(score + 1e5 for score in scores))
+    wanted = OFFSET_FREE[name](rewards, mask, groups).advantages
+    found = OFFSET_FREE[name](offset.float(), mask, groups).advantages
+    assert found.dtype == torch.float32 and bool(wanted.any())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-6)

@@ -427,6 +427,10 @@ def test_process_reward_model_and_teacher_follow_the_actor(base: list[str], tmp_
             "reuse_log_probs_within=0.0001 is not read",
         ),
         (
+            [f"{CORRECTION}.rollout_is=token", "actor_rollout_ref.rollout.reuse_log_probs_within=1e-4"],
+            "reuse_log_probs_within=0.0001 saves no pass",
+        ),
+        (
             [
                 "actor_rollout_ref.actor.positive_lm_loss_coef=0.1",
                 "reward.custom_reward_function.path=my.rewards",

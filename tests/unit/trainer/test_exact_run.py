@@ -183,6 +183,40 @@ def off_where_watched(real: Callable[[Tensor, Tensor], Metrics]) -> Callable[[Te
     return lambda rollout, trained: real(rollout, trained * (1 + 1e-6))
 
 
+@pytest.mark.parametrize("left_out", [[], [0, 1, 2, 3], list(range(8))], ids=["none", "half", "all"])
+def test_rows_that_the_update_leaves_out_are_checked_beside_it(
+    model: Path, tmp_path: Path, left_out: list[int]
+) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true")) as trainer:
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        keep = torch.ones_like(batch.batch["loss_mask"])
+        keep[left_out] = False  # as responses that were cut at the length limit
+        _, metrics = trainer.step(batch.narrow_loss_mask(keep), 1)
+        assert metrics.to_floats()[CHECKED] >= 8, "every row, here or in the first update"
+        keep[:] = True
+        keep[0] = False
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 2)
+        batch.batch["rollout_log_probs"][0, 0] *= 1 + 1e-3
+        with pytest.raises(TrainingError, match=r"exact mode, step 2: row \d+ of prompt 2-0, response token 0 "):
+            trainer.step(batch.narrow_loss_mask(keep), 2)
+
+
+def test_exact_mode_checks_the_rows_that_have_no_partner(model: Path, tmp_path: Path) -> None:
+    pairs = (
+        "algorithm.adv_estimator=online_dpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=dpo",
+        f"{ROLLOUT}.n=4",
+        f"{ROLLOUT}.exact=true",
+    )
+    with build(ppo_config(model, tmp_path / "run", *pairs)) as trainer:
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        scores = batch.batch["token_level_scores"].sum(-1)[:4]
+        odd = int(((scores != scores.max()) & (scores != scores.min())).nonzero()[0, 0])
+        batch.batch["rollout_log_probs"][odd, 0] *= 1 + 1e-3
+        with pytest.raises(TrainingError, match=r"exact mode, step 1: row \d+ of prompt 1-0, response token 0 "):
+            trainer.step(batch, 1)
+
+
 def test_an_estimator_that_needs_the_pass_keeps_it(model: Path, tmp_path: Path, passes: list[int]) -> None:
     line = train(
         model,
@@ -217,6 +251,36 @@ def test_fast_mode_saves_the_pass_where_the_rows_it_checks_are_close(
         "trainer.total_training_steps=1",
     )
     assert passes == [2, 8] and strict[1][TAKEN] == 0.0 and strict[1][APART] > 0
+
+
+def test_a_step_that_takes_the_rollouts_log_probs_still_measures_how_far_they_are(
+    model: Path, tmp_path: Path, passes: list[int]
+) -> None:
+    keys = (f"{ROLLOUT}.exact=false", f"{ROLLOUT}.reuse_log_probs_within=1e-3")
+    for line in train(model, tmp_path / "run", *keys).values():
+        assert line[TAKEN] == 1.0 and 0 < abs(line["rollout_corr/kl"]) < 1e-3
+        assert line["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert line["rollout_corr/training_ppl"] > 1.0 and "rollout_corr/rollout_is_std" not in line
+    assert passes == [8, 8, 8], "exact_check_rows=16 looks at all rows"
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [("rollout_is=token",), ("rollout_rs=token_k2", "rollout_rs_threshold=1.0")],
+    ids=["weights", "rejection"],
+)
+def test_rollout_correction_keeps_the_pass_that_it_compares_with(
+    model: Path, tmp_path: Path, passes: list[int], correction: tuple[str, ...]
+) -> None:
+    corrected = [f"algorithm.rollout_correction.{key}" for key in correction]
+    keys = (f"{ROLLOUT}.exact=false", f"{ROLLOUT}.exact_check_rows=2", *corrected)
+    without = train(model, tmp_path / "a" / "run", *keys)
+    lines = train(model, tmp_path / "b" / "run", f"{ROLLOUT}.reuse_log_probs_within=1e-3", *keys)
+    assert passes == [8] * 6
+    for step, line in lines.items():
+        assert TAKEN not in line and line["rollout_corr/rollout_is_std"] > 0
+        same = [name for name in line if name.startswith(("rollout_corr/", "actor/"))]
+        assert all(line[name] == without[step][name] for name in same)
 
 
 def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_path: Path) -> None:

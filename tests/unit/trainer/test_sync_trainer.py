@@ -4,6 +4,7 @@ numbers on both sides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ GRPO = (
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.entropy_coeff=0.01",
 )
+
+
+BYPASS_AND_REJECT = ("bypass_mode=true", "rollout_rs=seq_mean_k2", "rollout_rs_threshold=1.0")
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +178,25 @@ def test_columns_of_a_step(model: Path, tmp_path: Path) -> None:
     )
 
 
+def test_rows_that_are_drawn_again_leave_the_number_of_updates_and_the_schedule(
+    model: Path, tmp_path: Path
+) -> None:
+    common = [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+        "critic.optim.lr_scheduler_type=cosine",
+    ]
+    plain = train(model, tmp_path / "a" / "run", common)
+    drawn = ["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=20"]  # few rows, many times
+    lines = train(model, tmp_path / "b" / "run", [*common, *drawn])
+    for step, line in lines.items():
+        for name in ("actor/num_updates", "critic/num_updates", "actor/lr", "critic/lr"):
+            assert line[name] == plain[step][name], (step, name)
+        assert line["actor/num_updates"] == 4.0
+    assert lines[2]["actor/lr"] < lines[1]["actor/lr"] * 0.2
+
+
 def test_in_critic_warm_up_only_the_critic_moves(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", "trainer.critic_warmup=1")) as trainer:
         before = {
@@ -287,6 +310,39 @@ def test_answers_of_the_data_are_the_actors_in_bypass_mode_and_not_measured_as_i
     assert metrics["response_length/mean"] == pytest.approx(float(sampled.sum() / (~told).sum()))
     assert metrics["response_length/max"] == int(sampled.sum(-1).max())
     assert metrics["actor/entropy"] == pytest.approx(float(rows["entropys"][sampled].mean()), rel=1e-5)
+
+
+DPO = ("algorithm.adv_estimator=online_dpo", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo")
+
+
+def test_a_row_whose_partner_is_left_out_of_the_loss_is_left_out_with_it(
+    model: Path, tmp_path: Path
+) -> None:
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+    with build(ppo_config(model, tmp_path / "run", *DPO, FAST, mini)) as trainer:
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        keep = torch.ones_like(batch.batch["loss_mask"])
+        keep[0] = False  # as a response that was cut at the length limit, or a rejected one
+        batch, metrics = trainer.step(batch.narrow_loss_mask(keep), 1)
+    paired = batch.batch["advantages"].any(-1).tolist()
+    learned = batch.batch["loss_mask"].any(-1).tolist()
+    assert paired[:2] == [True, True] and learned == [False, False, *paired[2:]] and any(learned)
+    # at the first update the policy is the reference, so each pair's loss is log 2, and so is their mean
+    assert metrics.to_floats()["actor/pg_loss"] == pytest.approx(math.log(2), rel=1e-5)
+
+
+def test_in_bypass_mode_a_row_whose_partner_is_rejected_is_left_out_with_it(
+    model: Path, tmp_path: Path
+) -> None:
+    correction = [f"algorithm.rollout_correction.{key}" for key in BYPASS_AND_REJECT]
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+    with build(ppo_config(model, tmp_path / "run", *DPO, *correction, mini)) as trainer:
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        batch.batch["rollout_log_probs"][0] -= 5.0  # far from the policy of the moment: rejected
+        _, metrics = trainer.step(batch, 1)
+    found = metrics.to_floats()
+    assert 0 < found["rollout_corr/rollout_rs_seq_masked_fraction"] < 0.5
+    assert found["actor/pg_loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
 COMPARES = """

@@ -34,6 +34,7 @@ from hybridflow.workers.bridge import (
     group_ids,
     identify,
     kl_controller,
+    leave_out_unpaired,
     policy_loss,
     select_tokens,
     sft_loss,
@@ -384,6 +385,64 @@ def test_correction_weights_and_rejects_what_the_policy_sampled_only() -> None:
     assert found.metrics.to_floats()["rollout_corr/kl"] == pytest.approx(-2.5 / 5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_row_left_out_of_the_loss_keeps_its_weight_and_its_place_in_the_baseline(
+    level: Any, normalize: bool
+) -> None:
+    mask = torch.tensor([[True], [True], [True]])
+    trained = torch.log(torch.tensor([[0.5], [0.5], [0.5]]))
+    batch = DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "loss_mask": mask & torch.tensor([[True], [True], [False]]),
+            "rollout_log_probs": trained.clone(),
+            "old_log_probs": trained,
+            "sum_pi_squared": torch.full((3, 1), 0.5),
+            "token_level_rewards": torch.tensor([[1.0], [0.0], [2.0]]),
+            "token_level_scores": torch.tensor([[1.0], [0.0], [2.0]]),
+        },
+        {"uid": list("aaa")},
+    )
+    correction = RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=normalize)
+    found = correct_rollout(batch, correction, trained)
+    assert found.weights is not None
+    batch |= DataProto.from_dict({"rollout_is_weights": found.weights})
+    config = AlgorithmConfig(adv_estimator="optimal_token_baseline", rollout_correction=correction)
+    advantages = advantages_of(batch, config).batch["advantages"][:2, 0]
+    torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0]))
+    assert found.metrics.to_floats()["rollout_corr/rollout_is_mean"] == 1.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_spread_and_sample_size_of_mini_batches_are_weighed_by_what_they_count(level: Any) -> None:
+    batch = rows("abcd", rollout_log_probs=torch.zeros(4, 3))
+    trained = torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    correction = RolloutCorrectionConfig(rollout_is=level)
+    parts = [correct_rollout(batch.select_idxs(cut), correction, trained[cut]) for cut in ([0], [1, 2, 3])]
+    joined = Metrics.merge(part.metrics for part in parts).to_floats()
+    first, second = (part.metrics.to_floats() for part in parts)
+    counts = (2, 5) if level == "token" else (1, 2)
+    for name in ("rollout_is_std", "rollout_is_eff_sample_size"):
+        key = f"rollout_corr/{name}"
+        mean = (first[key] * counts[0] + second[key] * counts[1]) / sum(counts)
+        assert joined[key] == pytest.approx(mean) and first[key] != pytest.approx(second[key])
+    assert joined["rollout_corr/rollout_is_max"] == second["rollout_corr/rollout_is_max"]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_normalised_over_what_is_learned_from(level: Any) -> None:
+    batch = rows("abcd", rollout_log_probs=torch.zeros(4, 3))
+    batch.batch["loss_mask"][3] = False
+    trained = torch.log(torch.tensor([1.0, 0.5, 1.0, 0.25])).unsqueeze(-1) * torch.tensor([1.0, 0.0, 0.0])
+    correction = RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=True)
+    weights = correct_rollout(batch, correction, trained).weights
+    assert weights is not None
+    mean = {"token": (1.0 + 1.0 + 0.5 + 1.0) / 4, "sequence": (1.0 + 0.5) / 2}[level]
+    assert weights[0, 0] == pytest.approx(1.0 / mean) and weights[1, 0] == pytest.approx(0.5 / mean)
+    assert weights[3, 0] == pytest.approx(0.25 / mean), "left out of the loss, yet weighed"
+
+
 def test_without_correction_the_difference_is_measured_all_the_same() -> None:
     batch = rows(rollout_log_probs=torch.zeros(4, 3))
     found = correct_rollout(batch, RolloutCorrectionConfig(), torch.full((4, 3), -0.1))
@@ -414,6 +473,29 @@ def test_tokens_are_selected_over_the_whole_mini_batch_and_left_out_by_the_loss(
     value, _ = policy_loss(config, scale, base)({"log_probs": log_prob}, batch | drawn[0])
     (gradient,) = torch.autograd.grad(value, log_prob)
     assert not bool(gradient[chosen].any()) and bool(gradient[MASK & ~chosen].all())
+
+
+@pytest.mark.parametrize("orphan", [False, True])
+def test_dpo_gives_a_pair_the_same_loss_beside_a_row_without_a_partner(orphan: bool) -> None:
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    log_prob = torch.tensor([[-2.0], [-1.0], [-1.5], [-1.5]])
+    batch = DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "loss_mask": mask & torch.tensor([[True], [True], [orphan], [False]]),  # the last was rejected
+            "advantages": torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]),
+            "old_log_probs": log_prob,
+            "ref_log_prob": torch.full((4, 1), -1.5),
+            "group_ids": torch.tensor([0, 0, 1, 1]),
+        }
+    )
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dpo", dpo_beta=0.2))
+    base = find_policy_loss(config)
+    leave_out_unpaired(batch, base)
+    scale = LossScale.count(batch.batch["loss_mask"])
+    value, _ = policy_loss(config, scale, base)({"log_probs": log_prob}, batch)
+    assert float(value) == pytest.approx(np.log1p(np.exp(0.2))), "−log σ(0.2 · (−0.5 − 0.5))"
+    assert batch.batch["loss_mask"][:, 0].tolist() == [True, True, False, False]
 
 
 def test_the_positive_example_term() -> None:

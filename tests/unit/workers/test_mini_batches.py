@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms.aggregation import LossScale
+from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows, update_by_mini_batches
@@ -53,6 +54,30 @@ def test_the_order_depends_on_seed_step_and_epoch_alone() -> None:
 def test_without_shuffling_rows_come_as_they_are() -> None:
     parts = list(mini_batch_rows(UIDS, replace(PLAN, shuffle=False, epochs=2)))
     assert parts == [list(range(6)), list(range(6, 14)), [14, 15]] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "groups", "right"),
+    [(256, 1, 64, 0.1), (64, 8, 16, 0.21), (10, 8, 4, 0.5), (64, 8, 16, 0.0)],
+)
+def test_rows_that_were_drawn_again_make_as_many_mini_batches_of_the_same_sizes(
+    prompts: int, n: int, groups: int, right: float
+) -> None:
+    rng = torch.Generator().manual_seed(3)
+    scores = (torch.rand(prompts * n, generator=rng) < right).float()
+    uids = [str(row // n) for row in range(prompts * n)]
+    drawn = resample_rows(scores, method="pow", weight_pow=2.0, generator=rng).tolist()
+    plan = replace(PLAN, groups=groups)
+    wanted = [len(rows) for rows in mini_batch_rows(uids, plan)]
+    found = list(mini_batch_rows([uids[row] for row in drawn], replace(plan, drawn_from=prompts)))
+    assert [len(rows) for rows in found] == wanted and wanted[0] == groups * n
+    assert sorted(row for rows in found for row in rows) == list(range(prompts * n))
+
+
+def test_rows_drawn_from_groups_that_lost_some_keep_the_number_of_mini_batches() -> None:
+    parts = list(mini_batch_rows(["x"] * 482, replace(PLAN, groups=16, drawn_from=64)))
+    assert [len(rows) for rows in parts] == [120, 121, 120, 121]
+    assert list(mini_batch_rows([], replace(PLAN, drawn_from=0))) == list(mini_batch_rows([], PLAN)) == []
 
 
 def batch_of(uids: list[str]) -> DataProto:

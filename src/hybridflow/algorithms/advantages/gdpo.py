@@ -49,7 +49,7 @@ def gdpo(
     total, varies = components.new_zeros(len(components)), torch.zeros_like(counts)
     for weight, scores in zip(weights, components.unbind(-1), strict=True):
         group = group_statistics(scores, counts, group_ids)
-        total = total + weight * against_the_group(scores, group, norm_by_std=True)
+        total = total + weight * against_the_group(group, norm_by_std=True)
         varies = varies | group.varies
     learn = learned_from(mask, loss_mask)
     return on_every_token(masked_whiten(total, learn.any(dim=-1)).where(varies, 0.0), learn)

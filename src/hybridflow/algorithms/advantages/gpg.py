@@ -21,7 +21,7 @@ def gpg(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -
 
     Left out: the paper's resampling until enough groups vary, which is `algorithm.filter_groups`.
     """
-    mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
+    mask, _, group = scored(token_level_rewards, response_mask, group_ids)
     counts = mask.any(dim=-1)
-    factor = counts.sum().to(scores.dtype) / (counts & group.varies).sum().clamp(min=1)
-    return on_every_token(factor * against_the_group(scores, group, norm_by_std=False), mask)
+    factor = counts.sum().to(group.mean.dtype) / (counts & group.varies).sum().clamp(min=1)
+    return on_every_token(factor * against_the_group(group, norm_by_std=False), mask)

@@ -23,6 +23,8 @@ class GroupStatistics:
     """int64: rows that count."""
     mean: Tensor
     """float."""
+    centred: Tensor
+    """float: the row's own score minus the mean, subtracted before it is rounded; 0 where a row does not count."""
     std: Tensor
     """float, Bessel-corrected; 0 for fewer than two rows."""
     varies: Tensor
@@ -31,16 +33,25 @@ class GroupStatistics:
 
 
 def group_statistics(scores: Tensor, counts: Tensor, group_ids: Tensor) -> GroupStatistics:
-    """Mean and deviation of scores [B] float over the rows of each group where `counts` [B] bool; group_ids
-    [B] int64.
+    """Mean and deviation of scores [B] float over the rows of each group where `counts` [B] bool.
+
+    group_ids [B] int64. Sums and differences are taken in float64, so that a large offset of all scores does not
+    round their differences away; what is returned has the dtype of `scores`.
     """
-    weight = counts.to(scores.dtype)
-    kept = torch.where(counts, scores, 0.0)
-    size = group_sum(weight, group_ids)
-    mean = group_sum(kept, group_ids) / size.clamp(min=1)
-    squares = group_sum(weight * (kept - mean).square(), group_ids)
+    exact = torch.where(counts, scores, 0.0).double()
+    size = group_sum(counts.double(), group_ids)
+    mean = group_sum(exact, group_ids) / size.clamp(min=1)
+    centred = torch.where(counts, exact - mean, 0.0)
+    squares = group_sum(centred.square(), group_ids).to(scores.dtype)
+    others = (size - 1).clamp(min=1).to(scores.dtype)
     varies = group_max(scores, counts, group_ids) > -group_max(-scores, counts, group_ids)
-    return GroupStatistics(size.to(torch.int64), mean, (squares / (size - 1).clamp(min=1)).sqrt(), varies)
+    return GroupStatistics(
+        size=size.to(torch.int64),
+        mean=mean.to(scores.dtype),
+        centred=centred.to(scores.dtype),
+        std=(squares / others).sqrt(),
+        varies=varies,
+    )
 
 
 def group_sum(x: Tensor, group_ids: Tensor) -> Tensor:

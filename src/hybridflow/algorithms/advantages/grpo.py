@@ -25,13 +25,13 @@ def grpo(
     Left out: the papers' rewards for single steps (process supervision); the reward model's place is the
     reward's.
     """
-    mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
-    return on_every_token(against_the_group(scores, group, norm_by_std=norm_by_std), mask)
+    mask, _, group = scored(token_level_rewards, response_mask, group_ids)
+    return on_every_token(against_the_group(group, norm_by_std=norm_by_std), mask)
 
 
-def against_the_group(scores: Tensor, group: GroupStatistics, *, norm_by_std: bool) -> Tensor:
+def against_the_group(group: GroupStatistics, *, norm_by_std: bool) -> Tensor:
     """(s − μ_g)/(σ_g + 1e-6), or s − μ_g, [B] float; exactly 0 in a group that does not vary."""
-    advantages = scores - group.mean
+    advantages = group.centred
     if norm_by_std:
         advantages = advantages / (group.std + EPSILON)
     return advantages.where(group.varies, 0.0)

@@ -30,4 +30,4 @@ def max_rl(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
             "without penalties"
         )
     likely = group.varies & (group.mean > 0)
-    return on_every_token((scores - group.mean).where(likely, 0.0) / group.mean.where(likely, 1.0), mask)
+    return on_every_token(group.centred.where(likely, 0.0) / group.mean.where(likely, 1.0), mask)

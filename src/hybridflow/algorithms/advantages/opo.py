@@ -20,8 +20,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -
 
     Left out: the paper trains exactly on-policy, one update a batch: that is the batch sizes' matter.
     """
-    mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
-    length = mask.sum(-1).to(scores.dtype)
-    # about the mean, so that a large offset of all scores does not round the differences away
-    shift = group_sum(length * (scores - group.mean), group_ids) / group_sum(length, group_ids).clamp(min=1)
-    return on_every_token((scores - group.mean - shift).where(group.varies, 0.0), mask)
+    mask, _, group = scored(token_level_rewards, response_mask, group_ids)
+    length = mask.sum(-1).to(group.centred.dtype)
+    shift = group_sum(length * group.centred, group_ids) / group_sum(length, group_ids).clamp(min=1)
+    return on_every_token((group.centred - shift).where(group.varies, 0.0), mask)

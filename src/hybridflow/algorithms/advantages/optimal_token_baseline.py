@@ -21,8 +21,8 @@ def optimal_token_baseline(
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> Advantages:
-    """w_t = 1 − 2π_t + Σ_v π(v)²; W_t = Σ_{t' ≤ t} w_t'; B_t = Σ_j G_jt·W_jt / Σ_j W_jt over the group; A_t =
-    G_t − B_t; returns = G.
+    """w_t = 1 − 2π_t + Σ_v π(v)²; W_t = Σ_{t' ≤ t} w_t'; B_t = Σ_j G_jt·W_jt / Σ_j W_jt over the group;
+    A_t = G_t − B_t; returns = G.
 
     token_level_rewards, old_log_probs (nats), sum_pi_squared (Σ_v π(v)² over the vocabulary) [B, R] float;
     response_mask [B, R] bool;
@@ -45,12 +45,13 @@ def optimal_token_baseline(
         weight = weight * zero_outside(rollout_is_weights, mask).square()
     so_far = zero_outside(zero_outside(weight, mask).cumsum(-1), mask)
     total = group_sum(so_far, group_ids)
-    mean = group_sum(returns, group_ids) / group_sum(mask.to(returns.dtype), group_ids).clamp(min=1)
+    exact = returns.double()
+    mean = group_sum(exact, group_ids) / group_sum(mask.double(), group_ids).clamp(min=1)
     # about the mean, so that equal returns give that return whatever their weights round to
-    shift = group_sum((returns - mean) * so_far, group_ids) / torch.where(total > 0, total, 1.0)
+    centred = (exact - mean).to(returns.dtype)
+    shift = group_sum(centred * so_far, group_ids) / torch.where(total > 0, total, 1.0)
     in_company = group_sum((still_to_come(mask) > 0).to(torch.int64), group_ids) >= 2
-    baseline = torch.where(in_company, mean + shift, 0.0)
-    advantages = (returns - baseline).where(mask & group.varies.unsqueeze(-1), 0.0)
+    advantages = torch.where(in_company, centred - shift, returns).where(mask & group.varies.unsqueeze(-1), 0.0)
     return Advantages(advantages=advantages, returns=returns)
 
 
@@ -63,8 +64,8 @@ def tir_optimal_token_baseline(
     *,
     rollout_is_weights: Tensor | None = None,
 ) -> Advantages:
-    """w_k = 1 − 2π_k + Σ_v π(v)²; W_k = Σ_{k' ≤ k} w_k'; B_k = Σ_j G_jk·W_jk / Σ_j W_jk over the group; A_k =
-    G_k − B_k; returns = G.
+    """w_k = 1 − 2π_k + Σ_v π(v)²; W_k = Σ_{k' ≤ k} w_k'; B_k = Σ_j G_jk·W_jk / Σ_j W_jk over the group;
+    A_k = G_k − B_k; returns = G.
 
     `optimal_token_baseline` for responses with tool calls (tool-integrated reasoning): k counts the sampled
     tokens of a row, so the k-th sampled token of one row is compared with the k-th of the others, wherever

@@ -34,13 +34,13 @@ def prime(
 
     Left out: discounting, and the division of q by its largest return (an option of the authors' code).
     """
-    mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
+    mask, _, group = scored(token_level_rewards, response_mask, group_ids)
     q = zero_outside(process_rewards, mask)
     n = group.size.to(q.dtype).unsqueeze(-1)
     others = (n - 1).clamp(min=1)
     of_group = group_sum(masked_mean(q, mask, dim=-1), group_ids).unsqueeze(-1)
     process = n / others * q - of_group / others
-    outcome = zero_outside(leave_one_out(scores, group).unsqueeze(-1), still_to_come(mask) == 1)
+    outcome = zero_outside(leave_one_out(group).unsqueeze(-1), still_to_come(mask) == 1)
     compared = n > 1
     returns = discounted_sum(process_coef * process + outcome_coef * outcome, mask, 1.0).where(compared, 0.0)
     return Advantages(

@@ -44,7 +44,7 @@ def reinforce_plus_plus_baseline(
 
     Left out: the paper's KL loss is a key of its own (`actor.use_kl_loss`, `kl_loss_type: k2`).
     """
-    mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
-    centred = on_every_token(against_the_group(scores, group, norm_by_std=False), mask).advantages
+    mask, _, group = scored(token_level_rewards, response_mask, group_ids)
+    centred = on_every_token(against_the_group(group, norm_by_std=False), mask).advantages
     advantages = masked_whiten(centred, learned_from(mask, loss_mask)).where(group.varies.unsqueeze(-1), 0.0)
     return Advantages(advantages=advantages, returns=advantages.clone())

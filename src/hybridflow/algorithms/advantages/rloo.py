@@ -20,11 +20,11 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) 
 
     Left out: nothing; the paper's loss is plain REINFORCE on whole responses (`loss_mode: reinforce`).
     """
-    mask, scores, group = scored(token_level_rewards, response_mask, group_ids)
-    return on_every_token(leave_one_out(scores, group), mask)
+    mask, _, group = scored(token_level_rewards, response_mask, group_ids)
+    return on_every_token(leave_one_out(group), mask)
 
 
-def leave_one_out(scores: Tensor, group: GroupStatistics) -> Tensor:
+def leave_one_out(group: GroupStatistics) -> Tensor:
     """s minus the mean of the group's other rows, [B] float; exactly 0 in a group that does not vary."""
-    n = group.size.to(scores.dtype)
-    return (n / (n - 1).clamp(min=1) * (scores - group.mean)).where(group.varies, 0.0)
+    n = group.size.to(group.centred.dtype)
+    return (n / (n - 1).clamp(min=1) * group.centred).where(group.varies, 0.0)

@@ -36,5 +36,6 @@ def sppo(
     mean = group_sum(
         torch.where(counts, (sppo_beta * (scores - top)).exp(), 0.0), group_ids
     ) / group.size.clamp(min=1)
-    softmean = top + mean.where(group.size > 0, 1.0).log() / sppo_beta
-    return on_every_token((sppo_eta * (scores - softmean)).where(group.varies, 0.0), mask)
+    # both about the highest score, so that a large offset of all scores does not round the differences away
+    softmean = mean.where(group.size > 0, 1.0).log() / sppo_beta
+    return on_every_token((sppo_eta * (scores - top - softmean)).where(group.varies, 0.0), mask)

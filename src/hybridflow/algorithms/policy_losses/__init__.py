@@ -15,7 +15,7 @@ from typing import TypeVar, get_args
 from hybridflow.algorithms.aggregation import LossAggMode, LossOutput
 from hybridflow.algorithms.policy_losses.cispo import cispo
 from hybridflow.algorithms.policy_losses.clip_cov import clip_cov, select_clip_cov
-from hybridflow.algorithms.policy_losses.dpo import dpo
+from hybridflow.algorithms.policy_losses.dpo import dpo, in_a_pair
 from hybridflow.algorithms.policy_losses.dppo_kl import dppo_kl
 from hybridflow.algorithms.policy_losses.dppo_tv import dppo_tv
 from hybridflow.algorithms.policy_losses.dro import dro
@@ -46,7 +46,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "dppo_kl": PolicyLoss(dppo_kl),
     "dro": PolicyLoss(dro),
     "sppo": PolicyLoss(sppo, "seq-mean-token-sum"),
-    "dpo": PolicyLoss(dpo, "seq-mean-token-sum", keeps_groups=True),
+    "dpo": PolicyLoss(dpo, "seq-mean-token-sum", keeps_groups=True, learns_from=in_a_pair),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms import preference
+from hybridflow.algorithms.advantages.groups import group_sum
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.masked import masked_mean, masked_sum, zero_outside
 from hybridflow.algorithms.policy_losses.ratios import compare, share, spread
@@ -71,6 +72,20 @@ def dpo(
     }
     loss, mode = spread(row_loss, tokens.mask), loss_agg_mode or "seq-mean-token-sum"
     return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)
+
+
+def in_a_pair(advantages: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:
+    """[B] bool: rows whose group has a row with the opposite sign of the mean advantage.
+
+    advantages [B, R] float; loss_mask [B, R] bool; group_ids [B] int64. A row without a token in `loss_mask`
+    is nobody's partner.
+    """
+    row_advantage = masked_mean(advantages, loss_mask, dim=-1)
+    good = row_advantage > 0
+    bad = row_advantage < 0
+    num_good = group_sum(good.to(torch.int64), group_ids)
+    num_bad = group_sum(bad.to(torch.int64), group_ids)
+    return (good & (num_bad > 0)) | (bad & (num_good > 0))
 
 
 def _pair_loss(chosen: Tensor, rejected: Tensor, name: str, beta: float, label_smoothing: float) -> Tensor:

@@ -31,6 +31,11 @@ class PolicyLoss:
     `loss_mask` before that.
     """
 
+    learns_from: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """For a loss that needs other rows beside a row: (advantages, loss_mask, group_ids) -> [B] bool, the rows
+    that have them; the others are left out of `loss_mask`, so that no count of the mini-batch holds them.
+    """
+
     @property
     def keywords(self) -> tuple[str, ...]:
         """Names of the arguments it takes by keyword."""

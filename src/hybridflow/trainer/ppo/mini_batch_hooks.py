@@ -18,7 +18,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.workers import ActorGroup
-from hybridflow.workers.bridge import correct_rollout, select_tokens
+from hybridflow.workers.bridge import correct_rollout, leave_out_unpaired, select_tokens
 from hybridflow.workers.mini_batches import Prepare
 
 
@@ -42,6 +42,7 @@ def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step
                 mini |= DataProto.from_dict({"rollout_is_weights": found.weights})
             if found.keep is not None:
                 mini.narrow_loss_mask(found.keep)
+                leave_out_unpaired(mini, loss)
         if loss.select is not None:
             rng = generator(config.trainer.seed, "select_tokens", step, number)
             mini |= select_tokens(mini, config.actor_rollout_ref.actor, loss, now, rng)

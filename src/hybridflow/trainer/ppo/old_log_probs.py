@@ -56,8 +56,11 @@ class OldLogProbs:
         self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
         self.with_sum_pi_squared, self.also = with_sum_pi_squared, also
+        correction = config.algorithm.rollout_correction
+        self.bypass = correction.bypass_mode
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
-        self.bypass = config.algorithm.rollout_correction.bypass_mode
+        if correction.rollout_is or correction.rollout_rs:
+            self.within = None  # weights and rejection compare the rollout with the pass, so every step has one
         self.metrics = Metrics()
         self.watch: Watch | None = None
         """Set where this step's are the rollout's: the first update then looks at all of its rows."""
@@ -138,7 +141,9 @@ class OldLogProbs:
         count = self.config.actor_rollout_ref.rollout.exact_check_rows
         seen: set[int] = set()
         if self.exact.on and plan is not None:
-            seen = set(next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), []))
+            first = next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), [])
+            learned = batch.batch["loss_mask"].any(-1)  # the update leaves the other rows out
+            seen = {row for row in first if learned[row]}
         left = [row for row in own_rows(batch).nonzero()[:, 0].tolist() if row not in seen]
         order = torch.randperm(
             len(left), generator=generator(self.config.trainer.seed, "exact_check", step)

@@ -28,6 +28,7 @@ from hybridflow.workers.bridge import (
     find_estimator,
     find_policy_loss,
     identify,
+    leave_out_unpaired,
     own_rows,
     resample,
 )
@@ -89,14 +90,19 @@ class PPOStep:
             batch |= estimate_advantages(batch, self.config, self.estimator)  # advantages, returns
         metrics.update(kl_metrics)
         metrics.update(self._measure(batch))
-        if self.loss.keeps_groups:  # a loss over pairs learns from the rows that an estimator paired
-            batch.narrow_loss_mask(batch.batch["advantages"] != 0)
+        leave_out_unpaired(batch, self.loss)  # a narrower loss_mask, for a loss over the rows of a group
+        drawn_from = None
         if algorithm.use_pf_ppo:
+            drawn_from = len(set(batch.non_tensor_batch["uid"]))
             batch = resample(batch, algorithm.pf_ppo, generator(self.config.trainer.seed, "pf_ppo", step))
         updates: list[Job[Metrics]] = []
         if roles.critic:
             updates.append(
-                Job("critic", "update_critic", partial(roles.critic.update, batch, self._critic_plan(step)))
+                Job(
+                    "critic",
+                    "update_critic",
+                    partial(roles.critic.update, batch, self._critic_plan(step, drawn_from)),
+                )
             )
         if step > self.config.trainer.critic_warmup:
             hook = mini_batch_hook(roles.actor, self.config, self.loss, step)
@@ -104,7 +110,7 @@ class PPOStep:
             update = partial(
                 roles.actor.update,
                 batch,
-                self._actor_plan(step),
+                self._actor_plan(step, drawn_from),
                 also=self._loss_columns(batch),
                 prepare=hook,
                 watch=watch,
@@ -170,23 +176,26 @@ class PPOStep:
         return sorted(wanted & set(batch.batch.keys()))
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:
-        """The plan of the step's update, where its mini-batches are of the rows as they were generated."""
-        resampled, updates = self.config.algorithm.use_pf_ppo, step > self.config.trainer.critic_warmup
-        return self._actor_plan(step) if updates and not resampled else None
+        """The plan of the step's update where it already says which rows the first mini-batch learns from."""
+        if step <= self.config.trainer.critic_warmup or self.config.algorithm.use_pf_ppo:
+            return None
+        if self.loss.keeps_groups:  # which rows are left out is known with the advantages
+            return None
+        return self._actor_plan(step)
 
-    def _actor_plan(self, step: int) -> MiniBatchPlan:
-        actor = self.config.actor_rollout_ref.actor
+    def _actor_plan(self, step: int, drawn_from: int | None = None) -> MiniBatchPlan:
+        actor, seed = self.config.actor_rollout_ref.actor, self.config.trainer.seed
         return MiniBatchPlan(
-            actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, self.config.trainer.seed, step
+            actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, seed, step, drawn_from
         )
 
-    def _critic_plan(self, step: int) -> MiniBatchPlan:
-        critic = self.config.critic
+    def _critic_plan(self, step: int, drawn_from: int | None) -> MiniBatchPlan:
+        critic, seed = self.config.critic, self.config.trainer.seed
         assert (
             critic.ppo_mini_batch_size is not None
             and critic.ppo_epochs is not None
             and critic.shuffle is not None
         ), "filled by resolve"
         return MiniBatchPlan(
-            critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, self.config.trainer.seed, step
+            critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle, seed, step, drawn_from
         )

@@ -64,6 +64,25 @@ class WorkerLost(WorkerError):
     """
 
 
+class Stopped(KeyboardInterrupt):
+    """A run ends because of a signal.
+
+    It is a KeyboardInterrupt and none of our errors, so that code which catches every exception of a user's
+    function lets it through.
+    """
+
+    def __init__(self, number: int, where: str, *, at_once: bool = False) -> None:
+        super().__init__(number, where)
+        self.number = number
+        """Of the signal."""
+        self.where = where
+        """Where the run was, for example "in step 3/8"."""
+        self.at_once = at_once
+        """True: the run may have been anywhere in a step, so it saves nothing more."""
+        self.message = f"interrupted {where}"
+        """What the command says at the end."""
+
+
 class WorkerTraceback(Exception):
     """The traceback that an error had in the process that it comes from, as text: the `__cause__` of the
     error in the driver.

@@ -20,6 +20,7 @@ from hybridflow.engines.build import build_engine
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.build import shape_of
 from hybridflow.models.lora import LoraSettings
+from hybridflow.observability.progress import progress
 from hybridflow.trainer.models import end_tokens, model_arguments
 from hybridflow.trainer.ppo.spread import engine_keys, sizes
 from hybridflow.workers import ActorWorker, CriticWorker, ProcessRewardWorker, ReferenceWorker, RolloutWorker
@@ -200,17 +201,21 @@ class Host:
         """The engine of a role, over the processes of its pool; without `optim` it only computes."""
         fsdp, _, model = engine_keys(self.config, role)
         trainer = self.config.trainer
-        return build_engine(
-            kind,
-            self._model(model),
-            name=role,
-            optim=optim,
-            total_steps=updates,
-            grad_clip=grad_clip,
-            max_nonfinite_steps=trainer.max_nonfinite_steps,
-            dump_dir=self.facts.nonfinite,
-            fsdp=fsdp,
-            sizes=sizes(self.config, role, self.house.place.world_size),
-            activation_offload=model.enable_activation_offload,
-            lora=LoraSettings.from_config(model, seed=trainer.seed) if optim is not None else None,
-        )
+        lora = None
+        if optim is not None:
+            lora = LoraSettings.from_config(model, seed=trainer.seed)
+        with progress.phase(f"loading the model of the {role.replace('_', ' ')}"):
+            return build_engine(
+                kind,
+                self._model(model),
+                name=role,
+                optim=optim,
+                total_steps=updates,
+                grad_clip=grad_clip,
+                max_nonfinite_steps=trainer.max_nonfinite_steps,
+                dump_dir=self.facts.nonfinite,
+                fsdp=fsdp,
+                sizes=sizes(self.config, role, self.house.place.world_size),
+                activation_offload=model.enable_activation_offload,
+                lora=lora,
+            )

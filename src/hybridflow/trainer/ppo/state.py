@@ -6,6 +6,7 @@ enough.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,14 @@ class RunState:
     reference_moves: bool = False
     """True: the reference takes over the actor's weights now and then, so its own are part of the state."""
     step: int = 0
+    """Steps that are done."""
+    saved_step: int = 0
+    """The step of the newest checkpoint that this run has saved or resumed from."""
+    validation_due: bool = False
+    """True: a signal has ended the run before the validation of its last step."""
     saves: RunSaves = field(default_factory=RunSaves)
+    _finished: dict[str, Any] = field(default_factory=dict)
+    """What the driver saves of the step that `finish` was told last."""
     _roles: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,11 +76,15 @@ class RunState:
             self._roles[REFERENCE] = self.roles.reference
             self.contents = {**self.contents, REFERENCE: WEIGHTS_ONLY}
 
-    def save(self, store: CheckpointStore) -> Path:
-        """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is
-        whole.
+    def finish(self, step: int) -> None:
+        """Note that a step is done: until the next one changes weights, `save` saves the run as it is now, also
+        where the next one has taken prompts already.
         """
-        state: dict[str, Any] = {
+        self.step = step
+        self._finished = copy.deepcopy(self._drivers_part())
+
+    def _drivers_part(self) -> dict[str, Any]:
+        return {
             DATA: self.loader.state_dict(),
             TRAINER: {
                 "kind": "ppo",
@@ -82,10 +94,21 @@ class RunState:
                 "exact": self.exact.state_dict(),
             },
         }
+
+    def save(self, store: CheckpointStore) -> Path:
+        """Save the last whole step; gives where its checkpoint is or, with `checkpoint.async_save`, will be
+        when it is whole.
+        """
+        state = self._finished
+        if not state or state[TRAINER]["step"] != self.step:
+            state = self._drivers_part()
+        state = {**state, TRAINER: {**state[TRAINER], "validation_due": self.validation_due}}
         engines = {name: SavedEngine(group, self.contents[name]) for name, group in self._roles.items()}
         with_weights = "hf_model" in self.contents[ACTOR].save_contents
         folders = {f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)}
-        return self.saves.save(store, self.step, state, engines, folders)
+        path = self.saves.save(store, self.step, state, engines, folders)
+        self.saved_step = self.step
+        return path
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
         """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0
@@ -114,3 +137,5 @@ class RunState:
         # older checkpoints have none
         self.exact.load_state_dict(state[TRAINER].get("exact", {"ended": False}))
         self.step = int(state[TRAINER]["step"])
+        self.saved_step = self.step
+        self.validation_due = bool(state[TRAINER].get("validation_due", False))

@@ -26,8 +26,18 @@ def add_serve(words: Any) -> None:
     )
     serve.add_argument("--no-token", action="store_true", help="let every program on this machine in")
     serve.add_argument(
-        "--served-model-name", help="what requests call the model (default: the folder's name)"
+        "--served-model-name", help="the name that requests call the model by (default: the folder's name)"
     )
+    _add_engine(serve)
+    _add_limits(serve)
+    serve.add_argument(
+        "--trust-remote-code", action="store_true", help="run the model code that the folder brings along"
+    )
+    serve.set_defaults(body=run)
+
+
+def _add_engine(serve: argparse.ArgumentParser) -> None:
+    """Add the options of the generation engine."""
     serve.add_argument(
         "--device",
         help=(
@@ -64,6 +74,10 @@ def add_serve(words: Any) -> None:
         help="how the model writes calls: hermes, llama3_json, qwen3_coder (default: by its chat template)",
     )
     serve.add_argument("--chat-template", type=Path, help="a jinja file in place of the tokenizer's template")
+
+
+def _add_limits(serve: argparse.ArgumentParser) -> None:
+    """Add the options that keep requests from taking too much."""
     serve.add_argument(
         "--max-queue",
         type=int,
@@ -85,10 +99,6 @@ def add_serve(words: Any) -> None:
         default=30,
         help="seconds that running requests have at the end (default: %(default)s)",
     )
-    serve.add_argument(
-        "--trust-remote-code", action="store_true", help="run the model code that the folder brings along"
-    )
-    serve.set_defaults(body=run)
 
 
 def run(options: argparse.Namespace) -> int:

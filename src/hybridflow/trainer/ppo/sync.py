@@ -16,6 +16,7 @@ from hybridflow.data.build import PromptData
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import Stopped
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
@@ -26,7 +27,7 @@ from hybridflow.trainer.ppo.state import RunState
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.trajectories import Trajectories
 from hybridflow.trainer.ppo.validation import Validator
-from hybridflow.trainer.stopping import Stopped, StopSignals
+from hybridflow.trainer.stopping import StopSignals
 
 AfterStep = Callable[[int, dict[str, float]], bool]
 """Called with the step just done and the metrics logged for it; True ends the run there."""

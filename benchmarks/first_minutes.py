@@ -147,7 +147,9 @@ def shown(recording: Recording) -> list[str]:
     kept: list[tuple[float, str]] = []
     for now, text in recording.lines:
         words = re.sub(r"\d+/\d+", "#", CLOCK.sub("", text))
-        if len(kept) > 1 and all(re.sub(r"\d+/\d+", "#", CLOCK.sub("", each)) == words for _, each in kept[-2:]):
+        if len(kept) > 1 and all(
+            re.sub(r"\d+/\d+", "#", CLOCK.sub("", each)) == words for _, each in kept[-2:]
+        ):
             kept[-1] = (now, text)
         else:
             kept.append((now, text))

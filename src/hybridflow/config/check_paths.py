@@ -146,7 +146,9 @@ def unwritable(key: str, folder: str | Path, error: OSError) -> str:
                 f"{key}={folder} cannot be written: {path} is a file, and a folder is wanted there. Move the "
                 f"file, or set {key} to another folder"
             )
-    return f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you may write"
+    return (
+        f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you may write"
+    )
 
 
 def _look_at(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run is doing right now, for whoever watches it.
+"""The display of what a run is doing right now.
 
     Timer sections, counted loops ──phase/each──► Progress ──shown──► a status line that moves   (terminal)
                                                                └────► a line after each silence  (pipe, CI)
@@ -72,9 +72,7 @@ def duration(seconds: float) -> str:
 class Progress:
     """The phases that are open, the step of the run, and their display."""
 
-    def __init__(
-        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.step: int | None = None
         """The training step that is running, from 1; None before the first one."""
         self.total_steps: int | None = None
@@ -92,7 +90,7 @@ class Progress:
 
     @contextmanager
     def phase(self, words: str, total: int | None = None) -> Iterator[Phase]:
-        """Say that `words` is being done, inside whatever is being done already."""
+        """Report that `words` is being done, inside whatever is being done already."""
         self.between_items()
         phase = Phase(words, self._clock(), total=total)
         with self._lock:
@@ -117,8 +115,9 @@ class Progress:
         While the next one is awaited, `can_break_off` says that an exception in this thread does no harm.
         """
         with self._lock:
-            phase = self._phases[-1] if self._phases else Phase("", self._clock())
-        phase.done, phase.total = 0, total
+            phase = next(reversed(self._phases), Phase("", self._clock()))
+        phase.done = 0
+        phase.total = total
         iterator = iter(items)
         while True:
             self.can_break_off = True
@@ -142,7 +141,7 @@ class Progress:
             self.step = None
 
     def describe(self) -> str:
-        """What is being done, in one line: step, phases from the outer to the inner, seconds of the innermost."""
+        """Return what is being done in one line: step, phases from the outer to the inner, time of the innermost."""
         with self._lock:
             phases = list(self._phases)
         parts = [str(phase) for phase in phases]
@@ -155,7 +154,7 @@ class Progress:
         return f"{' · '.join(parts)} · {duration(self._clock() - phases[-1].started)}"
 
     def place(self) -> str:
-        """Where the run is, as part of a sentence: "in step 3/8" or "while loading the model"."""
+        """Return where the run is, as part of a sentence: "in step 3/8" or "while loading the model"."""
         with self._lock:
             if self.step is not None:
                 return f"in step {self.step}/{self.total_steps}"
@@ -176,13 +175,14 @@ class Progress:
         if self._display is not None:
             yield
             return
-        self._display = _StatusLine(self) if self._console.is_terminal else _Heartbeat(self)
+        kind = _StatusLine if self._console.is_terminal else _Heartbeat
+        self._display = kind(self)
         self._display.start()
         try:
             yield
         finally:
-            display, self._display = self._display, None
-            display.stop()
+            self._display.stop()
+            self._display = None
 
     def render(self) -> RenderableType:
         """The status line of a terminal."""

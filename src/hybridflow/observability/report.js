@@ -25,8 +25,9 @@ const CARDS = [
 ];
 const LABELS = {
   greedy: "greedy accuracy", sampled: "sampled accuracy", num_questions: "held-out questions", sft_steps: "warm-up steps",
-  seconds_sft: "time of the warm-up", seconds_rl: "time of reinforcement learning", seconds: "time in all", cpu: "processor", threads: "threads of torch",
+  seconds_sft: "time of the warm-up", seconds_rl: "time of reinforcement learning", seconds: "time in all",
 };
+const MACHINE = new Set(["cpu", "threads", "vectors", "torch", "python"]); // in the subtitle
 const MAX_SERIES = 8; // a card; `sort` puts first what matters most (accuracy before reward, means before best and majority)
 const names = Object.keys(DATA.metrics);
 const unitOf = (name) => UNITS.find(([pattern]) => pattern.test(name))?.[1] ?? "";
@@ -48,7 +49,7 @@ function summaryTiles() {
     tiles.push(tile(`${LABELS[stem] ?? stem.replaceAll("_", " ")}, before → after`, `${summary[key].toFixed(3)} → ${summary[`${stem}_after`].toFixed(3)}`, Number((summary[`${stem}_after`] - summary[key]).toFixed(4))));
   }
   for (const [key, value] of Object.entries(summary)) {
-    if (used.has(key) || value == null || typeof value === "object") continue;
+    if (used.has(key) || MACHINE.has(key) || value == null || typeof value === "object") continue;
     const text = /^seconds(_|$)|seconds$/.test(key) && isNumber(value) ? duration(value) : typeof value === "number" ? format(value) : String(value);
     tiles.push(tile(LABELS[key] ?? key.replaceAll("_", " "), text, null, text.length > 12));
   }
@@ -75,7 +76,9 @@ function header() {
   document.title = `${DATA.title} · hybridflow report`;
   document.getElementById("title").textContent = DATA.title;
   const { steps } = DATA;
-  document.getElementById("subtitle").textContent = steps.length ? `${names.length} metrics, steps ${steps[0]} to ${steps[steps.length - 1]}` : "";
+  const machine = DATA.machine ? `${DATA.machine.cpu}, ${DATA.machine.threads} thread${DATA.machine.threads === 1 ? "" : "s"}, torch ${DATA.machine.torch}` : "";
+  const range = steps.length ? `${names.length} metrics, steps ${steps[0]} to ${steps[steps.length - 1]}` : "";
+  document.getElementById("subtitle").textContent = [range, machine].filter(Boolean).join(" · ");
   document.getElementById("tiles").replaceChildren(...summaryTiles(), ...metricTiles());
   if (DATA.notes.length) document.getElementById("notes").append(el("details", { class: "card notes" },
     el("summary", {}, `${DATA.notes.length} note${DATA.notes.length > 1 ? "s" : ""} on what this page shows`), el("ul", {}, DATA.notes.map((note) => el("li", {}, note)))));

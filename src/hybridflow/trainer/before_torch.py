@@ -1,4 +1,4 @@
-"""What can be wrong with a run beside its keys, found in about a second because nothing heavy is imported."""
+"""Checks of a run that need more than its keys but no torch, so that a mistake shows after about a second."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The numbers of a run that the functions of the maths take, each with the key that sets it.
 
-    PPOConfig ──Run──► Number(symbols, value, key) for an argument of an estimator or a loss
+PPOConfig ──Run──► Number(symbols, value, key) for an argument of an estimator or a loss
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ from hybridflow.checkpoint.durable import locked
 from hybridflow.config.check_paths import unwritable
 from hybridflow.config.tree import flatten
 from hybridflow.errors import ConfigError
+from hybridflow.observability.machine import machine_facts
 
 LOCK = ".run_lock"
 KEY = "trainer.default_local_dir"
 
 
 class RunFolder:
-    """A folder with `config.yaml`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`, `summary.json`,
+    """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`, `summary.json`,
     `report.html` and `global_step_N/`.
     """
 
@@ -93,6 +94,10 @@ class RunFolder:
             for key, value in now.items()
             if key in before and before[key] != value
         ]
+
+    def write_machine(self) -> None:
+        """Write the processor, threads and versions of this process, which the results depend on."""
+        (self.path / "machine.json").write_text(json.dumps(machine_facts(), indent=2) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the run's closing numbers."""

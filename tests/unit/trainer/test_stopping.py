@@ -135,7 +135,10 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
     with pytest.raises(Stopped, match="") as caught:
         main_ppo.run(config)
     assert caught.value.at_once
-    assert caught.value.message == "interrupted in step 4/4; there is no checkpoint yet; the same command starts anew"
+    assert (
+        caught.value.message
+        == "interrupted in step 4/4; there is no checkpoint yet; the same command starts anew"
+    )
     assert not list((tmp_path / "run").glob(".tmp_*"))
 
 

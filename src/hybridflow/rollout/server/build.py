@@ -85,9 +85,7 @@ def build_service(settings: ServeSettings) -> Service:
     client = LLMClient(
         [EngineReplica(_opener(engine), name=f"native-{place}") for place, engine in enumerate(engines)]
     )
-    logger.info(
-        "serving %s: %d tokens of context, %s", settings.name, longest, _tool_calls(parser)
-    )
+    logger.info("serving %s: %d tokens of context, %s", settings.name, longest, _tool_calls(parser))
     return Service(client, model, settings.limits)
 
 

@@ -100,6 +100,7 @@ def _build(
         with progress.phase("comparing log-probs of generation and training"):
             settle_exact(config, roles, exact)
         say_changes(done, folder.write_config(to_yaml(config)))
+        folder.write_machine()
         with (
             state.saves.given_up_at_the_end(store),
             run_trackers(config, folder, total_steps, done) as trackers,
@@ -159,7 +160,7 @@ def _state(
 
 
 def _steps_an_epoch(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:
-    """As many as the rows suffice for; a step of dynamic sampling takes one or more generation batches, here
-    as few as it can.
+    """Return the steps for which an epoch's rows suffice. A step of dynamic sampling takes one or more generation
+    batches; here it takes as few as it can.
     """
     return max(1, len(loader) // math.ceil(config.data.train_batch_size / loader.batch_size))

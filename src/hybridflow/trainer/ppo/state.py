@@ -1,7 +1,6 @@
-"""Everything that matters of a run, as one state: with it a resumed run goes on to the bit.
+"""The state of a run, from which a resumed run goes on to the bit.
 
-There is no random state in it: every draw is keyed by (seed, purpose, step, row), so the step number is
-enough.
+It holds no random state: every draw is keyed by (seed, purpose, step, row), so the step number is enough.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.bridge import KLController
 
 WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=["model"])
-"""Of a reference that moves: it has no optimizer, and without its weights a run could not go on to the bit.
+"""Contents of the checkpoint of a reference that moves: it has no optimizer, but its weights are needed to go on to
+the bit.
 """
 
 
 @dataclass
 class RunState:
-    """Where a run is: weights, optimizers, data position, KL coefficient, whether it has left exact mode, and
-    step.
-    """
+    """The state of a run: weights, optimizers, data position, KL coefficient, whether exact mode has ended, and step."""
 
     roles: Roles
     loader: StatefulLoader[PromptRow]
     kl_controller: KLController
     exact: ExactState
     contents: dict[str, CheckpointContentsConfig]
-    """By role with an optimizer: what is saved and loaded."""
+    """Parts that are saved and loaded, by role with an optimizer."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
     """(folder, with weights): writes config, tokenizer and, if asked, the weights of the actor; gives digests
     that are known already.
@@ -111,8 +109,8 @@ class RunState:
         return path
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
-        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0
-        without one.
+        """Go on from the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without
+        one.
         """
         loaded = find(store, mode, path)
         if loaded is None:
@@ -122,7 +120,7 @@ class RunState:
         return self.step
 
     def take(self, loaded: Checkpoint) -> None:
-        """Take over a checkpoint, in place."""
+        """Restore a checkpoint, in place."""
         state = loaded.state
         check_belongs(state, kind="ppo", seed=self.seed)
         # it had moved: it must not fall back to the start weights, even where it moves no more

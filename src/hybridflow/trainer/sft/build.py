@@ -1,4 +1,4 @@
-"""The one place that wires a supervised run: a prepared configuration in, a trainer ready to `fit` out."""
+"""Wiring of a supervised run: from a prepared configuration to a trainer that is ready to `fit`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROLES = ("sft", "rollout")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a worker process needs to know of its run."""
+    """Facts of a run that its worker processes need."""
 
     config: SFTConfig
     total_steps: int
@@ -88,6 +88,7 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start, signals: StopSign
         store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
         done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
     say_changes(done, folder.write_config(to_yaml(config)))
+    folder.write_machine()
     assert tokenizer.pad_token_id is not None, "the tokenizer loader sets a pad token"
     with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
         yield SFTTrainer(
@@ -108,7 +109,7 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start, signals: StopSign
 
 
 def sizes(config: SFTConfig, world_size: int) -> ParallelSizes:
-    """How the engine of a supervised run uses `world_size` processes."""
+    """Return how the engine of a supervised run uses `world_size` processes."""
     engine = config.engine
     return ParallelSizes(
         world_size, engine.fsdp_size, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size

@@ -1,7 +1,6 @@
 """The state of a supervised run: model, optimizer, data position, step.
 
-There is no random state in it: every draw is keyed by (seed, purpose, epoch), so seed and position are
-enough.
+It holds no random state: every draw is keyed by (seed, purpose, epoch), so seed and position are enough.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from hybridflow.workers.sft import SFTGroup
 
 @dataclass
 class SFTState:
-    """Where a supervised run is."""
+    """The state of a supervised run."""
 
     group: SFTGroup
     loader: StatefulLoader[SFTRow]
     contents: CheckpointContentsConfig
-    """What is saved and loaded."""
+    """Parts that are saved and loaded."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
     """(folder, with weights): writes config, tokenizer and, if asked, the weights; gives digests that are
     known already.
@@ -80,8 +79,8 @@ class SFTState:
         return path
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
-        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0
-        without one.
+        """Go on from the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without
+        one.
         """
         loaded = find(store, mode, path)
         if loaded is None:

@@ -1,4 +1,4 @@
-"""Every error that is a user's to mend. One tree, so that `except HybridFlowError` catches them all.
+"""Every error that a user can mend, in one tree: `except HybridFlowError` catches them all.
 
     HybridFlowError
     ├── ConfigError        a key, a value, or two values that do not go together
@@ -11,8 +11,7 @@
     └── WorkerError        a worker failed; holds role, rank and method
         └── WorkerLost     its process or its node is gone
 
-A message says what was got, what was wanted and what to set. Broken invariants of our own are `assert`s, not
-these.
+A message says what was got, what was wanted and what to set. A broken invariant of our own is an `assert`.
 """
 
 from __future__ import annotations
@@ -55,24 +54,41 @@ class WorkerError(HybridFlowError):
 
     def __init__(self, message: str, *, role: str = "", rank: int = -1, method: str = "") -> None:
         super().__init__(message)
-        self.role, self.rank, self.method = role, rank, method
+        self.role = role
+        self.rank = rank
+        self.method = method
 
 
 class WorkerLost(WorkerError):
-    """A worker's process or node is gone; what it held is lost, and a new one can go on from the newest
-    checkpoint.
+    """A worker's process or node is lost with all that it held; a new one can go on from the newest checkpoint."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A run ends because of a signal.
+
+    It is a KeyboardInterrupt and none of our errors, so that code which catches every exception of a user's
+    function lets it through.
     """
+
+    def __init__(self, number: int, where: str, *, at_once: bool = False) -> None:
+        super().__init__(number, where)
+        self.number = number
+        """Of the signal."""
+        self.where = where
+        """Where the run was, for example "in step 3/8"."""
+        self.at_once = at_once
+        """True: the run may have been anywhere in a step, so it saves nothing more."""
+        self.message = f"interrupted {where}"
+        """What the command says at the end."""
 
 
 class WorkerTraceback(Exception):
-    """The traceback that an error had in the process that it comes from, as text: the `__cause__` of the
-    error in the driver.
-    """
+    """The traceback of an error in the worker process it comes from, as text; the `__cause__` of the driver's error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def install_extra(extra: str) -> str:
-    """What a message about a missing optional package says: how to have it."""
+    """Return the words with which a message about a missing optional package says how to install it."""
     return f"install the extra {extra!r} (pip install -e '.[{extra}]' in the clone)"

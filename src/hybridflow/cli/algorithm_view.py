@@ -1,5 +1,6 @@
-"""How `hybridflow explain` shows the formulas of a run: sections in the order of the step, plain text where
-nobody watches.
+"""The output of `hybridflow explain`: the formulas of a run in the order of its step.
+
+On a terminal long lines are folded under their indent; in a pipe each stays whole.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from hybridflow.config import PPOConfig
 from hybridflow.trainer.explain_algorithm import explain_algorithm
 from hybridflow.trainer.formula import Formula
 
-INDENT, DEEPER = 3, 5
+INDENT = 3
+DEEPER = 5
 
 
 def show_algorithm(config: PPOConfig) -> None:
-    """Print each part of a step: the equation, the same with this run's numbers, where they are set, the
-    paper, the code.
+    """Print for each part of a step its equation, the same with this run's numbers, the keys that set them, the
+    paper and the place in the code.
     """
     console = Console()
     for number, section in enumerate(explain_algorithm(config), start=1):
@@ -36,8 +38,8 @@ def _show(console: Console, formula: Formula) -> None:
         _line(console, "with this run's numbers:", DEEPER, "dim")
         _line(console, formula.with_numbers, DEEPER, "green")
     for number in formula.numbers:
-        meaning = f": {number.meaning}" if number.meaning else ""
-        _line(console, f"{formula.label(number)} = {number.shown}   ({number.key}{meaning})", DEEPER)
+        where = ": ".join(text for text in (number.key, number.meaning) if text)
+        _line(console, f"{formula.label(number)} = {number.shown}   ({where})", DEEPER)
     for note in formula.notes:
         _line(console, note, DEEPER)
     _line(
@@ -49,7 +51,7 @@ def _show(console: Console, formula: Formula) -> None:
 
 
 def _line(console: Console, text: str, indent: int, style: str = "") -> None:
-    """One line; folded to the window under its indent, or whole where the output is no terminal."""
+    """Print one line, folded to the window under its indent; whole where the output is no terminal."""
     if console.is_terminal:
         console.print(Padding(Text(text, style=style), (0, 0, 0, indent)))
     else:

@@ -1,4 +1,4 @@
-"""The bodies of the commands: each imports what it needs when it runs, calls it, and prints."""
+"""The bodies of the commands. Each imports what it needs when it runs, so that the command itself starts fast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def train(options: argparse.Namespace) -> int:
-    """One run, or every combination of a sweep."""
+    """Train one run, or every combination of a sweep."""
     from hybridflow.config import PPOConfig
     from hybridflow.trainer.main_ppo import run
 
@@ -36,7 +36,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def sft(options: argparse.Namespace) -> int:
-    """One supervised run, or every combination of a sweep."""
+    """Fine-tune one supervised run, or every combination of a sweep."""
     from hybridflow.config import SFTConfig
     from hybridflow.trainer.main_sft import run
 
@@ -44,13 +44,15 @@ def sft(options: argparse.Namespace) -> int:
 
 
 def _runs(options: argparse.Namespace, root: type[Any], run: Callable[[Any], object]) -> int:
-    """Prepare all runs, so that a mistake in the last one shows now; then run one after another."""
+    """Prepare all runs first, so that a mistake in the last one shows now; then run one after another."""
     from hybridflow.config.load import expand_sweeps, prepare_config
     from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
-    sweep = expand_sweeps(options.overrides) if options.multirun else [options.overrides]
+    sweep = [options.overrides]
+    if options.multirun:
+        sweep = expand_sweeps(options.overrides)
     prepared = [prepare_config(root, overrides, recipe=options.recipe) for overrides in sweep]
     folders = [each.config.trainer.default_local_dir for each in prepared]
     if len(set(folders)) < len(folders):
@@ -66,7 +68,7 @@ def _runs(options: argparse.Namespace, root: type[Any], run: Callable[[Any], obj
 
 
 def config(options: argparse.Namespace) -> int:
-    """The resolved configuration as YAML; with --explain what follows from it. With nothing given, every key
+    """Print the resolved configuration as YAML, with --explain what follows from it; with nothing given, every key
     with its default.
     """
     from hybridflow.config import PPOConfig, SFTConfig
@@ -89,7 +91,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """The formulas that a run is made of, with its numbers."""
+    """Print the formulas of a run with its numbers."""
     from hybridflow.cli.algorithm_view import show_algorithm
     from hybridflow.trainer.explain_algorithm import look
 
@@ -100,7 +102,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """What this machine has, and what a run can ask for here."""
+    """Print what this machine has and what a run can ask for here."""
     from hybridflow.cli.doctor import show_machine
 
     show_machine()
@@ -108,7 +110,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def merge(options: argparse.Namespace) -> int:
-    """A checkpoint's actor as a Hugging Face folder."""
+    """Write a checkpoint's actor as a Hugging Face folder."""
     from hybridflow.merger import merge as merge_checkpoint
     from hybridflow.observability.logging_setup import setup_logging
 
@@ -137,15 +139,14 @@ def reward_test(options: argparse.Namespace) -> int:
 
 
 def view(options: argparse.Namespace) -> int:
-    """One self-contained HTML file of a run."""
+    """Write a run's curves and samples as one self-contained HTML file."""
     from hybridflow.observability.report import write_report
 
-    run = Path(options.run)
-    print(f"wrote {write_report(run, Path(options.out) if options.out else run / 'report.html')}")
+    print(f"wrote {write_report(options.run, options.out)}")
     return 0
 
 
 def _show_notes(notes: list[str]) -> None:
-    """On stderr: what stands on stdout may be YAML for a file."""
+    """Print notes on stderr, because stdout may be YAML for a file."""
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

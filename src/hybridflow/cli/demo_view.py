@@ -1,4 +1,4 @@
-"""How the demo's result is shown: accuracies before and after, five answers of each."""
+"""The demo's result on the terminal: accuracies before and after, and five answers of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def show_summary(summary: dict[str, Any]) -> None:
-    """Print the closing tables and where everything is."""
+    """Print the closing tables, the times, the machine, and where the report is."""
     console = Console()
     table = Table(
         "held-out questions",
@@ -20,7 +20,8 @@ def show_summary(summary: dict[str, Any]) -> None:
         title=f"{summary['algorithm'].upper()}, seed {summary['seed']}",
     )
     for name in ("greedy", "sampled"):
-        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
+        before = summary[f"{name}_before"]
+        after = summary[f"{name}_after"]
         table.add_row(
             f"{name} accuracy ({summary['num_questions']})",
             f"{before:.3f}",
@@ -37,15 +38,20 @@ def show_summary(summary: dict[str, Any]) -> None:
             title_justify="left",
         )
         for sample in summary[f"samples_{when}"]:
-            mark = (
-                Text("right", style="green")
-                if sample["score"]
-                else Text(f"wrong, {sample['ground_truth']}", style="red")
-            )
+            mark = Text(f"wrong, {sample['ground_truth']}", style="red")
+            if sample["score"]:
+                mark = Text("right", style="green")
             answers.add_row(Text(str(sample["question"])), Text(str(sample["response"])), mark)
         console.print(answers)
     console.print(
         f"{summary['sft_steps']} warm-up steps in {summary['seconds_sft']:.0f} s, "
         f"reinforcement learning {summary['seconds_rl']:.0f} s, {summary['seconds']:.0f} s in all."
+    )
+    threads = summary["threads"]
+    console.print(
+        Text(
+            f"Computed by {summary['cpu']} with {threads} thread{'s' * (threads != 1)} and torch "
+            f"{summary['torch']}; another kind of CPU gives other figures."
+        )
     )
     console.print(Text(f"Curves and samples: {summary['report']}"))

@@ -1,17 +1,15 @@
-"""`hybridflow doctor`: versions, devices and what a run can ask for here, engines, optional parts, the
-backends that are not there yet.
-"""
+"""`hybridflow doctor`: versions, devices, engines and optional parts of this machine, and what a run can ask for."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,15 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 import hybridflow
+from hybridflow.observability.machine import cpu_model
 
 SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part: the module that proves it, the package it is in, and the extra of ours that brings
-    that.
-    """
+    """An optional part: the module that shows that it is installed, its package, and our extra that installs it."""
 
     name: str
     module: str
@@ -54,7 +51,7 @@ LATER = (Part("training by Megatron", "megatron.core", "megatron-core", "megatro
 
 
 def show_machine() -> None:
-    """Print what is here and what is missing, with the command that brings it."""
+    """Print what is installed and what is missing, with the command that installs it."""
     console = Console()
     console.print(_machine())
     console.print(_engines())
@@ -70,7 +67,11 @@ def _machine() -> Table:
     table.add_row("Python", platform.python_version())
     for name in ("torch", "transformers", "tensordict", "hydra-core"):
         table.add_row(name, importlib.metadata.version(name))
-    cores, threads = _usable_cores(), torch.get_num_threads()
+    cores = _usable_cores()
+    threads = torch.get_num_threads()
+    gpus = 0
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
     table.add_row(
         "CPU cores", f"{cores} usable; torch uses {threads} threads (OMP_NUM_THREADS, trainer.num_threads)"
     )
@@ -81,9 +82,9 @@ def _machine() -> Table:
             f"{shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB free: batches of many processes",
         )
     table.add_row("disk free here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB")
-    table.add_row("CPU vectors", torch.backends.cpu.get_cpu_capability())
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
+    table.add_row("CPU", f"{cpu_model()}, {torch.backends.cpu.get_cpu_capability()}")
+    if gpus:
+        for index in range(gpus):
             card = torch.cuda.get_device_properties(index)
             table.add_row(f"CUDA device {index}", f"{card.name}, {card.total_memory / 2**30:.0f} GiB")
         table.add_row("training engine", "fsdp2, bfloat16 with float32 masters")
@@ -91,30 +92,28 @@ def _machine() -> Table:
         table.add_row("CUDA", "none: runs use the CPU in float32")
         table.add_row("training engine", "fsdp2, float32")
     table.add_row("attention over rows of any length", _varlen())
-    table.add_row(
-        "CUDA graphs",
-        "decode steps are recorded (rollout.enforce_eager=true: not)"
-        if torch.cuda.is_available()
-        else "no CUDA",
-    )
-    table.add_row(
-        "processes of a run", _processes(torch.cuda.device_count() if torch.cuda.is_available() else 0, cores)
-    )
+    if gpus:
+        table.add_row("CUDA graphs", "decode steps are recorded, unless rollout.enforce_eager=true")
+    else:
+        table.add_row("CUDA graphs", "no CUDA")
+    table.add_row("processes of a run", _processes(gpus, cores))
     return table
 
 
 def _varlen() -> str:
-    """What torch brings for it; no other package is asked for."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+    """Return which attention over rows of any length torch has; its source is read, because importing it takes
+    seconds.
+    """
+    spec = importlib.util.find_spec("torch.nn.attention.varlen")
+    if spec is None or spec.origin is None:
         return "torch has none: scaled_dot_product_attention"
-    from torch.nn.attention.varlen import varlen_attn
-
-    paged = "block_table" in inspect.signature(varlen_attn).parameters
-    return f"torch has it, {'with' if paged else 'without'} a block table"
+    if "block_table" in Path(spec.origin).read_text(encoding="utf-8"):
+        return "torch has it, with a block table"
+    return "torch has it, without a block table"
 
 
 def _engines() -> Table:
-    """Each engine: whether it can run here, and what to do where not."""
+    """Return a table of the engines: whether each can run here, and what to do where it cannot."""
     from hybridflow.config.engine_features import ENGINES
 
     table = Table(
@@ -125,13 +124,14 @@ def _engines() -> Table:
         title_justify="left",
     )
     for name, engine in ENGINES.items():
-        here, way = ENGINE_STATES[name]() if name in ENGINE_STATES else _server(name)
-        table.add_row(name, here, Text(engine.what + (f". {way}" if way else "")))
+        state = ENGINE_STATES.get(name, partial(_server, name))
+        here, way = state()
+        table.add_row(name, here, Text(". ".join(text for text in (engine.what, way) if text)))
     return table
 
 
 def _server(name: str) -> tuple[str, str]:
-    """(version or no, the way out) of an engine that is another project's."""
+    """Return the version of another project's engine, or no, and how to install it."""
     version = _version(Part(name, name, name, name))
     if version is not None:
         return version, ""
@@ -146,10 +146,9 @@ def _server(name: str) -> tuple[str, str]:
 
 
 def _over_http() -> tuple[str, str]:
-    version = _version(Part("", "httpx", "httpx", "openai"))
-    return (
-        ("yes", "Not to train with") if version else ("no", "pip install -e '.[openai]'; not to train with")
-    )
+    if _version(Part("", "httpx", "httpx", "openai")):
+        return "yes", "Not to train with"
+    return "no", "pip install -e '.[openai]'; not to train with"
 
 
 ENGINE_STATES: Mapping[str, Callable[[], tuple[str, str]]] = {
@@ -160,7 +159,7 @@ ENGINE_STATES: Mapping[str, Callable[[], tuple[str, str]]] = {
 
 
 def _processes(gpus: int, cores: int) -> str:
-    """What `trainer.nnodes` and `trainer.n_gpus_per_node` may be here."""
+    """Return what `trainer.nnodes` and `trainer.n_gpus_per_node` may be here."""
     if importlib.util.find_spec("ray") is None:
         return "1; more need the extra ray"
     if address := os.environ.get("RAY_ADDRESS"):
@@ -177,9 +176,10 @@ def _parts() -> Table:
     table = Table("optional part", "there", "to have it", title="Optional parts", title_justify="left")
     for part in PARTS:
         version = _version(part)
-        table.add_row(
-            part.name, version or "no", "" if version else Text(f"pip install -e '.[{part.extra}]'")
-        )
+        if version:
+            table.add_row(part.name, version, "")
+        else:
+            table.add_row(part.name, "no", Text(f"pip install -e '.[{part.extra}]'"))
     return table
 
 
@@ -200,8 +200,10 @@ def _version(part: Part) -> str | None:
 
 
 def _usable_cores() -> int:
-    """Cores that this process may use; macOS does not say, and gives all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many cores this process may use; macOS does not say, so there it is all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _memory_gib() -> float:

@@ -1,4 +1,4 @@
-"""How `hybridflow config --explain` shows what follows from a configuration."""
+"""The output of `hybridflow config --explain`: what follows from a configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hybridflow.trainer.explain_run import explain_run
 
 
 def show_explanation(config: PPOConfig | SFTConfig) -> None:
-    """Print the sizes of a step, the steps of the run, its processes, and the memory they need where the
-    models' folders are at hand.
+    """Print the sizes of a step, the steps of the run, its processes, and, where the models' folders are on this
+    machine, the memory that they need.
     """
-    rows, batch = training_rows(config), config.data.train_batch_size
+    rows = training_rows(config)
+    batch = config.data.train_batch_size
     lines = explain_run(config, rows)
     if rows is not None and rows < batch:
         lines.insert(
@@ -36,9 +37,7 @@ def show_explanation(config: PPOConfig | SFTConfig) -> None:
 
 
 def training_rows(config: PPOConfig | SFTConfig) -> int | None:
-    """Rows of the training data, before any is left out; None where they cannot be counted without fetching
-    or making them.
-    """
+    """Return the number of training rows before any is left out, or None where counting needs to fetch or make them."""
     own_class = isinstance(config, PPOConfig) and config.data.custom_cls.path
     if config.data.task.name or own_class or not config.data.train_files:
         return None

@@ -1,4 +1,4 @@
-"""The `hybridflow` command: words to command bodies. Nothing heavy is imported before a body runs."""
+"""The `hybridflow` command: its grammar. Nothing heavy is imported before the body of a command runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OVERRIDES = "key=value, as in `data.train_batch_size=256`; `hybridflow config` a
 
 
 def parser() -> argparse.ArgumentParser:
-    """The grammar of the command line."""
+    """Return the grammar of the command line."""
     root = argparse.ArgumentParser(
         prog="hybridflow",
         description="Reinforcement-learning post-training of language models.",
@@ -91,9 +91,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_looking(words: Any) -> None:
-    """The commands that say what a run would be."""
+    """Add the commands that say what a run would be."""
     config = words.add_parser(
-        "config", help="print a run's keys and values; with --explain, what follows: steps, processes, memory"
+        "config",
+        help="print the keys and values of a run, or with --explain its steps, processes and memory",
     )
     config.add_argument("--recipe", help=RECIPE)
     config.add_argument("--sft", action="store_true", help="a supervised run")
@@ -130,16 +131,14 @@ def _add_merge(words: Any) -> None:
 
 
 def _demo_names() -> list[str]:
-    """The tiny recipes that need nothing but the demo's own model; read off the folder, so that nothing heavy
-    is imported.
-    """
+    """Return the names of the tiny recipes that need nothing but the demo's own model."""
     names = {path.stem for path in (Path(__file__).parents[1] / "recipes" / "tiny").glob("*.yaml")}
     return sorted(names - {"base", "sft", "on_policy_distillation"})
 
 
 @ends_in_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 2 for words that are no command, or what `ends_in_status` makes of an error."""
+    """Run a command; gives the exit status: 0, 2 for words that are no command, or that of an error."""
     grammar = parser()
     options, rest = grammar.parse_known_args(arguments)
     # argparse takes the overrides before an option or those after it, not both: the rest are overrides too

@@ -1,4 +1,4 @@
-"""`hybridflow serve`: its options, and from them to a running server."""
+"""`hybridflow serve`: the options of the command, and how they become a running server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKEN_VARIABLE = "HYBRIDFLOW_SERVE_TOKEN"
 
 
 def add_serve(words: Any) -> None:
-    """The grammar of the command."""
+    """Add the grammar of the command."""
     serve = words.add_parser("serve", help="serve a model over HTTP, for clients of OpenAI's interface")
     serve.add_argument("model", help="a Hugging Face folder or hub name, or a checkpoint (global_step_N)")
     serve.add_argument(
@@ -26,8 +26,18 @@ def add_serve(words: Any) -> None:
     )
     serve.add_argument("--no-token", action="store_true", help="let every program on this machine in")
     serve.add_argument(
-        "--served-model-name", help="what requests call the model (default: the folder's name)"
+        "--served-model-name", help="the name that requests call the model by (default: the folder's name)"
     )
+    _add_engine(serve)
+    _add_limits(serve)
+    serve.add_argument(
+        "--trust-remote-code", action="store_true", help="run the model code that the folder brings along"
+    )
+    serve.set_defaults(body=run)
+
+
+def _add_engine(serve: argparse.ArgumentParser) -> None:
+    """Add the options of the generation engine."""
     serve.add_argument(
         "--device",
         help=(
@@ -64,6 +74,10 @@ def add_serve(words: Any) -> None:
         help="how the model writes calls: hermes, llama3_json, qwen3_coder (default: by its chat template)",
     )
     serve.add_argument("--chat-template", type=Path, help="a jinja file in place of the tokenizer's template")
+
+
+def _add_limits(serve: argparse.ArgumentParser) -> None:
+    """Add the options that keep requests from taking too much."""
     serve.add_argument(
         "--max-queue",
         type=int,
@@ -85,14 +99,10 @@ def add_serve(words: Any) -> None:
         default=30,
         help="seconds that running requests have at the end (default: %(default)s)",
     )
-    serve.add_argument(
-        "--trust-remote-code", action="store_true", help="run the model code that the folder brings along"
-    )
-    serve.set_defaults(body=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check what is cheap to check, load the model, serve until a signal."""
+    """Check what is cheap to check, load the model, and serve until a signal comes."""
     from hybridflow.errors import ConfigError, install_extra
 
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
@@ -105,7 +115,9 @@ def run(options: argparse.Namespace) -> int:
     from hybridflow.rollout.server.run import choose_token, listen
 
     setup_logging()
-    given = options.api_key if options.api_key is not None else os.environ.get(TOKEN_VARIABLE)
+    given = options.api_key
+    if given is None:
+        given = os.environ.get(TOKEN_VARIABLE)
     token, is_new = choose_token(options.host, given, no_token=options.no_token)
     bound = listen(options.host, options.port)
     try:
@@ -121,7 +133,9 @@ def _serve(options: argparse.Namespace, bound: Any, token: str | None, is_new: b
 
     service = build_service(_settings(options, folder))
     host, port = bound.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    shown = host
+    if ":" in host:
+        shown = f"[{host}]"  # IPv6
     print(f"serving {service.model.name} at http://{shown}:{port}/v1", flush=True)
     if is_new:
         print(f"token of this run (api_key of clients): {token}", flush=True)
@@ -135,7 +149,10 @@ def _settings(options: argparse.Namespace, folder: Path) -> Any:
     from hybridflow.rollout.server.build import ServeSettings
     from hybridflow.rollout.server.service import Limits
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device
+    if not device:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory_share = 0.25 if device.startswith("cpu") else 0.8
     return ServeSettings(
         model=_model_folder(options, folder),
         name=options.served_model_name or Path(options.model).expanduser().name,
@@ -143,7 +160,7 @@ def _settings(options: argparse.Namespace, folder: Path) -> Any:
         dtype=options.dtype,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        memory_share=options.gpu_memory_utilization or (0.25 if device.startswith("cpu") else 0.8),
+        memory_share=options.gpu_memory_utilization or memory_share,
         prefix_caching=not options.no_prefix_caching,
         max_model_len=options.max_model_len,
         tool_parser=options.tool_call_parser,
@@ -158,7 +175,7 @@ def _settings(options: argparse.Namespace, folder: Path) -> Any:
 
 
 def _model_folder(options: argparse.Namespace, folder: Path) -> str:
-    """The model as it is; a checkpoint is first made a Hugging Face folder in `folder`."""
+    """Return the model as it was named, or the Hugging Face folder that a checkpoint was made into below `folder`."""
     from hybridflow.checkpoint.layout import ACTOR, STRUCTURE
 
     given = Path(options.model).expanduser()

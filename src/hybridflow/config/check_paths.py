@@ -134,10 +134,21 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         try:
             _look_at(local(folder))
         except OSError as error:
-            yield (
-                f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that "
-                "you may write"
+            yield unwritable(key, folder, error)
+
+
+def unwritable(key: str, folder: str | Path, error: OSError) -> str:
+    """Say why the folder of a key cannot be written, naming the file in its way if there is one."""
+    whole = local(str(folder)).absolute()
+    for path in (whole, *whole.parents):
+        if path.exists() and not path.is_dir():
+            return (
+                f"{key}={folder} cannot be written: {path} is a file, and a folder is wanted there. Move the "
+                f"file, or set {key} to another folder"
             )
+    return (
+        f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you may write"
+    )
 
 
 def _look_at(folder: Path) -> None:

@@ -16,8 +16,9 @@ MAX_LOG_PROB_DIFF = 1e-2
 
 
 def health_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Rule name to its warning for every rule that the metrics of this step break; rules whose metrics are
-    absent stay silent.
+    """Return the warning of each rule that the metrics of a step break, by the rule's name.
+
+    A rule whose metrics are absent says nothing.
     """
     found: dict[str, str] = {}
     entropy = metrics.get("actor/entropy")
@@ -26,7 +27,8 @@ def health_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
             f"entropy has collapsed: actor/entropy is {entropy:.2g} nats a token: "
             "lower actor.optim.lr, raise clip_ratio_high or add entropy_coeff"
         )
-    low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
+    low = metrics.get("critic/score/min")
+    high = metrics.get("critic/score/max")
     if low is not None and low == high:
         found["rewards"] = (
             f"all rewards of this step are {low:g}, so there is nothing to learn from: "
@@ -51,21 +53,19 @@ def health_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
             )
     broken = [name for name, value in metrics.items() if not math.isfinite(value)]
     if broken:
-        found["not_finite"] = (
-            f"metrics that are not finite: {', '.join(broken[:5])}{' …' if len(broken) > 5 else ''}"
-        )
+        found["not_finite"] = f"{len(broken)} metrics are not finite: {', '.join(broken[:5])}"
     return found
 
 
 class HealthWatch:
-    """Remembers what was said: a rule that stays broken is repeated only every `repeat_every` steps."""
+    """Repeats the warning of a rule that stays broken only every `repeat_every` steps."""
 
     def __init__(self, repeat_every: int = 20) -> None:
         self._repeat_every = repeat_every
         self._said: dict[str, int] = {}
 
     def new_warnings(self, metrics: Mapping[str, float], step: int) -> list[str]:
-        """The warnings of this step that are due."""
+        """Return the warnings of this step that are due."""
         due = []
         for rule, message in health_warnings(metrics).items():
             if rule not in self._said or step - self._said[rule] >= self._repeat_every:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeGuard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,7 +140,8 @@ class Metrics:
         return f"Metrics({', '.join(self._metrics)})"
 
 
-def _is_tensor(value: Scalar) -> bool:
+def _is_tensor(value: Scalar) -> TypeGuard[Tensor]:
+    """Tell tensors without importing torch."""
     return hasattr(value, "detach")
 
 
@@ -154,15 +155,15 @@ def _scalar(value: Scalar) -> Scalar:
 
     assert value.numel() == 1, (
         f"a metric is one number, got a tensor of shape {tuple(value.shape)}: reduce it first"
-    )  # type: ignore[union-attr]
-    return value.detach().reshape(()).to(torch.float64, copy=True)  # type: ignore[union-attr]
+    )
+    return value.detach().reshape(()).to(torch.float64, copy=True)
 
 
 def _extreme(kind: Kind, first: Scalar, second: Scalar) -> Scalar:
     if _is_tensor(first) or _is_tensor(second):
         import torch
 
-        device = first.device if _is_tensor(first) else second.device  # type: ignore[union-attr]
+        device = first.device if _is_tensor(first) else second.device
         pick = torch.maximum if kind == "max" else torch.minimum  # both let a NaN through
         return pick(
             *(torch.as_tensor(value, dtype=torch.float64, device=device) for value in (first, second))
@@ -177,12 +178,12 @@ def _read(values: list[Scalar]) -> list[float]:
     by_device: dict[object, list[int]] = {}
     for index, value in enumerate(values):
         if _is_tensor(value):
-            by_device.setdefault(value.device, []).append(index)  # type: ignore[union-attr]
+            by_device.setdefault(value.device, []).append(index)
     floats = [math.nan if _is_tensor(value) else float(value) for value in values]
     if by_device:
         import torch
 
         for indices in by_device.values():
-            for index, number in zip(indices, torch.stack([values[i] for i in indices]).tolist()):  # type: ignore[misc]
+            for index, number in zip(indices, torch.stack([values[i] for i in indices]).tolist()):
                 floats[index] = number
     return floats

@@ -23,6 +23,11 @@ const CARDS = [
   { title: "Truncated responses", match: /^response_length\/clip_ratio$/ },
   { title: "Learning rate", match: /^(actor|critic|train)\/lr$/ },
 ];
+const LABELS = {
+  greedy: "greedy accuracy", sampled: "sampled accuracy", num_questions: "held-out questions", sft_steps: "warm-up steps",
+  seconds_sft: "time of the warm-up", seconds_rl: "time of reinforcement learning", seconds: "time in all",
+};
+const MACHINE = new Set(["cpu", "threads", "vectors", "torch", "python"]); // in the subtitle
 const MAX_SERIES = 8; // a card; `sort` puts first what matters most (accuracy before reward, means before best and majority)
 const names = Object.keys(DATA.metrics);
 const unitOf = (name) => UNITS.find(([pattern]) => pattern.test(name))?.[1] ?? "";
@@ -41,12 +46,12 @@ function summaryTiles() {
     const stem = key.match(/^(.*)_before$/)?.[1];
     if (stem == null || !isNumber(summary[key]) || !isNumber(summary[`${stem}_after`])) continue;
     used.add(key).add(`${stem}_after`);
-    tiles.push(tile(`${stem.replaceAll("_", " ")}, before → after`, `${summary[key].toFixed(3)} → ${summary[`${stem}_after`].toFixed(3)}`, Number((summary[`${stem}_after`] - summary[key]).toFixed(4))));
+    tiles.push(tile(`${LABELS[stem] ?? stem.replaceAll("_", " ")}, before → after`, `${summary[key].toFixed(3)} → ${summary[`${stem}_after`].toFixed(3)}`, Number((summary[`${stem}_after`] - summary[key]).toFixed(4))));
   }
   for (const [key, value] of Object.entries(summary)) {
-    if (used.has(key) || value == null || typeof value === "object") continue;
-    const text = /seconds$/.test(key) && isNumber(value) ? duration(value) : typeof value === "number" ? format(value) : String(value);
-    tiles.push(tile(key.replaceAll("_", " "), text, null, text.length > 12));
+    if (used.has(key) || MACHINE.has(key) || value == null || typeof value === "object") continue;
+    const text = /^seconds(_|$)|seconds$/.test(key) && isNumber(value) ? duration(value) : typeof value === "number" ? format(value) : String(value);
+    tiles.push(tile(LABELS[key] ?? key.replaceAll("_", " "), text, null, text.length > 12));
   }
   return tiles;
 }
@@ -54,10 +59,11 @@ function summaryTiles() {
 function metricTiles() {
   const tiles = [];
   const reward = names.find((name) => name === "critic/rewards/mean") ?? names.find((name) => name === "critic/score/mean");
-  const first = (name) => DATA.metrics[name].find(isNumber);
-  if (reward && isNumber(last(reward))) tiles.push(tile("reward mean, last step", format(last(reward)), last(reward) - first(reward)));
+  // no change is shown where there is one point only
+  const change = (name) => { const points = DATA.metrics[name].filter(isNumber); return points.length > 1 ? points[points.length - 1] - points[0] : null; };
+  if (reward && isNumber(last(reward))) tiles.push(tile("reward mean, last step", format(last(reward)), change(reward)));
   const validation = names.find((name) => /^val-core\/.*(acc|reward|score)\/mean@/.test(name));
-  if (validation && isNumber(last(validation))) tiles.push(tile(validation.replace(/^val-core\//, ""), format(last(validation)), last(validation) - first(validation)));
+  if (validation && isNumber(last(validation))) tiles.push(tile(validation.replace(/^val-core\//, ""), format(last(validation)), change(validation)));
   const loss = names.find((name) => name === "train/loss");
   if (loss && isNumber(last(loss))) tiles.push(tile("training loss, last step", format(last(loss))));
   const seconds = (DATA.metrics["timing_s/step"] ?? []).filter(isNumber);
@@ -70,7 +76,9 @@ function header() {
   document.title = `${DATA.title} · hybridflow report`;
   document.getElementById("title").textContent = DATA.title;
   const { steps } = DATA;
-  document.getElementById("subtitle").textContent = steps.length ? `${names.length} metrics, steps ${steps[0]} to ${steps[steps.length - 1]}` : "";
+  const machine = DATA.machine ? `${DATA.machine.cpu}, ${DATA.machine.threads} thread${DATA.machine.threads === 1 ? "" : "s"}, torch ${DATA.machine.torch}` : "";
+  const range = steps.length ? `${names.length} metrics, steps ${steps[0]} to ${steps[steps.length - 1]}` : "";
+  document.getElementById("subtitle").textContent = [range, machine].filter(Boolean).join(" · ");
   document.getElementById("tiles").replaceChildren(...summaryTiles(), ...metricTiles());
   if (DATA.notes.length) document.getElementById("notes").append(el("details", { class: "card notes" },
     el("summary", {}, `${DATA.notes.length} note${DATA.notes.length > 1 ? "s" : ""} on what this page shows`), el("ul", {}, DATA.notes.map((note) => el("li", {}, note)))));
@@ -114,11 +122,18 @@ function addCard(title, group, { unit, log, label, picked } = {}) {
   card.draw();
 }
 
+// Of curves with the same values the first stays: it would lie under the others. Curves that are 0 throughout are not drawn;
+// both can be chosen by name.
+function withoutCopies(group) {
+  const seen = new Set();
+  return group.filter((name) => { const key = JSON.stringify(DATA.metrics[name]); return !seen.has(key) && seen.add(key); });
+}
+
 function curves() {
   const section = document.getElementById("curves-section");
   if (!names.length) { section.hidden = true; return; }
   for (const card of CARDS) {
-    const group = names.filter((name) => card.match.test(name) && DATA.metrics[name].some((value) => value != null));
+    const group = withoutCopies(names.filter((name) => card.match.test(name) && DATA.metrics[name].some((value) => value != null && value !== 0)));
     if (card.sort) group.sort((one, two) => card.sort(one) - card.sort(two) || one.localeCompare(two));
     if (group.length) addCard(card.title, group, card);
   }

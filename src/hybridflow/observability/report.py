@@ -1,10 +1,10 @@
-"""One HTML file that shows a run: curves and samples, with no server and no network.
+"""The report of a run: one HTML file with its curves and samples, which needs no server and no network.
 
     {run}/metrics.jsonl, samples/*.jsonl, validation/*.jsonl, summary.json, config.yaml ──write_report──►
     report.html
 
-Whatever is missing is left out, with a note on the page. The page's own source stands beside this file:
-report.html, report.css and three scripts; the data is embedded as JSON.
+What is missing is left out, with a note on the page. The page's own source stands beside this file (report.html,
+report.css and three scripts); the data is embedded as JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ MAX_TOKENS = 2048  # a response
 MAX_TEXT = 20_000  # characters of a prompt or response
 MAX_POINTS = 3000  # steps of a curve
 
+KINDS = {"samples": "rollout", "validation": "validation"}
+"""What the samples in a folder of the run are."""
+
 _PARTS = {
     "CSS": ("report.css",),
     "SCRIPT": ("report_charts.js", "report_samples.js", "report.js"),
@@ -49,7 +52,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         raise DataError(
             f"{run} holds no metrics.jsonl, samples/, validation/ or summary.json: is it the folder of a run?"
         )
-    target = Path(out) if out is not None else run / "report.html"
+    target = Path(out or run / "report.html")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(render(data), encoding="utf-8")
@@ -59,7 +62,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def collect(run: Path) -> dict[str, Any]:
-    """Everything that the page shows, as JSON data; `notes` says what is missing or cut."""
+    """Return everything that the page shows, as JSON data; its `notes` say what is missing or cut."""
     notes: list[str] = []
     metrics = read_metrics(run / "metrics.jsonl")
     if not metrics:
@@ -67,14 +70,12 @@ def collect(run: Path) -> dict[str, Any]:
     steps = _thinned(metrics, notes)
     names = sorted({name for step in steps for name in metrics[step]})
     config = _config(run / "config.yaml", notes)
-    trainer = config.get("trainer") if isinstance(config.get("trainer"), Mapping) else {}
+    names_of_run = _names_of_run(config)
     samples = {kind: _samples(run / kind, kind, notes) for kind in ("samples", "validation")}
     return {
-        "title": " / ".join(
-            str(trainer[key]) for key in ("project_name", "experiment_name") if trainer and trainer.get(key)
-        )
-        or run.resolve().name,
-        "summary": _summary(run / "summary.json", notes),
+        "title": " / ".join(names_of_run) or run.resolve().name,
+        "summary": _json(run / "summary.json", notes),
+        "machine": _json(run / "machine.json", notes),
         "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
         "steps": steps,
         "metrics": {name: [_number(metrics[step].get(name)) for step in steps] for name in names},
@@ -83,8 +84,15 @@ def collect(run: Path) -> dict[str, Any]:
     }
 
 
+def _names_of_run(config: Mapping[str, Any]) -> list[str]:
+    trainer = config.get("trainer")
+    if not isinstance(trainer, Mapping):
+        return []
+    return [str(trainer[key]) for key in ("project_name", "experiment_name") if trainer.get(key)]
+
+
 def render(data: Mapping[str, Any]) -> str:
-    """The page: template, style, scripts and data in one string."""
+    """Return the page: template, style, scripts and data in one string."""
     files = resources.files("hybridflow.observability")
     parts = {
         key: "\n".join(files.joinpath(name).read_text(encoding="utf-8") for name in names)
@@ -97,7 +105,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def embed_json(data: Any) -> str:
-    """JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or open a
+    """Return JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or open a
     comment.
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -108,7 +116,7 @@ def embed_json(data: Any) -> str:
 
 
 def _thinned(metrics: Mapping[int, Mapping[str, float]], notes: list[str]) -> list[int]:
-    """The steps whose metrics are shown: all, or evenly chosen ones and those of validations."""
+    """Return the steps whose metrics are shown: all, or evenly chosen ones and those of validations."""
     steps = sorted(metrics)
     if len(steps) <= MAX_POINTS:
         return steps
@@ -126,21 +134,21 @@ def _thinned(metrics: Mapping[int, Mapping[str, float]], notes: list[str]) -> li
 
 
 def _number(value: Any) -> float | str | None:
-    """Six digits for the page; None where there is no value; the name of what is not finite."""
+    """Return a number with six digits, the name of one that is not finite, or None where there is no number."""
     if not isinstance(value, (int, float)):
         return None
     if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return str(float(value)).replace("nan", "NaN").replace("inf", "Infinity")
     return float(f"{value:.6g}")
 
 
-def _summary(path: Path, notes: list[str]) -> dict[str, Any] | None:
+def _json(path: Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        notes.append(f"summary.json could not be read: {error}")
+        notes.append(f"{path.name} could not be read: {error}")
         return None
     return _finite(loaded) if isinstance(loaded, dict) else None
 
@@ -158,20 +166,14 @@ def _config(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _samples(folder: Path, kind: str, notes: list[str]) -> list[dict[str, Any]]:
-    """[{step, total, rows}] of the evenly chosen steps, in order of step."""
-    files = (
-        sorted((int(file.stem), file) for file in folder.glob("*.jsonl") if file.stem.isdigit())
-        if folder.is_dir()
-        else []
-    )
+    """Return [{step, total, rows}] of evenly chosen steps, in order of step."""
+    files = sorted((int(file.stem), file) for file in folder.glob("*.jsonl") if file.stem.isdigit())
     if not files:
-        notes.append(
-            f"No {kind}/*.jsonl in the run folder, so there are no "
-            f"{'rollout' if kind == 'samples' else 'validation'} samples to read."
-        )
+        notes.append(f"No {kind}/*.jsonl in the run folder, so there are no {KINDS[kind]} samples to read.")
         return []
     chosen = evenly(files, MAX_SAMPLE_STEPS)
-    shown, num_bad = [], 0
+    shown = []
+    num_bad = 0
     for step, file in chosen:
         lines = [
             line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()
@@ -195,14 +197,14 @@ def _samples(folder: Path, kind: str, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def evenly(items: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` items at even distances, the first and the last among them."""
+    """Return at most `count` items at even distances, the first and the last among them."""
     if len(items) <= count:
         return list(items)
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample row as the page takes it: cut to size, and without numbers that JSON cannot hold."""
+    """Return a sample row as the page takes it: cut to size, and without numbers that JSON cannot hold."""
     kept: dict[str, Any] = {}
     for name, value in row.items():
         if name == "tokens" and isinstance(value, Mapping):
@@ -220,7 +222,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same JSON value with NaN and infinities as their names."""
+    """Return the same JSON value with NaN and infinities as their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return _number(value)
     if isinstance(value, Mapping):

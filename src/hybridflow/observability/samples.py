@@ -2,10 +2,10 @@
 
     scored batch ──sample_rows──► one dict a response ──SampleWriter──► {folder}/{step}.jsonl
 
-A row holds step, uid, row_id, prompt, response, score, finish_reason, data_source, ground_truth and the
-per-key scores. With `token_level` it also holds `tokens`, a dict of equally long lists over the response's
-tokens: text, rollout_log_probs, old_log_probs, advantages, response_mask, loss_mask (those that the batch
-has).
+A row holds step, prompt, response, score, ground_truth, extra_info, finish_reason, data_source, the further
+scores that the reward returned, and last uid and row_id. With `token_level` it also holds `tokens`, a dict of
+equally long lists over the response's tokens: text, rollout_log_probs, old_log_probs, advantages, response_mask,
+loss_mask (those that the batch has).
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _NO_SCORES = {
     "finish_reason",
     "data_source",
     "reward_model",
+    "ground_truth",
+    "solution_str",
     "extra_info",
     "index",
     "raw_prompt",
@@ -64,7 +66,8 @@ class SampleWriter:
                     file.unlink()
         except OSError as error:
             raise ConfigError(
-                f"cannot write the sample folder {self.folder}: {error}: set another folder"
+                f"the sample folder {self.folder} cannot be written ({error}): set "
+                "trainer.rollout_data_dir or trainer.validation_data_dir to a folder that you may write"
             ) from error
 
     def write(self, rows: Sequence[SampleRow], step: int) -> Path:
@@ -87,12 +90,14 @@ def sample_rows(
     token_level: bool = False,
     max_rows: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of a scored batch as plain dicts, the first `max_rows` of them.
+    """Return the first `max_rows` rows of a scored batch as plain dicts; None: all.
 
     `decode` turns token ids into text with special tokens (a tokenizer's `decode`). The score is the sum of
     token_level_scores [B, R] over the response.
     """
-    count = len(batch) if max_rows is None else min(len(batch), max_rows)
+    count = len(batch)
+    if max_rows is not None:
+        count = min(count, max_rows)
     columns: dict[str, Tensor] = {str(name): batch.batch[name][:count].cpu() for name in batch.batch.keys()}  # noqa: SIM118
     prompt_width = columns["prompts"].shape[1]
     attended = columns["attention_mask"].bool()
@@ -102,33 +107,54 @@ def sample_rows(
         prompt = columns["prompts"][index][attended[index, :prompt_width]].tolist()
         here = attended[index, prompt_width:]
         response = columns["responses"][index][here].tolist()
-        row: dict[str, Any] = {"row_id": int(columns["row_id"][index])} if "row_id" in columns else {}
-        row |= {"prompt": decode(prompt), "response": decode(response), "num_tokens": len(response)}
+        row: dict[str, Any] = {
+            "prompt": decode(prompt),
+            "response": decode(response),
+            "num_tokens": len(response),
+        }
         if "token_level_scores" in columns:
             row["score"] = float(columns["token_level_scores"][index].sum())
         row |= _non_tensors(batch, index)
         if token_level:
             row["tokens"] = _token_columns(columns, index, here, response, decode, pieces)
+        row |= _ids(batch, columns, index)
         rows.append(row)
     return rows
 
 
 def _non_tensors(batch: DataProto, index: int) -> dict[str, Any]:
-    """uid, finish_reason, source, ground truth, and every further column that holds a number: the per-key
-    scores.
+    """Return what the data says of a row, why its response ended, and every further number: the scores that the
+    reward returned by name.
     """
     columns = batch.non_tensor_batch
-    row: dict[str, Any] = {
-        name: columns[name][index] for name in ("uid", "finish_reason", "data_source") if name in columns
-    }
-    if "reward_model" in columns and isinstance(columns["reward_model"][index], Mapping):
+    row = _truth(columns, index)
+    row |= {name: columns[name][index] for name in ("finish_reason", "data_source") if name in columns}
+    for name, column in columns.items():
+        value = column[index]
+        if name not in _NO_SCORES and (isinstance(value, numbers.Real) or hasattr(value, "item")):
+            row[name] = _plain(value)
+    return row
+
+
+def _truth(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return the ground truth and what else the data says of a row, as far as it says something."""
+    row: dict[str, Any] = {}
+    if "ground_truth" in columns:
+        row["ground_truth"] = columns["ground_truth"][index]
+    elif "reward_model" in columns and isinstance(columns["reward_model"][index], Mapping):
         row["ground_truth"] = columns["reward_model"][index].get("ground_truth")
-    scores = {name: column[index] for name, column in columns.items() if name not in _NO_SCORES}
-    return row | {
-        name: _plain(value)
-        for name, value in scores.items()
-        if isinstance(value, numbers.Real) or hasattr(value, "item")
-    }
+    if "extra_info" in columns and columns["extra_info"][index]:
+        row["extra_info"] = columns["extra_info"][index]
+    return row
+
+
+def _ids(batch: DataProto, columns: Mapping[str, Tensor], index: int) -> dict[str, Any]:
+    ids: dict[str, Any] = {}
+    if "uid" in batch.non_tensor_batch:
+        ids["uid"] = batch.non_tensor_batch["uid"][index]
+    if "row_id" in columns:
+        ids["row_id"] = int(columns["row_id"][index])
+    return ids
 
 
 def _token_columns(
@@ -147,18 +173,20 @@ def _token_columns(
         if name in columns:
             values = columns[name][index][here].tolist()
             # six digits are enough to look at and halve the file
-            tokens[name] = [
-                int(value) if isinstance(value, bool) else float(f"{value:.6g}") for value in values
-            ]
+            tokens[name] = [_short(value) for value in values]
     return tokens
 
 
+def _short(value: bool | float) -> float:
+    if isinstance(value, bool):
+        return int(value)
+    return float(f"{value:.6g}")
+
+
 def _plain(value: Any) -> Any:
-    """What JSON can hold: arrays and tensors as lists, their scalars as numbers, anything else as its text."""
-    return (
-        value.tolist()
-        if hasattr(value, "tolist")
-        else str(value)
-        if not isinstance(value, numbers.Real)
-        else value
-    )
+    """Return what JSON can hold: arrays and tensors as lists, their scalars as numbers, anything else as text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, numbers.Real):
+        return value
+    return str(value)

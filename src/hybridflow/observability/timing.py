@@ -1,22 +1,48 @@
-"""Seconds spent in the named sections of a step.
+"""Seconds spent in the named sections of a step, which are also what a run reports that it is doing.
 
 with timer("step"): with timer("gen"): …  ──as_metrics──► {"timing_s/gen": …, "timing_s/step": …}
+                         └── progress: "generating"
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from hybridflow.observability.progress import Progress
+
+WORDS = {
+    "gen": "generating",
+    "reward": "scoring",
+    "old_log_prob": "computing log-probs",
+    "ref": "computing log-probs of the reference",
+    "teacher": "computing log-probs of the teacher",
+    "values": "computing values",
+    "process_reward": "scoring tokens",
+    "adv": "computing advantages",
+    "update_critic": "updating the critic",
+    "update_actor": "updating the actor",
+    "update": "updating the model",
+    "update_weights": "passing the weights on",
+    "testing": "validating",
+    "val_gen": "generating",
+    "val_reward": "scoring",
+    "save_checkpoint": "saving a checkpoint",
+}
+"""What a section is called in front of people; one that is not here is not reported."""
 
 
 class Timer:
     """Wall-clock seconds by section; sections nest, repeat (times add up) and keep their time when an
-    exception leaves them.
+    exception leaves them. With `progress`, each section is a phase of it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, progress: Progress | None = None
+    ) -> None:
         self._clock = clock
+        self._progress = progress
         self._seconds: dict[str, float] = {}
         self._open: dict[str, int] = {}
 
@@ -25,11 +51,17 @@ class Timer:
         start = self._clock()
         self._open[name] = self._open.get(name, 0) + 1
         try:
-            yield
+            with self._reported(name):
+                yield
         finally:
             self._open[name] -= 1
             if not self._open[name]:  # a section inside itself counts once
                 self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def _reported(self, name: str) -> AbstractContextManager[object]:
+        if self._progress is None or name not in WORDS:
+            return nullcontext()
+        return self._progress.phase(WORDS[name])
 
     def seconds(self, name: str) -> float:
         """Seconds of a finished section, 0 where it never ran."""

@@ -1,24 +1,27 @@
-"""The edge of a command: what happened inside, as an exit status and one message on stderr."""
+"""The edge of a command: an error becomes an exit status and one message on stderr."""
 
 from __future__ import annotations
 
 import errno
 import functools
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
-from hybridflow.errors import HybridFlowError, WorkerError, WorkerLost, WorkerTraceback
+from hybridflow.errors import HybridFlowError, Stopped, WorkerError, WorkerLost, WorkerTraceback
 
 P = ParamSpec("P")
 NOTE_LENGTH = 300
+SIGNALLED = 128
+"""Exit status of a command that a signal has ended, less the number of the signal."""
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
-    """The command with its errors as status: 1 after one message for what the user can mend, 130 when
-    interrupted.
+    """Return the command with its errors as exit status: 1 after one message for what the user can mend, 130 or
+    143 after SIGINT or SIGTERM.
     """
 
     @functools.wraps(main)
@@ -26,7 +29,7 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
         try:
             return main(*args, **kwargs)
         except HybridFlowError as error:
-            sys.stderr.write("\n".join([*_told(error), ""]))
+            sys.stderr.write("\n".join([*_lines_of(error), ""]))
             return 1
         except OSError as error:
             if error.errno not in _DISK_FULL:
@@ -36,16 +39,19 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
                 "checkpoint\n"
             )
             return 1
+        except Stopped as stopped:
+            sys.stderr.write(f"{stopped.message}\n")
+            return SIGNALLED + stopped.number
         except KeyboardInterrupt:
             sys.stderr.write("interrupted\n")
-            return 130
+            return SIGNALLED + signal.SIGINT
 
     return call
 
 
-def _told(error: HybridFlowError) -> Iterator[str]:
-    """The message, then where it was and what other ranks said, a line each; of a worker that failed, also
-    its traceback and stacks.
+def _lines_of(error: HybridFlowError) -> Iterator[str]:
+    """Give the lines to print: the message, where it happened, and what other ranks said; for a worker that
+    failed also its traceback and stacks.
     """
     whole = isinstance(error, WorkerError)
     if whole and not isinstance(error, WorkerLost) and isinstance(error.__cause__, WorkerTraceback):
@@ -57,4 +63,6 @@ def _told(error: HybridFlowError) -> Iterator[str]:
 
 def _shortened(note: str) -> str:
     first = note.partition("\n")[0]
-    return first if len(first) <= NOTE_LENGTH else first[:NOTE_LENGTH] + " …"
+    if len(first) <= NOTE_LENGTH:
+        return first
+    return first[:NOTE_LENGTH] + " …"

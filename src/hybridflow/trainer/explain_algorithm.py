@@ -5,19 +5,18 @@ of the configuration.
     the step
 
 Neither a model nor data is needed. A formula has one home, the docstring of the function that computes it
-(`formula.py`); the table `PARAMETERS` says which key sets each argument of those functions, and how equations
-write it.
+(`formula.py`); the table `PARAMETERS` of `explain_numbers.py` says which key sets each argument of those
+functions, and how equations write it.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hybridflow.algorithms.aggregation import aggregate
@@ -35,53 +34,18 @@ from hybridflow.config.explain import explain
 from hybridflow.config.load import Loaded, load_config
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.config.resolve import resolve
-from hybridflow.config.tree import keys_of, with_values
+from hybridflow.config.tree import with_values
+from hybridflow.trainer.explain_numbers import ACTOR, PARAMETERS, PRM, ROLLOUT, Run
 from hybridflow.trainer.formula import Formula, Number, alternative, formula_of, paragraphs, shown
 from hybridflow.trainer.ppo.group_filter import groups_to_keep
 from hybridflow.trainer.ppo.overlong import filter_overlong, overlong_penalty
 from hybridflow.workers.bridge import apply_kl_penalty, find_estimator, find_policy_loss
 
-ACTOR, ROLLOUT, PRM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward.process_reward_model"
-
-
-class Parameter(NamedTuple):
-    """How equations write an argument, and its keys: the first that is not null is in force."""
-
-    symbols: tuple[str, ...]
-    keys: tuple[str, ...]
-
-
-PARAMETERS: dict[str, Parameter] = {
-    "gamma": Parameter(("γ",), ("algorithm.gamma",)),
-    "lam": Parameter(("λ",), ("algorithm.lam",)),
-    "lam_critic": Parameter(("λ_critic",), ("algorithm.lam_critic", "algorithm.lam")),
-    "lam_length_alpha": Parameter(("α",), ("algorithm.lam_length_alpha",)),
-    "norm_by_std": Parameter((), ("algorithm.norm_adv_by_std_in_grpo",)),
-    "gdpo_reward_weights": Parameter(("w",), ("algorithm.gdpo_reward_weights",)),
-    "process_coef": Parameter(("c_p",), (f"{PRM}.process_coef",)),
-    "outcome_coef": Parameter(("c_o",), (f"{PRM}.outcome_coef",)),
-    "sppo_eta": Parameter(("η",), ("algorithm.sppo.eta",)),
-    "sppo_beta": Parameter(("β",), ("algorithm.sppo.beta",)),
-    "clip_low": Parameter(("ε_low", "δ_low"), (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio")),
-    "clip_high": Parameter(("ε_high", "δ_high"), (f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio")),
-    "clip_c": Parameter(("c",), (f"{ACTOR}.clip_ratio_c",)),
-    "tau_pos": Parameter(("τ_pos",), (f"{ACTOR}.policy_loss.tau_pos",)),
-    "tau_neg": Parameter(("τ_neg",), (f"{ACTOR}.policy_loss.tau_neg",)),
-    "clip_cov_ratio": Parameter(("ratio",), (f"{ACTOR}.policy_loss.clip_cov_ratio",)),
-    "clip_cov_lb": Parameter(("lb",), (f"{ACTOR}.policy_loss.clip_cov_lb",)),
-    "clip_cov_ub": Parameter(("ub",), (f"{ACTOR}.policy_loss.clip_cov_ub",)),
-    "kl_cov_ratio": Parameter(("ratio",), (f"{ACTOR}.policy_loss.kl_cov_ratio",)),
-    "ppo_kl_coef": Parameter(("coef",), (f"{ACTOR}.policy_loss.ppo_kl_coef",)),
-    "dro_beta": Parameter(("β",), (f"{ACTOR}.policy_loss.dro_beta",)),
-    "dpo_loss": Parameter((), (f"{ACTOR}.policy_loss.dpo_loss",)),
-    "dpo_beta": Parameter(("β",), (f"{ACTOR}.policy_loss.dpo_beta",)),
-    "dpo_label_smoothing": Parameter((), (f"{ACTOR}.policy_loss.dpo_label_smoothing",)),
-}
-"""Arguments of estimators and losses by name; `workers/bridge.py` hands them over under the same names."""
-
-
 PAIR_LOSSES: dict[str, Callable[..., Any]] = {"sigmoid": dpo, "ipo": ipo}
 """What `dpo_loss` names."""
+
+
+__all__ = ["PARAMETERS", "Section", "explain_algorithm", "look"]
 
 
 @dataclass(frozen=True)
@@ -139,74 +103,6 @@ def explain_algorithm(config: PPOConfig) -> list[Section]:
         _steps,
     )
     return [section for part in parts if (section := part(run)) is not None]
-
-
-class Run:
-    """A configuration read by dotted keys, so that every number can say where it is set."""
-
-    def __init__(self, config: PPOConfig) -> None:
-        self.config, self.keys = config, keys_of(PPOConfig)
-
-    def __getitem__(self, key: str) -> Any:
-        return functools.reduce(getattr, key.split("."), self.config)
-
-    def number(self, symbols: tuple[str, ...], *keys: str) -> Number:
-        """The first of `keys` that is not null, else the first."""
-        key = next((key for key in keys if self[key] is not None), keys[0])
-        return Number(symbols, self[key], key, self.keys[key].meaning)
-
-    def says(self, key: str) -> str:
-        """`key=value` with the key's meaning."""
-        return f"{key}={shown(self[key])}: {self.keys[key].meaning}"
-
-    def arguments(self, function: Callable[..., Any], options_key: str) -> list[Number]:
-        """Numbers that an estimator or a loss takes: by the table, defaults of its own, then the user's
-        options.
-        """
-        named, options, found = (
-            inspect.signature(inspect.unwrap(function)).parameters,
-            self[options_key],
-            list[Number](),
-        )
-        for name, argument in named.items():
-            if name in options:
-                continue
-            if name in PARAMETERS:
-                symbols, keys = PARAMETERS[name]
-                by_length = (
-                    name == "lam"
-                    and "lam_length_alpha" in named
-                    and self["algorithm.lam_length_alpha"] is not None
-                )
-                found.append(self.number((name,) if by_length else (*symbols, name), *keys))
-            elif isinstance(argument.default, (bool, int, float)):
-                found.append(Number((name,), argument.default, "its own default"))
-        for name, value in options.items():
-            symbols = PARAMETERS[name].symbols if name in PARAMETERS else ()
-            found.append(Number((*symbols, name), value, f"{options_key}.{name}"))
-        return found
-
-    def formula(
-        self,
-        function: Callable[..., Any],
-        options_key: str,
-        *,
-        more: tuple[Number, ...] = (),
-        own: bool = False,
-    ) -> Formula:
-        """The formula of an estimator or a loss; paragraphs on optional arguments that this run sets are its
-        notes.
-        """
-        numbers = self.arguments(function, options_key)
-        set_here = [
-            name
-            for name, argument in inspect.signature(inspect.unwrap(function)).parameters.items()
-            if argument.default is None
-        ]
-        set_here = [name for name in set_here if name in PARAMETERS and self[PARAMETERS[name].keys[0]]]
-        texts = paragraphs(function)[1:]
-        notes = tuple(text for text in texts if own or any(f"`{name}`" in text for name in set_here))
-        return formula_of(function, [*numbers, *more], notes=notes, own=own)
 
 
 def _rewards(run: Run) -> Section:

@@ -1,7 +1,7 @@
 """`python -m hybridflow.trainer.main_ppo key=value …`: a run of the PPO family from the command line.
 
-The parts of a run are imported by `run`, not here: what is wrong with the keys or the cluster is said before
-torch is loaded.
+The parts of a run are imported by `run`, not here, so that what is wrong with the keys, the run folder or the
+cluster is said before torch is loaded.
 """
 
 from __future__ import annotations
@@ -13,26 +13,31 @@ from collections.abc import Sequence
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.observability.progress import progress
 from hybridflow.rollout.installed import check_installed
+from hybridflow.trainer.before_torch import check_before_torch
 from hybridflow.trainer.command import ends_in_status
+from hybridflow.trainer.stopping import stopping
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: PPOConfig) -> dict[str, float]:
-    """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics."""
+    """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics.
+
+    Raises Stopped after SIGINT or SIGTERM, with what is done saved where the configuration asks for checkpoints.
+    """
     check_installed(config.actor_rollout_ref.rollout)
-    if config.trainer.controller == "ray":
-        from hybridflow.controller.ray.preflight import look_ahead
-
-        look_ahead(config.trainer, config.ray_kwargs)
-    from hybridflow.trainer.ppo.build import build
-    from hybridflow.trainer.restarts import Attempts
-
+    check_before_torch(config)
     metrics: dict[str, float] = {}
-    for attempt in Attempts(config):
-        with attempt, build(attempt.config, patience=attempt.patience) as trainer:
-            metrics = trainer.fit()
+    with progress.shown(), stopping(config) as signals:
+        with progress.phase("importing torch and transformers"):
+            from hybridflow.trainer.ppo.build import build
+            from hybridflow.trainer.restarts import Attempts
+
+        for attempt in Attempts(config):
+            with attempt, build(attempt.config, patience=attempt.patience, signals=signals) as trainer:
+                metrics = trainer.fit()
     folder = config.trainer.default_local_dir
     logger.info(
         "done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder

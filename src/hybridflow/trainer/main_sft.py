@@ -1,7 +1,7 @@
 """`python -m hybridflow.trainer.main_sft key=value …`: supervised fine-tuning from the command line.
 
-The parts of a run are imported by `run`, not here: what is wrong with the keys or the cluster is said before
-torch is loaded.
+The parts of a run are imported by `run`, not here, so that what is wrong with the keys, the run folder or the
+cluster is said before torch is loaded.
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ from collections.abc import Sequence
 from hybridflow.config import SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.observability.progress import progress
+from hybridflow.trainer.before_torch import check_before_torch
 from hybridflow.trainer.command import ends_in_status
+from hybridflow.trainer.stopping import stopping
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: SFTConfig) -> int:
-    """Build the parts of a prepared run, train, and clean up; gives the number of steps done."""
-    if config.trainer.controller == "ray":
-        from hybridflow.controller.ray.preflight import look_ahead
+    """Build the parts of a prepared run, train, and clean up; gives the number of steps done.
 
-        look_ahead(config.trainer, config.ray_kwargs)
-    from hybridflow.trainer.restarts import Attempts
-    from hybridflow.trainer.sft.build import build
-
+    Raises Stopped after SIGINT or SIGTERM, with what is done saved.
+    """
+    check_before_torch(config)
     done = 0
-    for attempt in Attempts(config):
-        with attempt, build(attempt.config, patience=attempt.patience) as trainer:
-            done = trainer.fit()
+    with progress.shown(), stopping(config) as signals:
+        with progress.phase("importing torch and transformers"):
+            from hybridflow.trainer.restarts import Attempts
+            from hybridflow.trainer.sft.build import build
+
+        for attempt in Attempts(config):
+            with attempt, build(attempt.config, patience=attempt.patience, signals=signals) as trainer:
+                done = trainer.fit()
     logger.info("done: metrics and checkpoints are in %s", config.trainer.default_local_dir)
     return done
 

@@ -1,6 +1,4 @@
-"""What builders need to know of a model: its keys as arguments, which tokens end a response, what a row costs
-it.
-"""
+"""Facts of a model for those who build with it: its keys as arguments, end tokens, and the cost of a row."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from hybridflow.protocol.balancing import Workload
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What `build_policy` and `build_value` take; `external_lib` is imported first, since it may register the
-    architecture.
+    """Return the arguments of `build_policy` and `build_value`, after importing `external_lib`, which may register
+    the architecture.
 
-    ConfigError where the model asks for kernels that cannot run on `device`.
+    Raises ConfigError where the model asks for kernels that cannot run on `device`.
     """
     assert config.path is not None, "the checks ask for a model path"
     if config.use_liger:
@@ -38,8 +36,8 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
-    """Tokens that end a response: the tokenizer's and those of the model's generation config (chat models
-    often have several).
+    """Return the tokens that end a response: the tokenizer's and those of the model's generation config, of which
+    chat models often have several.
     """
     import_external(config)
     configured = generation_end_tokens(str(config.path), trust_remote_code=config.trust_remote_code)
@@ -47,7 +45,7 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
 
 
 def row_cost(model: ModelConfig) -> Workload:
-    """What a row costs a model, from its configuration alone."""
+    """Return the cost of a row in a model as a function of its length, from the model's configuration alone."""
     shape = shape_of(model)
     text = shape.get_text_config()
     parameters = count_parameters(shape, trust_remote_code=model.trust_remote_code)

@@ -1,5 +1,5 @@
-"""A run that outlives its workers: when a process or a node is lost, all workers are built anew and the run
-goes on from its newest checkpoint, as often as `trainer.max_restarts` allows.
+"""Restarts of a run that has lost a worker process or a node: all workers are built anew and the run goes on from
+its newest checkpoint, as often as `trainer.max_restarts` allows.
 
     for attempt in Attempts(config):
         with attempt, build(attempt.config, attempt.patience) as trainer:
@@ -34,15 +34,17 @@ class Attempts(Generic[C]):
 
     def __init__(self, config: C) -> None:
         self.config: C = config
-        """Of the coming attempt: after a loss it resumes from what the run has saved itself."""
+        """Configuration of the coming attempt; after a loss it resumes from what the run has saved itself."""
         self.patience = 0.0
         """Seconds that the coming attempt may wait for devices: none at first, since they should be there; a
         lost node may come back.
         """
-        self._allowed, self._lost, self._done = config.trainer.max_restarts, 0, False
-        self._before = (
-            CheckpointStore(config.trainer.default_local_dir).newest_sequence() if self._allowed else 0
-        )
+        self._allowed = config.trainer.max_restarts
+        self._lost = 0
+        self._done = False
+        self._before = 0
+        if self._allowed:
+            self._before = CheckpointStore(config.trainer.default_local_dir).newest_sequence()
 
     def __iter__(self) -> Iterator[Attempts[C]]:
         while not self._done:
@@ -60,12 +62,16 @@ class Attempts(Generic[C]):
             if self._allowed:
                 error.add_note(f"that was the last of trainer.max_restarts={self._allowed} restarts")
             return False
-        self._lost, self._done, self.patience = self._lost + 1, False, self.config.trainer.startup_timeout
+        self._lost += 1
+        self._done = False
+        self.patience = self.config.trainer.startup_timeout
         newest = CheckpointStore(self.config.trainer.default_local_dir).latest()
         if newest is not None and read_manifest(newest).sequence > self._before:
             self.config = _resuming(self.config, newest)
         logger.error("%s", error)
-        where = "step 1" if self.config.trainer.resume_mode == "disable" else "its newest checkpoint"
+        where = "its newest checkpoint"
+        if self.config.trainer.resume_mode == "disable":
+            where = "step 1"
         logger.warning(
             "restart %d of %d: the workers are built anew and the run goes on from %s",
             self._lost,
@@ -76,6 +82,6 @@ class Attempts(Generic[C]):
 
 
 def _resuming(config: C, checkpoint: Path) -> C:
-    """The same run, going on from a checkpoint that it has saved itself, whatever it began from."""
+    """Return the configuration of the same run, going on from a checkpoint that it has saved itself."""
     trainer = dataclasses.replace(config.trainer, resume_mode="resume_path", resume_from_path=str(checkpoint))
     return dataclasses.replace(config, trainer=trainer)

@@ -1,6 +1,4 @@
-"""What every kind of run asks of a checkpoint: which one to take, whether it belongs to this run, which parts
-of an engine it holds.
-"""
+"""The choice of the checkpoint to resume from, and whether and with which parts it fits this run."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ SPREADS = {
     "tensor_parallel_size",
     "ulysses_sequence_parallel_size",
     "tensor_model_parallel_size",
-} | {
     "reshard_after_forward",
     "forward_prefetch",
     "param_offload",
@@ -35,16 +32,16 @@ SPREADS = {
 
 
 def find(store: CheckpointStore, mode: str, path: str | None) -> Checkpoint | None:
-    """The checkpoint that `trainer.resume_mode` asks for, read; None where a run starts from nothing."""
+    """Read the checkpoint that `trainer.resume_mode` asks for; None where a run starts anew."""
     if mode == "disable":
         return None
-    return store.load(Path(path).expanduser()) if mode == "resume_path" and path else store.load_latest()
+    if mode == "resume_path" and path:
+        return store.load(Path(path).expanduser())
+    return store.load_latest()
 
 
 def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
-    """Refuse, by a CheckpointError, the state of another kind of run (`ppo`, `sft`) or of a run with another
-    seed.
-    """
+    """Raise CheckpointError for the state of another kind of run (`ppo`, `sft`) or of a run with another seed."""
     saved = state.get(TRAINER, {})
     anew = "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
     if saved.get("kind") != kind:
@@ -61,15 +58,16 @@ def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
 
 
 def parts_to_save(contents: CheckpointContentsConfig) -> tuple[str, ...]:
-    """The parts of an engine's state that `checkpoint.save_contents` names."""
+    """Return the parts of an engine's state that `checkpoint.save_contents` names."""
     return tuple(
         part for word, parts in ENGINE_PARTS.items() if word in contents.save_contents for part in parts
     )
 
 
 def parts_to_load(name: str, saved: Collection[str], contents: CheckpointContentsConfig) -> tuple[str, ...]:
-    """The parts that `checkpoint.load_contents` names; those that the checkpoint lacks are said, and a
-    missing model is an error.
+    """Return the parts that `checkpoint.load_contents` names and the checkpoint has; a missing part is warned of.
+
+    Raises CheckpointError where the model is missing.
     """
     wanted = [
         part for word, parts in ENGINE_PARTS.items() if word in contents.load_contents for part in parts
@@ -103,8 +101,8 @@ def say_where(done: int, total: int, path: Path) -> None:
 
 
 def say_changes(done: int, changed: Sequence[str]) -> None:
-    """Warn of a resumed run whose keys are not those that it began with; how long it runs, what it shows and
-    where it runs may change.
+    """Warn that a resumed run has other settings than it began with. Its length, its output and its machines may
+    change without a word.
     """
     telling = [
         change
@@ -112,7 +110,7 @@ def say_changes(done: int, changed: Sequence[str]) -> None:
         if not change.startswith("trainer.") and change.partition(":")[0].rpartition(".")[2] not in SPREADS
     ]
     if done and telling:
-        more = f", and {len(telling) - 8} more" if len(telling) > 8 else ""
-        logger.warning(
-            "it goes on with other settings than it began with: %s%s", "; ".join(telling[:8]), more
-        )
+        named = telling[:8]
+        if len(telling) > len(named):
+            named.append(f"and {len(telling) - len(named)} more")
+        logger.warning("the run goes on with other settings than it began with: %s", "; ".join(named))

@@ -1,25 +1,28 @@
-"""The folder of a run: everything a reader needs later stands there, under fixed names."""
+"""The folder of a run, in which everything that a reader needs later has a fixed name."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hybridflow.checkpoint.durable import locked
+from hybridflow.config.check_paths import unwritable
 from hybridflow.config.tree import flatten
 from hybridflow.errors import ConfigError
+from hybridflow.observability.machine import machine_facts
 
 LOCK = ".run_lock"
+KEY = "trainer.default_local_dir"
 
 
 class RunFolder:
-    """`config.yaml`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`, `summary.json`, `report.html`,
-    `global_step_N/`.
+    """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`, `summary.json`,
+    `report.html` and `global_step_N/`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -27,18 +30,17 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make the folder and keep other runs out while this one writes here; ConfigError where that cannot
-        be or one is at work.
+        """Make the folder and keep other runs out while this one writes here.
 
-        A run that was killed holds nothing, and one that is refused before it has written anything leaves no
-        folder.
+        Raises ConfigError where the folder cannot be written, and where another run is writing into it. A run
+        that was killed holds nothing, and one that is refused before it has written anything leaves no folder.
         """
         made = self._make()
-        with locked(self.path / LOCK) as free:
+        with self._locked() as free:
             if not free:
                 raise ConfigError(
                     f"another run is writing into {self.path}: wait for its end, or give this one its own "
-                    "trainer.experiment_name or trainer.default_local_dir"
+                    f"trainer.experiment_name or {KEY}"
                 )
             try:
                 yield
@@ -49,29 +51,42 @@ class RunFolder:
                         for folder in made:
                             folder.rmdir()
 
+    def check_writable(self) -> None:
+        """Raise ConfigError where `held` would; the folder is left as it was."""
+        with self.held():
+            pass
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        with ExitStack() as stack:
+            try:
+                free = stack.enter_context(locked(self.path / LOCK))
+            except OSError as error:
+                raise ConfigError(unwritable(KEY, self.path, error)) from error
+            yield free
+
     def _make(self) -> list[Path]:
-        """The folders that were not there and are now, innermost first."""
+        """Make the folder; gives those that were not there before, innermost first."""
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"The run folder {self.path} cannot be made ({error}): set trainer.default_local_dir to a "
-                "writable place."
-            ) from error
+            raise ConfigError(unwritable(KEY, self.path, error)) from error
         return missing
 
     @property
     def nonfinite(self) -> Path:
-        """Rows of optimizer steps that were skipped."""
+        """Folder for the rows of optimizer steps that were skipped."""
         return self.path / "nonfinite"
 
     def write_config(self, text: str) -> list[str]:
-        """Keep the resolved configuration; gives the keys that the one kept before had other values of, as
+        """Write the resolved configuration; gives the keys whose values differ from the file that was there, as
         `key: old → new`.
         """
         path = self.path / "config.yaml"
-        before = dict(flatten(yaml.safe_load(path.read_text()) or {})) if path.is_file() else {}
+        before: dict[str, Any] = {}
+        if path.is_file():
+            before = dict(flatten(yaml.safe_load(path.read_text()) or {}))
         path.write_text(text)
         now = dict(flatten(yaml.safe_load(text)))
         return [
@@ -80,6 +95,10 @@ class RunFolder:
             if key in before and before[key] != value
         ]
 
+    def write_machine(self) -> None:
+        """Write the processor, threads and versions of this process, which the results depend on."""
+        (self.path / "machine.json").write_text(json.dumps(machine_facts(), indent=2) + "\n")
+
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Keep the run's closing numbers."""
+        """Write the run's closing numbers."""
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -1,5 +1,4 @@
-"""A run's checkpoints: what the driver holds, and each engine's state, written by its ranks at once or while
-the run goes on.
+"""Saving a run: the driver's part, and each engine's state, written by its ranks at once or while the run goes on.
 
 save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
                                                  └──`async_save`──► before a later step: commit_done ─►
@@ -78,7 +77,8 @@ class RunSaves:
         """Wait for the save that is under way, if any, and make it count; CheckpointError names the role,
         rank and cause of a failure.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return None
         beside = bool(self._writing)
@@ -110,7 +110,8 @@ class RunSaves:
         """Give up the save that is under way, if any: its folder is removed once nobody writes into it, or
         after `GIVE_UP_SECONDS`.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         end = time.monotonic() + GIVE_UP_SECONDS

@@ -1,13 +1,35 @@
 """Actor, critic, reference, teacher, process reward model and rollout: a worker class and its typed group in
 one file each.
+
+The names below are loaded when they are first used, so that the maths of `bridge.py` needs no model library.
 """
 
-from hybridflow.workers.actor import ActorGroup, ActorWorker
-from hybridflow.workers.critic import CriticGroup, CriticWorker
-from hybridflow.workers.process_reward import ProcessRewardGroup, ProcessRewardWorker
-from hybridflow.workers.reference import ReferenceGroup, ReferenceWorker
-from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
-from hybridflow.workers.teacher import TeacherGroup
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridflow.workers.actor import ActorGroup, ActorWorker
+    from hybridflow.workers.critic import CriticGroup, CriticWorker
+    from hybridflow.workers.process_reward import ProcessRewardGroup, ProcessRewardWorker
+    from hybridflow.workers.reference import ReferenceGroup, ReferenceWorker
+    from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
+    from hybridflow.workers.teacher import TeacherGroup
+
+_HOMES = {
+    "ActorGroup": "actor",
+    "ActorWorker": "actor",
+    "CriticGroup": "critic",
+    "CriticWorker": "critic",
+    "ProcessRewardGroup": "process_reward",
+    "ProcessRewardWorker": "process_reward",
+    "ReferenceGroup": "reference",
+    "ReferenceWorker": "reference",
+    "RolloutGroup": "rollout",
+    "RolloutWorker": "rollout",
+    "TeacherGroup": "teacher",
+}
 
 __all__ = [
     "ActorGroup",
@@ -22,3 +44,9 @@ __all__ = [
     "RolloutWorker",
     "TeacherGroup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"hybridflow.workers.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'hybridflow.workers' has no attribute {name!r}")

@@ -13,6 +13,7 @@ import torch
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.observability.metrics import Metrics
+from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.workers.bridge import LOSS_SHARES
@@ -90,7 +91,8 @@ def update_by_mini_batches(
     """
     # the uid only to recognise the rows of a step that was skipped
     metrics, rows = Metrics(), batch.select([*columns], ["uid"])
-    for number, indices in enumerate(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan)):
+    mini_batches = list(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan))
+    for number, indices in enumerate(progress.each(mini_batches, "mini-batch", len(mini_batches))):
         mini = rows.select_idxs(indices)
         if prepare is not None:
             mini, measured = prepare(mini, number)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from hybridflow.controller import Dispatch, WorkerGroup, register
 from hybridflow.errors import RolloutError
+from hybridflow.observability.progress import progress
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, RolloutStats
 from hybridflow.weight_sync.owned import OwnedWeights, StagedWeights
 from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
@@ -53,7 +54,8 @@ class RolloutWorker(ExactRollout):
         try:
             # on all ranks, also on those without a request: they send their shards to the others
             self.engine.wake_up()
-            finished = {output.request_id: output for output in self.engine.generate(requests)}
+            outputs = progress.results(self.engine.generate(requests), len(requests))
+            finished = {output.request_id: output for output in outputs}
         finally:
             self.engine.sleep()
         return [finished[request.request_id] for request in requests]

@@ -66,12 +66,22 @@ def test_rows_hold_text_scores_and_no_padding(batch: DataProto) -> None:
         "ground_truth": "2",
         "acc": 1.0,
     }
+    assert second["extra_info"] == {"x": 1} and "extra_info" not in first
+    assert list(second)[-2:] == ["uid", "row_id"], "what helps nobody to read comes last"
+    assert list(second)[:4] == ["prompt", "response", "num_tokens", "score"]
     assert (second["prompt"], second["response"], second["score"], second["ground_truth"]) == (
         "9=",
         "9",
         0.25,
         9,
     )
+
+
+def test_rows_hold_the_columns_that_scoring_reads(batch: DataProto) -> None:
+    """In a run the truth is a column of its own, not inside `reward_model`."""
+    scored = batch.select(None, ["uid", "extra_info", "data_source"])
+    scored |= DataProto.from_dict({}, {"ground_truth": np.array(["2", "9"], dtype=object)})
+    assert [row["ground_truth"] for row in sample_rows(scored, decode)] == ["2", "9"]
 
 
 def test_token_level_columns_are_as_long_as_the_response(batch: DataProto) -> None:

@@ -151,14 +151,25 @@ def test_names_of_metrics_stay_whole_in_a_log_file() -> None:
     assert done.stdout.count("response_length/clip_ratio") == 2
 
 
-def test_console_bar_on_a_terminal(tmp_path: Path) -> None:
-    console = console_of(force_terminal=True)
-    tracker = ConsoleTracker(RunInfo(tmp_path, total_steps=4, resume_step=2), console)
-    tracker.log(STEP, 3)
-    tracker.close()
-    assert (
-        "training" in text_of(console) and "3/4" in text_of(console) and "reward +0.531" in text_of(console)
-    )
+def test_console_line_on_a_terminal_is_as_wide_as_the_terminal(tmp_path: Path) -> None:
+    wanted = {
+        120: "step 3/9 · reward +0.531 · kl 0.0012 · entropy 0.830 · length 41.2 · tok/s 12.3k · time 3.0s · left 18.0s",
+        80: "step 3/9 · reward +0.531 · entropy 0.830 · length 41.2 · time 3.0s · left 18.0s",
+        40: "step 3/9 · reward +0.531 · left 18.0s",
+    }
+    for width, line in wanted.items():
+        console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True)
+        tracker = ConsoleTracker(RunInfo(tmp_path, total_steps=9), console, clock=lambda: 0.0)
+        tracker.log(STEP, 3)
+        tracker.close()
+        shown = [each for each in text_of(console).splitlines() if "reward" in each]
+        assert [each[each.index("step") :].rstrip() for each in shown] == [line]
+
+
+def test_console_says_nothing_of_time_left_after_the_last_step(tmp_path: Path) -> None:
+    console = console_of(force_terminal=False)
+    ConsoleTracker(RunInfo(tmp_path, total_steps=4), console).log(STEP, 4)
+    assert "time 3.0s" in text_of(console) and "left" not in text_of(console)
 
 
 def test_console_samples_keep_markup_as_text(tmp_path: Path) -> None:
@@ -187,7 +198,7 @@ def test_build_always_writes_jsonl_and_refuses_unknown_names(tmp_path: Path) -> 
 
 def test_build_refuses_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="the run folder"):
+    with pytest.raises(ConfigError, match="run is a file, and a folder is wanted there"):
         build_trackers([], tmp_path / "run")
 
 

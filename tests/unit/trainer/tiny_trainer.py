@@ -52,6 +52,7 @@ def ppo_config(model: Path, run: Path, *overrides: str) -> PPOConfig:
         "trainer.logger=[]",
         "trainer.num_threads=1",
         "trainer.val_before_train=false",
+        "trainer.test_freq=100",  # at the end
         "trainer.total_training_steps=2",
         f"trainer.default_local_dir='{run}'",
     ]

@@ -33,6 +33,7 @@ from hybridflow.engines.fsdp.sharding import before_micro_batch, reshard
 from hybridflow.errors import CheckpointError, TrainingError
 from hybridflow.models.lora import saved_names
 from hybridflow.observability.metrics import Metrics
+from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 
 
@@ -88,7 +89,8 @@ class FSDPEngine:
         width = batch.batch["responses"].shape[1]
         with self.residence.parameters():
             with _memory_named(self.name, limits):
-                for micro in self._plan(batch, limits, at_least=1):
+                micros = self._plan(batch, limits, at_least=1)
+                for micro in progress.each(micros, "micro-batch", len(micros)):
                     packed = micro.packed
                     for key, value in forward(self.module, packed).items():
                         rows = packed.unpack(value).cpu()
@@ -112,7 +114,7 @@ class FSDPEngine:
         with self.residence.parameters(), self.residence.masters():
             with _memory_named(self.name, limits):
                 micros = self._plan(batch, limits)
-                for number, micro in enumerate(micros, start=1):
+                for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
                     self._before(last=number == len(micros))
                     packed = micro.packed
                     with nullcontext() if self.activations is None else self.activations.kept():

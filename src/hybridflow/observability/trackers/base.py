@@ -1,4 +1,4 @@
-"""What a tracker is, and the set of them that a run writes to."""
+"""The interface of a tracker, and the set of trackers that a run writes to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SampleRow = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker may want to know of its run.
+    """Facts of a run for its trackers.
 
     run_dir: the run folder, which exists
     project, experiment: names for grouping
@@ -94,15 +94,18 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as dotted keys."""
+    """Return a nested configuration as dotted keys."""
     entries: dict[str, Any] = {}
     for name, value in config.items():
-        entries |= (
-            flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-        )
+        if isinstance(value, Mapping):
+            entries |= flat(value, f"{prefix}{name}.")
+        else:
+            entries[f"{prefix}{name}"] = value
     return entries
 
 
 def remembered_id(file: Path, resumed: bool) -> str | None:
-    """The remote run's id kept in the run folder, when this run goes on from an earlier one."""
-    return file.read_text(encoding="utf-8").strip() if resumed and file.exists() else None
+    """Return the remote run's id from the run folder, or None where this run does not go on from an earlier one."""
+    if resumed and file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    return None

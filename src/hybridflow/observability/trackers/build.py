@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.check_paths import unwritable
 from hybridflow.config.trainer import TrainerConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
 from hybridflow.observability.trackers.console import ConsoleTracker
 from hybridflow.observability.trackers.jsonl import JsonlTracker
@@ -29,6 +31,41 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
 }
 
 
+LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
+"""The module that a tracker needs."""
+
+
+def check_trackers(names: str | Sequence[str]) -> None:
+    """Raise ConfigError for a name in `trainer.logger` that is no tracker or whose library is not installed.
+
+    Nothing is imported, so this takes no time. In the default list a missing tensorboard is allowed.
+    """
+    chosen = _known(names)
+    for name in chosen:
+        if name == "tensorboard" and chosen == TrainerConfig().logger:
+            continue
+        if name in LIBRARIES and not _is_installed(LIBRARIES[name]):
+            raise ConfigError(
+                f"trainer.logger lists {name!r}, and {LIBRARIES[name]} is not installed: {install_extra(name)}, or "
+                f"take {name!r} out of trainer.logger"
+            )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # set to None in sys.modules
+        return False
+
+
+def _known(names: str | Sequence[str]) -> list[str]:
+    chosen = [names] if isinstance(names, str) else list(names)
+    for name in chosen:
+        if name not in TRACKERS:
+            raise ConfigError(f"trainer.logger: {name!r} is no tracker: use some of {', '.join(TRACKERS)}")
+    return chosen
+
+
 def build_trackers(
     names: str | Sequence[str],
     run_dir: str | Path,
@@ -40,17 +77,14 @@ def build_trackers(
     resume_step: int | None = None,
     explicit: bool | None = None,
 ) -> Trackers:
-    """The trackers of a run, `jsonl` always among them.
+    """Build the trackers of a run, `jsonl` always among them.
 
     `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). `explicit` says
     whether the user named the trackers; None: yes, unless they are the default list, of which a missing
     tensorboard is skipped. Raises ConfigError for an unknown name, a library that is not installed or a run
     folder that cannot be written.
     """
-    chosen = [names] if isinstance(names, str) else list(names)
-    for name in chosen:
-        if name not in TRACKERS:
-            raise ConfigError(f"trainer.logger: {name!r} is no tracker: use some of {', '.join(TRACKERS)}")
+    chosen = _known(names)
     if explicit is None:
         explicit = chosen != TrainerConfig().logger
     run = RunInfo(_writable(Path(run_dir)), project, experiment, config_dict or {}, total_steps, resume_step)
@@ -73,7 +107,5 @@ def _writable(run_dir: Path) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"the run folder {run_dir} cannot be written: {error}: set trainer.default_local_dir"
-        ) from error
+        raise ConfigError(unwritable("trainer.default_local_dir", run_dir, error)) from error
     return run_dir

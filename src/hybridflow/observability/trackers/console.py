@@ -1,8 +1,8 @@
-"""The run on the terminal: a line a step, a table at validation, and a progress bar where somebody is
-watching.
+"""The run on the terminal: a line a step and a table at validation.
 
-On a pipe or in CI there is no bar and no colour. Lines are then at least two seconds apart, so that fast
-steps do not fill a log file; the first step, the last one and those with a validation always have theirs.
+On a pipe or in CI there is no colour. Lines are then at least two seconds apart, so that fast steps do not fill a
+log file; the first step, the last one and those with a validation always have theirs. What happens inside a step
+is shown by `observability.progress`, on the same console.
 """
 
 from __future__ import annotations
@@ -11,49 +11,46 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from hybridflow.observability.logging_setup import console as shared_console
+from hybridflow.observability.progress import Progress, duration
+from hybridflow.observability.progress import progress as shared_progress
 from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker
 
 
 class _Field(NamedTuple):
     label: str
-    names: tuple[str, ...]  # the first that is there is shown
+    names: tuple[str, ...]
+    """Metrics, of which the first that the step has is shown."""
     form: Callable[[float], str]
+    keep: int
+    """Where the terminal is too narrow for the whole line, the fields with the lowest number go first."""
 
 
 def _quantity(value: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for size, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
+            return f"{value / divisor:.1f}{unit}"
     return f"{value:.0f}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 8.4s, 3m 05s, 2h 07m."""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
-
-
 _FIELDS = (
-    _Field("loss", ("train/loss",), "{:.4f}".format),
-    _Field("reward", ("critic/rewards/mean", "critic/score/mean"), "{:+.3f}".format),
-    _Field("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}".format),
-    _Field("ppo_kl", ("actor/ppo_kl",), "{:.4f}".format),
-    _Field("entropy", ("actor/entropy",), "{:.3f}".format),
-    _Field("length", ("response_length/mean",), "{:.1f}".format),
-    _Field("tok/s", ("perf/throughput", "train/tokens_per_second"), _quantity),
-    _Field("time", ("timing_s/step", "perf/time_per_step"), duration),
+    _Field("loss", ("train/loss",), "{:.4f}".format, 9),
+    _Field("reward", ("critic/rewards/mean", "critic/score/mean"), "{:+.3f}".format, 9),
+    _Field("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}".format, 2),
+    _Field("ppo_kl", ("actor/ppo_kl",), "{:.4f}".format, 1),
+    _Field("entropy", ("actor/entropy",), "{:.3f}".format, 4),
+    _Field("length", ("response_length/mean",), "{:.1f}".format, 5),
+    _Field("tok/s", ("perf/throughput", "train/tokens_per_second"), _quantity, 3),
+    _Field("time", ("timing_s/step", "perf/time_per_step"), duration, 6),
 )
+_LEFT = _Field("left", (), duration, 7)
 _VALIDATION = re.compile(r"^val[^/]*/")
 _VARIANT = re.compile(r"^(?:(?P<source>.+)/)?(?P<key>[^/]+)/(?P<variant>(?:mean|best|maj|worst|std)@.*)$")
 _QUIET_SECONDS = 2.0  # between two lines where nobody is watching
@@ -66,21 +63,31 @@ class ConsoleTracker(Tracker):
     def __init__(
         self, run: RunInfo, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console or shared_console
-        self._total, self._start, self._clock = run.total_steps, run.resume_step or 0, clock
-        self._last_time, self._step_seconds = clock(), 0.0
+        self._progress = shared_progress if console is None else Progress(console)
+        self._console = self._progress.console
+        self._total = run.total_steps
+        self._clock = clock
+        self._last_time = clock()
+        self._step_seconds = 0.0
         self._last_line = -math.inf  # when the last line was printed
         self._validations: dict[str, list[float]] = {}
-        self._progress: Progress | None = None
+        self._shown = ExitStack()
+        if self._console.is_terminal:  # for a trainer that is used without the command
+            self._shown.enter_context(self._progress.shown())
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         validation = {name: value for name, value in metrics.items() if _VALIDATION.match(name)}
         if any(name in metrics for field in _FIELDS for name in field.names):
             left = self._time_left(metrics, step)
+            self._progress.seconds_left = left
             if self._console.is_terminal or self._is_due(step, bool(validation)):
-                self._show_step(metrics, step, left)
+                self._print(self._step_line(metrics, step, left), soft_wrap=True)
         if validation:
             self._show_validation(validation, step)
+
+    def _print(self, what: Text | Table, **options: bool) -> None:
+        self._progress.heard()
+        self._console.print(what, **options)  # type: ignore[arg-type]  # its options have many types
 
     def _is_due(self, step: int, validated: bool) -> bool:
         due = validated or step == self._total or self._last_time - self._last_line >= _QUIET_SECONDS
@@ -88,52 +95,45 @@ class ConsoleTracker(Tracker):
             self._last_line = self._last_time
         return due
 
-    def _show_step(self, metrics: Mapping[str, float], step: int, left: float | None) -> None:
+    def _step_line(self, metrics: Mapping[str, float], step: int, left: float | None) -> Text:
+        """The line of a step; on a terminal without the fields for which it has no room."""
+        fields: list[tuple[_Field, float]] = []
+        for field in _FIELDS:
+            value = next((metrics[name] for name in field.names if name in metrics), None)
+            if value is not None:
+                fields.append((field, value))
+        if left is not None:
+            fields.append((_LEFT, left))
+        line = self._joined(fields, step)
+        while self._console.is_terminal and fields and line.cell_len > self._console.width:
+            fields.remove(min(fields, key=lambda each: each[0].keep))
+            line = self._joined(fields, step)
+        return line
+
+    def _joined(self, fields: Sequence[tuple[_Field, float]], step: int) -> Text:
         line = Text()
         total = f"/{self._total}" if self._total else ""
         line.append(f"step {step:>{len(str(self._total or 0))}}{total}", style="bold")
-        for label, names, form in _FIELDS:
-            value = next((metrics[name] for name in names if name in metrics), None)
-            if value is not None:
-                line.append(" · ", style="dim").append(label + " ", style="dim").append(
-                    form(value), style="red" if value != value else ""
-                )
-        if left is not None:
-            line.append(" · ", style="dim").append("left ", style="dim").append(duration(left))
-        if self._console.is_terminal:
-            self._advance(step, metrics.get("perf/throughput"), left)
-        self._console.print(line, soft_wrap=True)
+        for field, value in fields:
+            line.append(" · ", style="dim").append(field.label + " ", style="dim")
+            line.append(field.form(value), style="red" if math.isnan(value) else "")
+        return line
 
     def _time_left(self, metrics: Mapping[str, float], step: int) -> float | None:
         """Steps left times the recent seconds a step (validation and saving included, as the clock sees
-        them).
+        them); None after the last step.
         """
         now = self._clock()
-        seconds, self._last_time = now - self._last_time, now
-        # before the first line stands the start of the run: take the step's own time
+        seconds = now - self._last_time
+        self._last_time = now
         if not self._step_seconds:
-            seconds = metrics.get("timing_s/step", seconds)
-        self._step_seconds = seconds if not self._step_seconds else 0.9 * self._step_seconds + 0.1 * seconds
-        return max(self._total - step, 0) * self._step_seconds if self._total else None
-
-    def _advance(self, step: int, throughput: float | None, left: float | None) -> None:
-        if self._progress is None:
-            columns = (
-                TextColumn("[bold]training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[speed]}{task.fields[left]}"),
-            )
-            self._progress = Progress(*columns, console=self._console, transient=True)
-            self._progress.add_task("training", total=self._total, completed=self._start, speed="", left="")
-            self._progress.start()
-        speed = f"{_quantity(throughput)} tok/s" if throughput is not None else ""
-        self._progress.update(
-            self._progress.task_ids[0],
-            completed=step,
-            speed=speed,
-            left=f" · {duration(left)} left" if left is not None else "",
-        )
+            # before the first line stands the start of the run: take the step's own time
+            self._step_seconds = metrics.get("timing_s/step", seconds)
+        else:
+            self._step_seconds = 0.9 * self._step_seconds + 0.1 * seconds
+        if not self._total or step >= self._total:
+            return None
+        return (self._total - step) * self._step_seconds
 
     def _show_validation(self, metrics: Mapping[str, float], step: int) -> None:
         table = Table(
@@ -157,7 +157,7 @@ class ConsoleTracker(Tracker):
             changes = [f"{value - seen[-1]:+.4f}", f"{value - seen[0]:+.4f}"] if seen else ["", ""]
             table.add_row(Text(source), Text(key), Text(variant), f"{value:.4f}", *changes)
             seen.append(value)
-        self._console.print(table)
+        self._print(table)
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         if not rows:
@@ -176,14 +176,15 @@ class ConsoleTracker(Tracker):
             score = row.get("score")
             texts = [_cut(row.get(name)) for name in ("prompt", "response", "ground_truth")]
             table.add_row(*texts, f"{score:.2f}" if isinstance(score, (int, float)) else _cut(score))
-        self._console.print(table)
+        self._print(table)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._progress.seconds_left = None
+        self._shown.close()
 
 
 def _cut(value: object) -> Text:
     text = "" if value is None else str(value)
-    return Text(text if len(text) <= _SAMPLE_WIDTH else text[:_SAMPLE_WIDTH] + f"… ({len(text)} characters)")
+    if len(text) > _SAMPLE_WIDTH:
+        text = f"{text[:_SAMPLE_WIDTH]}… ({len(text)} characters)"
+    return Text(text)

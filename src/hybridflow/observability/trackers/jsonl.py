@@ -30,13 +30,17 @@ class JsonlTracker(Tracker):
         self._rewrite(kept)
         self._step = max(kept, default=-1)
         self._line = dict(kept.get(self._step, {}))
-        self._offset = self.path.stat().st_size - (len(_encode(self._step, self._line)) if kept else 0)
+        self._offset = self.path.stat().st_size
+        if kept:
+            self._offset -= len(_encode(self._step, self._line))
         self._file = self.path.open("r+b")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         assert step >= self._step, f"step {step} is logged after step {self._step}: steps must not go back"
         if step > self._step:
-            self._offset, self._step, self._line = self._file.seek(0, os.SEEK_END), step, {}
+            self._offset = self._file.seek(0, os.SEEK_END)
+            self._step = step
+            self._line = {}
         self._line.update(metrics)
         self._file.seek(self._offset)
         self._file.write(_encode(step, self._line))
@@ -53,8 +57,8 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """The metrics by step of a `metrics.jsonl`; a line torn by a crash is left out, a step that stands twice
-    is joined.
+    """Return the metrics of a `metrics.jsonl` by step, without a line torn by a crash; a step that stands twice is
+    joined.
     """
     steps: dict[int, dict[str, float]] = {}
     if not path.exists():

@@ -51,12 +51,9 @@ class MlflowTracker(Tracker):
 
     def _experiment_id(self, name: str, artifact_location: str | None) -> str:
         experiment = self._client.get_experiment_by_name(name)
-        found = (
-            experiment.experiment_id
-            if experiment
-            else self._client.create_experiment(name, artifact_location=artifact_location)
-        )
-        return str(found)
+        if experiment:
+            return str(experiment.experiment_id)
+        return str(self._client.create_experiment(name, artifact_location=artifact_location))
 
     def _log_params(self, run_id: str, config: Mapping[str, object]) -> None:
         params = iter(

@@ -85,10 +85,14 @@ def build_service(settings: ServeSettings) -> Service:
     client = LLMClient(
         [EngineReplica(_opener(engine), name=f"native-{place}") for place, engine in enumerate(engines)]
     )
-    logger.info(
-        "serving %s: %d tokens of context, tool calls by %s", settings.name, longest, parser or "none"
-    )
+    logger.info("serving %s: %d tokens of context, %s", settings.name, longest, _tool_calls(parser))
     return Service(client, model, settings.limits)
+
+
+def _tool_calls(parser: str | None) -> str:
+    if parser is None:
+        return "tool calls are not parsed (--tool-call-parser names how the model writes them)"
+    return f"tool calls are read as {parser} writes them"
 
 
 def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:

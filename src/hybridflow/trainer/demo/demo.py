@@ -19,6 +19,7 @@ from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.observability.machine import machine_facts
 from hybridflow.observability.report import write_report
 from hybridflow.trainer.demo.evaluate import MAX_TOKENS, Evaluation, evaluate
 from hybridflow.trainer.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
@@ -34,7 +35,7 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line can change."""
+    """Choices of the command line."""
 
     folder: Path
     algorithm: str = "grpo"
@@ -49,7 +50,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:
-    """Run the demo from nothing; gives and writes the summary (accuracies before and after, seconds)."""
+    """Run the demo from a new model on; gives and writes the summary: accuracies before and after, seconds, machine."""
     start = time.perf_counter()
     folder = RunFolder(options.folder / options.algorithm)
     model = create_tiny_model(options.folder / "model", seed=options.seed)
@@ -72,6 +73,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         "seconds_sft": warm.seconds,
         "seconds_rl": trained,
         "seconds": time.perf_counter() - start,
+        **machine_facts(),
         "samples_before": before[1].samples[:NUM_SHOWN],
         "samples_after": after[1].samples[:NUM_SHOWN],
     }
@@ -83,22 +85,24 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
 def reinforce(
     options: DemoOptions, model: Path, folder: RunFolder
 ) -> tuple[tuple[Evaluation, Evaluation], tuple[Evaluation, Evaluation], float]:
-    """RL from the warm model in the folder `model`; gives (greedy, sampled) before and after, and the seconds
-    of training.
+    """Train the warm model in the folder `model` by RL; gives its (greedy, sampled) evaluations before and after, and
+    the seconds of training.
     """
     overrides = [
         f"actor_rollout_ref.model.path='{model}'",
         f"trainer.default_local_dir='{folder.path}'",
         f"trainer.seed={options.seed}",
         "trainer.resume_mode=disable",
-        *([] if options.reward == REWARD else [f"reward.function={options.reward}"]),
-        *options.overrides,
     ]
+    if options.reward != REWARD:
+        overrides.append(f"reward.function={options.reward}")
+    overrides += options.overrides
     config, notes, _ = prepare_config(PPOConfig, overrides, recipe=f"tiny/{options.algorithm}")
     for note in notes:
         logger.info("note: %s", note)
     with build_ppo(config) as trainer:
-        tokenizer, rollout = trainer.tokenizer, trainer.trajectories.rollout
+        tokenizer = trainer.tokenizer
+        rollout = trainer.trajectories.rollout
         questions = held_out_questions(tokenizer, seed=options.seed)
         rollout.update_from(trainer.step.roles.actor, 0)
         before = _both(rollout, tokenizer, questions, options.seed)

@@ -19,14 +19,12 @@ MAX_TOKENS = 48
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy answered to the held-out questions."""
+    """Answers of a policy to the held-out questions, and their accuracy."""
 
     accuracy: float
     """Share of right answers, in [0, 1]."""
     pass_rate: float
-    """Share of questions with a right answer among theirs (pass@n), in [0, 1]; with one answer a question,
-    the accuracy.
-    """
+    """Share of questions with at least one right answer (pass@n), in [0, 1]; the accuracy where n is 1."""
     mean_length: float
     """Tokens of a response, the end token included."""
     samples: list[dict[str, object]]
@@ -43,7 +41,7 @@ def evaluate(
     seed: int,
     n: int = 1,
 ) -> Evaluation:
-    """`n` responses to each question under the weights as they are; sampling is at temperature 1."""
+    """Answer each question `n` times with the weights as they are and score the answers; sampled at temperature 1."""
     prompts = [questions[index] for index in range(len(questions))]
     sampling = SamplingParams(max_tokens=max_tokens, greedy=greedy)
     batch = build_requests(prompts, sampling, n=n, seed=seed, purpose="demo_evaluation", step=0)
@@ -54,7 +52,9 @@ def evaluate(
     for prompt, text in zip(batch.rows, texts, strict=True):
         truth = prompt.row["reward_model"]["ground_truth"]
         result = compute_score("arithmetic_chain", text, truth)
-        scores.append(float(result["score"] if isinstance(result, dict) else result))
+        if isinstance(result, dict):
+            result = result["score"]
+        scores.append(float(result))
         samples.append(
             {
                 "question": prompt.row["prompt"][-1]["content"],

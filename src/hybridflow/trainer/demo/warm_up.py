@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WarmUpOptions:
-    """Where the warm-up ends."""
+    """Conditions under which the warm-up ends."""
 
     accuracy: float = 0.5
     """Greedy accuracy on the held-out questions at which it ends."""
@@ -39,9 +39,7 @@ class WarmUpOptions:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What the warm-up made: the model's folder, its greedy accuracy (of the last look; 0 without one),
-    steps, seconds.
-    """
+    """A warm model: its folder, greedy accuracy when last looked at (0 if never), steps and seconds of training."""
 
     model: Path
     accuracy: float
@@ -50,7 +48,7 @@ class WarmUp:
 
 
 def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> WarmUp:
-    """SFT of `model` in the run folder `folder`; the warm model stands in `folder/model`."""
+    """Fine-tune `model` in the run folder `folder` and write the warm model into `folder/model`."""
     start = time.perf_counter()
     overrides = [
         f"model.path='{model}'",
@@ -58,8 +56,9 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
         f"trainer.seed={seed}",
         "trainer.resume_mode=disable",
         "trainer.logger=[console]",
-        *([] if options.max_steps is None else [f"trainer.total_training_steps={options.max_steps}"]),
     ]
+    if options.max_steps is not None:
+        overrides.append(f"trainer.total_training_steps={options.max_steps}")
     config = prepare_config(SFTConfig, overrides, recipe="tiny/sft").config
     logger.info(
         "warm-up: it reads worked answers until %.0f %% of the held-out questions are right, for at most %s "
@@ -92,7 +91,7 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
 
 
 def held_out_questions(tokenizer: Tokenizer, *, seed: int) -> MapDataset[PromptRow]:
-    """The validation split of the tiny task, in neither training set."""
+    """Return the validation split of the tiny task, which is in neither training set."""
     # training questions are not wanted here
     few = ["actor_rollout_ref.model.path=unused", "data.task.size=64"]
     config = prepare_config(PPOConfig, few, recipe="tiny/grpo").config

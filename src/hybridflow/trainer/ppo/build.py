@@ -24,6 +24,7 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.distributed.device import set_threads
 from hybridflow.errors import ConfigError
+from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
@@ -39,31 +40,41 @@ from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.resume import say_changes
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.run_trackers import run_trackers
+from hybridflow.trainer.stopping import StopSignals
 from hybridflow.workers.bridge import KLController, find_estimator, kl_controller
 
 
 @contextmanager
-def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[SyncTrainer]:
-    """Everything a run needs; what holds processes, files or the run folder is let go at the end, whatever
-    happens.
+def build(
+    config: PPOConfig, *, patience: float = 0.0, signals: StopSignals | None = None
+) -> Iterator[SyncTrainer]:
+    """Build everything a run needs; processes, files and the run folder are released when the context ends,
+    also after an error.
 
-    `patience`: seconds to wait for devices that a lost node may bring back.
+    `patience`: seconds to wait for devices that a lost node may bring back. `signals`: asks the run to stop;
+    None: SIGINT and SIGTERM do what they do elsewhere.
     """
     set_threads(config.trainer.num_threads)
-    folder, roles = RunFolder(config.trainer.default_local_dir), needed_roles(config)
+    folder = RunFolder(config.trainer.default_local_dir)
+    roles = needed_roles(config)
+    signals = signals or StopSignals()
     with folder.held(), hosting(config.trainer, config.ray_kwargs, roles, patience=patience) as start:
-        yield from _build(config, folder, roles, start)
+        signals.install()  # Ray has set its own when it was connected
+        yield from _build(config, folder, roles, start, signals)
 
 
-def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: Start) -> Iterator[SyncTrainer]:
-    tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
-    data = build_prompt_data(
-        config.data,
-        tokenizer,
-        config.trainer.seed,
-        dynamic_sampling=config.algorithm.filter_groups.enable,
-        demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
-    )
+def _build(
+    config: PPOConfig, folder: RunFolder, names: Sequence[str], start: Start, signals: StopSignals
+) -> Iterator[SyncTrainer]:
+    with progress.phase("reading tokenizer and data"):
+        tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
+        data = build_prompt_data(
+            config.data,
+            tokenizer,
+            config.trainer.seed,
+            dynamic_sampling=config.algorithm.filter_groups.enable,
+            demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
+        )
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
     loader = data.train_loader
@@ -78,29 +89,35 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
         )
     with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
         facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
-        roles = groups(start(workers_of(facts), partial(meshes, config, names)), names)
-        controller, exact = kl_controller(config.algorithm), ExactState()
+        with progress.phase("starting the workers"):
+            roles = groups(start(workers_of(facts), partial(meshes, config, names)), names)
+        controller = kl_controller(config.algorithm)
+        exact = ExactState()
         state = _state(config, roles, controller, exact, loader, tokenizer, total_steps)
-        store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
-        done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
-        settle_exact(config, roles, exact)
+        with progress.phase("looking for a checkpoint"):
+            store = CheckpointStore(folder.path, keep=config.trainer.max_ckpt_to_keep)
+            done = state.resume(store, config.trainer.resume_mode, config.trainer.resume_from_path)
+        with progress.phase("comparing log-probs of generation and training"):
+            settle_exact(config, roles, exact)
         say_changes(done, folder.write_config(to_yaml(config)))
+        folder.write_machine()
         with (
             state.saves.given_up_at_the_end(store),
             run_trackers(config, folder, total_steps, done) as trackers,
         ):
-            timer = Timer()
+            timer = Timer(progress=progress)
             samples = SampleLog(folder.path, config, tokenizer, total_steps, trackers, done)
             trajectories = Trajectories(roles.rollout, rewards, tokenizer, config, timer)
+            validator = None
+            if data.val_dataset:
+                validator = Validator(data.val_dataset, trajectories, samples, config)
             yield SyncTrainer(
                 config=config,
                 data=data,
                 loader=loader,
                 trajectories=trajectories,
-                step=PPOStep(roles, config, controller, timer, exact=exact),
-                validator=Validator(data.val_dataset, trajectories, samples, config)
-                if data.val_dataset
-                else None,
+                step=PPOStep(roles, config, controller, timer, exact=exact, leavable=signals.leavable),
+                validator=validator,
                 state=state,
                 store=store,
                 trackers=trackers,
@@ -108,6 +125,7 @@ def _build(config: PPOConfig, folder: RunFolder, names: Sequence[str], start: St
                 timer=timer,
                 total_steps=total_steps,
                 tokenizer=tokenizer,
+                signals=signals,
             )
 
 
@@ -142,7 +160,7 @@ def _state(
 
 
 def _steps_an_epoch(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:
-    """As many as the rows suffice for; a step of dynamic sampling takes one or more generation batches, here
-    as few as it can.
+    """Return the steps for which an epoch's rows suffice. A step of dynamic sampling takes one or more generation
+    batches; here it takes as few as it can.
     """
     return max(1, len(loader) // math.ceil(config.data.train_batch_size / loader.batch_size))

@@ -67,11 +67,14 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
         return
     switch_to(roles, chosen)
     state.on = True
-    logger.info(
-        "exact mode: log-probs of rollout and training are equal to the bit (keys of attention padded to "
-        "%d, dense layers to %d rows)",
+    logger.debug(
+        "exact mode pads keys of attention to %d and dense layers to %d rows",
         chosen.key_step,
         chosen.num_rows(1),
+    )
+    logger.info(
+        "exact mode: generation and training give a token the same log-prob to the bit here, so the pass that "
+        "would recompute old log-probs is left out"
     )
 
 

@@ -20,6 +20,7 @@ from hybridflow.engines.build import build_engine
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.build import shape_of
 from hybridflow.models.lora import LoraSettings
+from hybridflow.observability.progress import progress
 from hybridflow.trainer.models import end_tokens, model_arguments
 from hybridflow.trainer.ppo.spread import engine_keys, sizes
 from hybridflow.workers import ActorWorker, CriticWorker, ProcessRewardWorker, ReferenceWorker, RolloutWorker
@@ -29,7 +30,7 @@ from hybridflow.workers.teacher import TEACHER_COLUMN
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a worker process needs to know of its run."""
+    """Facts of a run that its worker processes need."""
 
     config: PPOConfig
     total_steps: int
@@ -48,7 +49,7 @@ def facts_of(config: PPOConfig, tokenizer: Tokenizer, total_steps: int, nonfinit
 
 
 def workers_of(facts: RunFacts) -> Make:
-    """What a backend builds the workers of its processes with."""
+    """Return the function by which a backend builds the workers of its processes."""
     return partial(_factories, facts)
 
 
@@ -65,17 +66,18 @@ def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
 
 
 class Host:
-    """The factories of one process; roles that live here share what they can (the rollout has the actor's
-    module).
-    """
+    """The factories of one process; roles in it share what they can: the rollout generates with the actor's module."""
 
     def __init__(self, facts: RunFacts, house: WorkerHost) -> None:
-        self.facts, self.config, self.house = facts, facts.config, house
+        self.facts = facts
+        self.config = facts.config
+        self.house = house
         self.device = resolve_device(self.config.trainer.device)
 
     def actor(self, info: RankInfo) -> ActorWorker:
-        """The policy in training."""
-        config, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        """Build the policy in training."""
+        config = self.config.actor_rollout_ref.actor
+        rollout = self.config.actor_rollout_ref.rollout
         trained_steps = max(0, self.facts.total_steps - self.config.trainer.critic_warmup)
         updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * trained_steps
         engine = self._engine("policy", "actor", config.optim, updates, config.grad_clip)
@@ -86,8 +88,9 @@ class Host:
         return ActorWorker(engine, config, temperature=rollout.temperature, log_prob_limits=limits)
 
     def reference(self, info: RankInfo) -> ReferenceWorker:
-        """The policy that the run starts from."""
-        config, rollout = self.config.actor_rollout_ref.ref, self.config.actor_rollout_ref.rollout
+        """Build the policy that the run starts from."""
+        config = self.config.actor_rollout_ref.ref
+        rollout = self.config.actor_rollout_ref.rollout
         cap = (
             config.log_prob_max_token_len_per_gpu
             or self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
@@ -104,18 +107,18 @@ class Host:
         return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
 
     def critic(self, info: RankInfo) -> CriticWorker:
-        """The value model."""
+        """Build the value model."""
         config = self.config.critic
         assert config.ppo_mini_batch_size is not None and config.ppo_epochs is not None, "filled by resolve"
         updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * self.facts.total_steps
         engine = self._engine("value", "critic", config.optim, updates, config.grad_clip)
-        cap, rows = config.forward_max_token_len_per_gpu, config.forward_micro_batch_size_per_gpu
-        limits = BatchLimits(cap or config.ppo_max_token_len_per_gpu, rows)
+        cap = config.forward_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu
+        limits = BatchLimits(cap, config.forward_micro_batch_size_per_gpu)
         scale_factor = self.config.actor_rollout_ref.actor.loss_scale_factor
         return CriticWorker(engine, config, forward_limits=limits, loss_scale_factor=scale_factor)
 
     def teacher(self, info: RankInfo) -> ReferenceWorker:
-        """The frozen policy that on-policy distillation learns from."""
+        """Build the frozen policy that on-policy distillation learns from."""
         config = self.config.distillation
         if config.teacher_model.path is None:
             raise ConfigError(
@@ -129,7 +132,7 @@ class Host:
         return ReferenceWorker(engine, temperature=self._temperature, limits=limits, column=TEACHER_COLUMN)
 
     def process_reward(self, info: RankInfo) -> ProcessRewardWorker:
-        """The implicit process reward model, which starts as the actor does unless it has a path of its own."""
+        """Build the implicit process reward model; without a path of its own it starts as the actor does."""
         config = self.config.reward.process_reward_model
         updates = (
             self._updates(config.ppo_mini_batch_size or self.config.data.train_batch_size, 1)
@@ -141,16 +144,20 @@ class Host:
         return ProcessRewardWorker(engine, config, temperature=self._temperature, limits=limits)
 
     def rollout(self, info: RankInfo) -> RolloutWorker:
-        """Generation: with the actor's own weights where the actor lives here, else with weights that it is
-        sent.
+        """Build generation: with the actor's own module where the actor is in this process, else with weights that
+        are sent.
         """
-        roles, model = self.config.actor_rollout_ref, self._model(self.config.actor_rollout_ref.model)
+        roles = self.config.actor_rollout_ref
+        model = self._model(roles.model)
         if roles.actor.fsdp_config.mixed_precision.param_dtype != "auto":
-            # that in which the actor computes
+            # the dtype in which the actor computes
             model["dtype"] = roles.actor.fsdp_config.mixed_precision.param_dtype
+        actor_engine = None
+        if self.house.has("actor"):
+            actor_engine = self._actor_engine()
         return build_rollout_worker(
             roles.rollout,
-            actor_engine=self._actor_engine() if self.house.has("actor") else None,
+            actor_engine=actor_engine,
             model=model,
             eos_token_ids=self.facts.end_tokens,
             lora=LoraSettings.from_config(roles.model, seed=self.config.trainer.seed),
@@ -159,7 +166,7 @@ class Host:
 
     @property
     def _temperature(self) -> float:
-        """What all policies of a run are read at: the rollout's."""
+        """Temperature at which all policies of a run give log-probs: the rollout's."""
         return self.config.actor_rollout_ref.rollout.temperature
 
     @property
@@ -175,7 +182,8 @@ class Host:
         """Raise ModelError for a model that has no log-prob for some token of the actor's; rows of padding
         may be more or fewer.
         """
-        theirs, ours = engine.module.get_parameter("head.weight").shape[0], self.facts.vocabulary
+        theirs = engine.module.get_parameter("head.weight").shape[0]
+        ours = self.facts.vocabulary
         if theirs < ours:
             raise ModelError(
                 f"{key} has a vocabulary of {theirs} tokens and the actor one of {ours}: their token ids "
@@ -200,17 +208,21 @@ class Host:
         """The engine of a role, over the processes of its pool; without `optim` it only computes."""
         fsdp, _, model = engine_keys(self.config, role)
         trainer = self.config.trainer
-        return build_engine(
-            kind,
-            self._model(model),
-            name=role,
-            optim=optim,
-            total_steps=updates,
-            grad_clip=grad_clip,
-            max_nonfinite_steps=trainer.max_nonfinite_steps,
-            dump_dir=self.facts.nonfinite,
-            fsdp=fsdp,
-            sizes=sizes(self.config, role, self.house.place.world_size),
-            activation_offload=model.enable_activation_offload,
-            lora=LoraSettings.from_config(model, seed=trainer.seed) if optim is not None else None,
-        )
+        lora = None
+        if optim is not None:
+            lora = LoraSettings.from_config(model, seed=trainer.seed)
+        with progress.phase(f"loading the model of the {role.replace('_', ' ')}"):
+            return build_engine(
+                kind,
+                self._model(model),
+                name=role,
+                optim=optim,
+                total_steps=updates,
+                grad_clip=grad_clip,
+                max_nonfinite_steps=trainer.max_nonfinite_steps,
+                dump_dir=self.facts.nonfinite,
+                fsdp=fsdp,
+                sizes=sizes(self.config, role, self.house.place.world_size),
+                activation_offload=model.enable_activation_offload,
+                lora=lora,
+            )

@@ -1,4 +1,4 @@
-"""Who takes part in a step: the typed groups, by the names that the loop uses, and which of them a run needs."""
+"""The typed worker groups that take part in a step, and which of them a run needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Roles:
 
 
 def groups(backend: Backend, names: Sequence[str]) -> Roles:
-    """The groups of the roles `names` on a backend."""
+    """Return the groups of the roles `names` on a backend."""
     return Roles(
         actor=ActorGroup(backend, "actor"),
         rollout=RolloutGroup(backend, "rollout"),
@@ -48,13 +48,14 @@ def groups(backend: Backend, names: Sequence[str]) -> Roles:
 
 
 def needed_roles(config: PPOConfig) -> list[str]:
-    """Names of the roles that a run has: by its configuration, and by the columns that its estimator and its
+    """Return the names of the roles that a run has, by its configuration and by the columns that its estimator and
     loss name.
 
     So a user's own function gets a reference, a teacher or a process reward model by having `ref_log_prob`,
     `teacher_log_probs` or `process_rewards` among its arguments.
     """
-    estimator, loss = find_estimator(config.algorithm), find_policy_loss(config.actor_rollout_ref.actor)
+    estimator = find_estimator(config.algorithm)
+    loss = find_policy_loss(config.actor_rollout_ref.actor)
     named = {*estimator.needs, *estimator.takes, *loss.keywords}
     # `enable` cannot be told from its null by now, so only a column that the estimator must have overrules it
     process_reward = bool(config.reward.process_reward_model.enable) or "process_rewards" in estimator.needs

@@ -1,11 +1,11 @@
-"""Everything that matters of a run, as one state: with it a resumed run goes on to the bit.
+"""The state of a run, from which a resumed run goes on to the bit.
 
-There is no random state in it: every draw is keyed by (seed, purpose, step, row), so the step number is
-enough.
+It holds no random state: every draw is keyed by (seed, purpose, step, row), so the step number is enough.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,22 +25,21 @@ from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.bridge import KLController
 
 WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=["model"])
-"""Of a reference that moves: it has no optimizer, and without its weights a run could not go on to the bit.
+"""Contents of the checkpoint of a reference that moves: it has no optimizer, but its weights are needed to go on to
+the bit.
 """
 
 
 @dataclass
 class RunState:
-    """Where a run is: weights, optimizers, data position, KL coefficient, whether it has left exact mode, and
-    step.
-    """
+    """The state of a run: weights, optimizers, data position, KL coefficient, whether exact mode has ended, and step."""
 
     roles: Roles
     loader: StatefulLoader[PromptRow]
     kl_controller: KLController
     exact: ExactState
     contents: dict[str, CheckpointContentsConfig]
-    """By role with an optimizer: what is saved and loaded."""
+    """Parts that are saved and loaded, by role with an optimizer."""
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
     """(folder, with weights): writes config, tokenizer and, if asked, the weights of the actor; gives digests
     that are known already.
@@ -50,7 +49,14 @@ class RunState:
     reference_moves: bool = False
     """True: the reference takes over the actor's weights now and then, so its own are part of the state."""
     step: int = 0
+    """Steps that are done."""
+    saved_step: int = 0
+    """The step of the newest checkpoint that this run has saved or resumed from."""
+    validation_due: bool = False
+    """True: a signal has ended the run before the validation of its last step."""
     saves: RunSaves = field(default_factory=RunSaves)
+    _finished: dict[str, Any] = field(default_factory=dict)
+    """What the driver saves of the step that `finish` was told last."""
     _roles: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,11 +74,15 @@ class RunState:
             self._roles[REFERENCE] = self.roles.reference
             self.contents = {**self.contents, REFERENCE: WEIGHTS_ONLY}
 
-    def save(self, store: CheckpointStore) -> Path:
-        """Save this step; gives where its checkpoint is or, with `checkpoint.async_save`, will be when it is
-        whole.
+    def finish(self, step: int) -> None:
+        """Note that a step is done: until the next one changes weights, `save` saves the run as it is now, also
+        where the next one has taken prompts already.
         """
-        state: dict[str, Any] = {
+        self.step = step
+        self._finished = copy.deepcopy(self._drivers_part())
+
+    def _drivers_part(self) -> dict[str, Any]:
+        return {
             DATA: self.loader.state_dict(),
             TRAINER: {
                 "kind": "ppo",
@@ -82,14 +92,25 @@ class RunState:
                 "exact": self.exact.state_dict(),
             },
         }
+
+    def save(self, store: CheckpointStore) -> Path:
+        """Save the last whole step; gives where its checkpoint is or, with `checkpoint.async_save`, will be
+        when it is whole.
+        """
+        state = self._finished
+        if not state or state[TRAINER]["step"] != self.step:
+            state = self._drivers_part()
+        state = {**state, TRAINER: {**state[TRAINER], "validation_due": self.validation_due}}
         engines = {name: SavedEngine(group, self.contents[name]) for name, group in self._roles.items()}
         with_weights = "hf_model" in self.contents[ACTOR].save_contents
         folders = {f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)}
-        return self.saves.save(store, self.step, state, engines, folders)
+        path = self.saves.save(store, self.step, state, engines, folders)
+        self.saved_step = self.step
+        return path
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
-        """Take over the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0
-        without one.
+        """Go on from the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without
+        one.
         """
         loaded = find(store, mode, path)
         if loaded is None:
@@ -99,7 +120,7 @@ class RunState:
         return self.step
 
     def take(self, loaded: Checkpoint) -> None:
-        """Take over a checkpoint, in place."""
+        """Restore a checkpoint, in place."""
         state = loaded.state
         check_belongs(state, kind="ppo", seed=self.seed)
         # it had moved: it must not fall back to the start weights, even where it moves no more
@@ -114,3 +135,5 @@ class RunState:
         # older checkpoints have none
         self.exact.load_state_dict(state[TRAINER].get("exact", {"ended": False}))
         self.step = int(state[TRAINER]["step"])
+        self.saved_step = self.step
+        self.validation_due = bool(state[TRAINER].get("validation_due", False))

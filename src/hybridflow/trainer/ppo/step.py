@@ -5,6 +5,8 @@ Read it as the algorithm. The right margin names the columns that each line adds
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from hybridflow.algorithms.masked import masked_mean
@@ -41,11 +43,19 @@ class PPOStep:
     """
 
     def __init__(
-        self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer, *, exact: ExactState
+        self,
+        roles: Roles,
+        config: PPOConfig,
+        kl_controller: KLController,
+        timer: Timer,
+        *,
+        exact: ExactState,
+        leavable: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`exact`: whether rollout and actor are in exact mode, so that the rollout's log-probs are the
-        actor's.
+        actor's. `leavable`: the context of passes that change no state, where a stopped run may leave the step.
         """
+        self.leavable = leavable
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
@@ -78,7 +88,9 @@ class PPOStep:
             asked.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))
         if roles.critic:
             asked.append(Job("critic", "values", partial(roles.critic.values, batch)))  # values
-        for columns in self.side_by_side(asked):
+        with self.leavable():
+            found_columns = self.side_by_side(asked)
+        for columns in found_columns:
             batch |= columns
         if roles.process_reward:
             with timer("process_reward"):

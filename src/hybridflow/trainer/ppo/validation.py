@@ -26,10 +26,13 @@ class Validator:
         samples: SampleLog,
         config: PPOConfig,
     ) -> None:
-        self.dataset, self.trajectories, self.samples, self.config = dataset, trajectories, samples, config
+        self.dataset = dataset
+        self.trajectories = trajectories
+        self.samples = samples
+        self.config = config
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Metrics (`val-core/…`, `val-aux/…`) after `step` steps; its samples go where the keys ask."""
+        """Return the metrics (`val-core/…`, `val-aux/…`) after `step` steps and write the samples that keys ask for."""
         size = self.config.data.val_batch_size or len(self.dataset)
         parts: list[DataProto] = []
         shown: list[dict[str, Any]] = []
@@ -45,14 +48,12 @@ class Validator:
 
     def _metrics(self, rows: DataProto) -> dict[str, float]:
         columns = rows.non_tensor_batch
-        variables: dict[str, Any] = {
-            key: values for key, values in columns.items() if key not in _OWN_COLUMNS
-        }
-        variables = {"reward": rows.batch[_SCORE].tolist(), **variables}
-        # NaN: none given
-        predictions = (
-            [None if value != value else value for value in columns["pred"]] if "pred" in columns else None
-        )
+        variables: dict[str, Any] = {"reward": rows.batch[_SCORE].tolist()}
+        variables |= {key: values for key, values in columns.items() if key not in _OWN_COLUMNS}
+        predictions = None
+        if "pred" in columns:
+            # NaN: none given
+            predictions = [None if value != value else value for value in columns["pred"]]
         seed = derive_seed(self.config.trainer.seed, "validation_bootstrap")
         metrics = validation_metrics(
             list(columns["data_source"]), list(columns["uid"]), variables, predictions, seed=seed
@@ -63,7 +64,9 @@ class Validator:
         return metrics
 
 
-_SCORE, _LENGTH = "validation/score", "validation/response_length"  # names that no key of a reward has
+# names that no key of a reward has
+_SCORE = "validation/score"
+_LENGTH = "validation/response_length"
 _OWN_COLUMNS = {"uid", "finish_reason", "solution_str", "data_source", "ground_truth", "extra_info"}
 
 

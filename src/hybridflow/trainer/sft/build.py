@@ -1,4 +1,4 @@
-"""The one place that wires a supervised run: a prepared configuration in, a trainer ready to `fit` out."""
+"""Wiring of a supervised run: from a prepared configuration to a trainer that is ready to `fit`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
+from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
 from hybridflow.trainer.resume import say_changes
@@ -28,6 +29,7 @@ from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.run_trackers import run_trackers
 from hybridflow.trainer.sft.state import SFTState
 from hybridflow.trainer.sft.trainer import SFTTrainer
+from hybridflow.trainer.stopping import StopSignals
 from hybridflow.workers import RolloutGroup, RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
 from hybridflow.workers.sft import SFTGroup, SFTWorker
@@ -38,7 +40,7 @@ ROLES = ("sft", "rollout")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a worker process needs to know of its run."""
+    """Facts of a run that its worker processes need."""
 
     config: SFTConfig
     total_steps: int
@@ -47,25 +49,32 @@ class RunFacts:
 
 
 @contextmanager
-def build(config: SFTConfig, *, patience: float = 0.0) -> Iterator[SFTTrainer]:
-    """Everything a supervised run needs; processes, files and the run folder are let go at the end, whatever
-    happens.
+def build(
+    config: SFTConfig, *, patience: float = 0.0, signals: StopSignals | None = None
+) -> Iterator[SFTTrainer]:
+    """Build everything a supervised run needs; processes, files and the run folder are released when the context
+    ends, also after an error.
 
-    `patience`: seconds to wait for devices that a lost node may bring back.
+    `patience`: seconds to wait for devices that a lost node may bring back. `signals`: asks the run to stop;
+    None: SIGINT and SIGTERM do what they do elsewhere.
     """
     set_threads(config.trainer.num_threads)
     folder = RunFolder(config.trainer.default_local_dir)
+    signals = signals or StopSignals()
     with folder.held(), hosting(config.trainer, config.ray_kwargs, ROLES, patience=patience) as start:
-        yield from _build(config, folder, start)
+        signals.install()  # Ray has set its own when it was connected
+        yield from _build(config, folder, start, signals)
 
 
-def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTrainer]:
+def _build(config: SFTConfig, folder: RunFolder, start: Start, signals: StopSignals) -> Iterator[SFTTrainer]:
     trainer = config.trainer
-    tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
-    data = build_sft_data(config.data, tokenizer, trainer.seed)
+    with progress.phase("reading tokenizer and data"):
+        tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
+        data = build_sft_data(config.data, tokenizer, trainer.seed)
     total_steps = trainer.total_training_steps or len(data.train_loader) * trainer.total_epochs
     facts = RunFacts(config, total_steps, folder.nonfinite, tuple(end_tokens(config.model, tokenizer)))
-    backend = start(partial(_factories, facts), partial(_meshes, config))
+    with progress.phase("starting the workers"):
+        backend = start(partial(_factories, facts), partial(_meshes, config))
     group = SFTGroup(backend, "sft")
 
     def write_huggingface(target: Path, with_weights: bool) -> None:
@@ -75,9 +84,11 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTr
     state = SFTState(
         group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed
     )
-    store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
-    done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
+    with progress.phase("looking for a checkpoint"):
+        store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
+        done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
     say_changes(done, folder.write_config(to_yaml(config)))
+    folder.write_machine()
     assert tokenizer.pad_token_id is not None, "the tokenizer loader sets a pad token"
     with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
         yield SFTTrainer(
@@ -88,16 +99,17 @@ def _build(config: SFTConfig, folder: RunFolder, start: Start) -> Iterator[SFTTr
             state=state,
             store=store,
             trackers=trackers,
-            timer=Timer(),
+            timer=Timer(progress=progress),
             total_steps=total_steps,
             tokenizer=tokenizer,
             export=lambda target: write_huggingface(target, True),
             rollout=RolloutGroup(backend, "rollout"),
+            signals=signals,
         )
 
 
 def sizes(config: SFTConfig, world_size: int) -> ParallelSizes:
-    """How the engine of a supervised run uses `world_size` processes."""
+    """Return how the engine of a supervised run uses `world_size` processes."""
     engine = config.engine
     return ParallelSizes(
         world_size, engine.fsdp_size, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size
@@ -117,20 +129,21 @@ def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
     lora = LoraSettings.from_config(config.model, seed=config.trainer.seed)
 
     def sft(info: RankInfo) -> SFTWorker:
-        engine = build_engine(
-            "policy",
-            model,
-            name="train",
-            optim=config.optim,
-            total_steps=facts.total_steps,
-            grad_clip=config.trainer.grad_clip,
-            max_nonfinite_steps=config.trainer.max_nonfinite_steps,
-            dump_dir=facts.nonfinite,
-            fsdp=config.engine,
-            sizes=sizes(config, house.place.world_size),
-            activation_offload=config.model.enable_activation_offload,
-            lora=lora,
-        )
+        with progress.phase("loading the model"):
+            engine = build_engine(
+                "policy",
+                model,
+                name="train",
+                optim=config.optim,
+                total_steps=facts.total_steps,
+                grad_clip=config.trainer.grad_clip,
+                max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+                dump_dir=facts.nonfinite,
+                fsdp=config.engine,
+                sizes=sizes(config, house.place.world_size),
+                activation_offload=config.model.enable_activation_offload,
+                lora=lora,
+            )
         return SFTWorker(
             engine, BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu)
         )

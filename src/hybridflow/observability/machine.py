@@ -1,0 +1,34 @@
+"""The machine that a run computes on: results repeat on the same kind of CPU with the same threads and versions."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_model(info: Path = CPU_INFO) -> str:
+    """Return the processor's name as its maker writes it, or the architecture where the system does not say."""
+    try:
+        for line in info.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return the processor, torch's threads and vector instructions, and the versions that results depend on."""
+    import torch
+
+    return {
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,302 @@
+"""The display of what a run is doing right now.
+
+    Timer sections, counted loops ──phase/each──► Progress ──shown──► a status line that moves   (terminal)
+                                                               └────► a line after each silence  (pipe, CI)
+
+There is one `progress` a process, as there is one console. Reporting to it costs next to nothing where nobody
+has switched the display on, as in worker processes, in tests and in a library's use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pdb
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from hybridflow.observability.logging_setup import console as shared_console
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+REFRESHES_PER_SECOND = 4
+EARLY_SECONDS = 300.0
+"""Seconds from the start in which somebody is likely to be watching a pipe."""
+EARLY_SILENCE = 10.0
+"""Longest silence on a pipe in that time, in seconds; afterwards it is `LATE_SILENCE`."""
+LATE_SILENCE = 60.0
+BAR_WIDTH = 20
+WIDE_ENOUGH_FOR_BAR = 100
+"""Columns of a terminal from which the status line has room for a bar."""
+
+
+@dataclass(eq=False)
+class Phase:
+    """Something that the run is doing, with a count where it consists of equal parts."""
+
+    words: str
+    started: float
+    done: int = 0
+    total: int | None = None
+
+    def __str__(self) -> str:
+        if self.total is None:
+            return self.words
+        return f"{self.words} {self.done}/{self.total}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 8.4s, 3m 05s, 2h 07m."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+class Progress:
+    """The phases that are open, the step of the run, and their display."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.step: int | None = None
+        """The training step that is running, from 1; None before the first one."""
+        self.total_steps: int | None = None
+        self.seconds_left: float | None = None
+        """Estimated seconds until the end of the run; None while unknown."""
+        self.between_items: Callable[[], None] = _nothing
+        """Called before a phase and between two items of a counted loop, in the thread that reports them."""
+        self.can_break_off = False
+        """True while the next item of a loop is being made whose work may be thrown away."""
+        self._console = console or shared_console
+        self._clock = clock
+        self._phases: list[Phase] = []
+        self._lock = threading.RLock()
+        self._display: _Display | None = None
+
+    @contextmanager
+    def phase(self, words: str, total: int | None = None) -> Iterator[Phase]:
+        """Report that `words` is being done, inside whatever is being done already."""
+        self.between_items()
+        phase = Phase(words, self._clock(), total=total)
+        with self._lock:
+            self._phases.append(phase)
+        try:
+            yield phase
+        finally:
+            with self._lock:
+                self._phases.remove(phase)
+
+    def each(self, items: Iterable[T], words: str, total: int) -> Iterator[T]:
+        """Go through the parts of some work; the count says which of them is being done."""
+        with self.phase(words, total) as phase:
+            for item in items:
+                phase.done += 1
+                yield item
+                self.between_items()
+
+    def results(self, items: Iterable[T], total: int) -> Iterator[T]:
+        """Go through results as they come; their number is the count of the phase that is open.
+
+        While the next one is awaited, `can_break_off` says that an exception in this thread does no harm.
+        """
+        with self._lock:
+            phase = next(reversed(self._phases), Phase("", self._clock()))
+        phase.done = 0
+        phase.total = total
+        iterator = iter(items)
+        while True:
+            self.can_break_off = True
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.can_break_off = False
+            phase.done += 1
+            yield item
+            self.between_items()
+
+    @contextmanager
+    def steps(self, total: int) -> Iterator[None]:
+        """Count training steps inside the context; whoever runs them sets `step`."""
+        self.total_steps = total
+        try:
+            yield
+        finally:
+            self.step = None
+
+    def describe(self) -> str:
+        """Return what is being done in one line: step, phases from the outer to the inner, time of the innermost."""
+        with self._lock:
+            phases = list(self._phases)
+        parts = [str(phase) for phase in phases]
+        if self.step is not None:
+            parts.insert(0, f"step {self.step}/{self.total_steps}")
+        if not parts:
+            return ""
+        if not phases:
+            return parts[0]
+        return f"{' · '.join(parts)} · {duration(self._clock() - phases[-1].started)}"
+
+    def place(self) -> str:
+        """Return where the run is, as part of a sentence: "in step 3/8" or "while loading the model"."""
+        with self._lock:
+            if self.step is not None:
+                return f"in step {self.step}/{self.total_steps}"
+            if self._phases:
+                return f"while {self._phases[-1].words}"
+        return "before the first step"
+
+    def heard(self) -> None:
+        """Note that the run has just said something, so that no line about silence is due."""
+        if self._display is not None:
+            self._display.last_output = self._clock()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show on the console what is being done, until the end of the context; inside another one it changes
+        nothing.
+        """
+        if self._display is not None:
+            yield
+            return
+        kind = _StatusLine if self._console.is_terminal else _Heartbeat
+        self._display = kind(self)
+        self._display.start()
+        try:
+            yield
+        finally:
+            self._display.stop()
+            self._display = None
+
+    def render(self) -> RenderableType:
+        """The status line of a terminal."""
+        line = Table.grid(padding=(0, 1))
+        cells: list[RenderableType] = [_SPINNER]
+        if self.step is not None and self.total_steps and self._console.width >= WIDE_ENOUGH_FOR_BAR:
+            cells.append(ProgressBar(self.total_steps, self.step - 1, width=BAR_WIDTH))
+        text = self.describe() or "working"
+        if self.seconds_left:
+            text += f" · {duration(self.seconds_left)} left"
+        cells.append(Text(text, no_wrap=True, overflow="ellipsis"))
+        line.add_row(*cells)
+        return line
+
+    @property
+    def console(self) -> Console:
+        """Where the display is."""
+        return self._console
+
+    @property
+    def now(self) -> float:
+        """Seconds on the clock of this object."""
+        return self._clock()
+
+
+class _Display:
+    """How progress is shown on one kind of console."""
+
+    last_output = 0.0
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.last_output = progress.now
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+
+class _StatusLine(_Display):
+    """A line at the bottom of a terminal that moves. It gives way to a debugger for good."""
+
+    def start(self) -> None:
+        progress = self.progress
+        self._live = Live(
+            get_renderable=progress.render,
+            console=progress.console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+        )
+        self._hook = sys.breakpointhook
+        sys.breakpointhook = self._before_debugger
+        self._live.start()
+
+    def stop(self) -> None:
+        sys.breakpointhook = self._hook
+        self._live.stop()
+
+    def _before_debugger(self, *args: Any, **kwargs: Any) -> Any:
+        self.stop()
+        if self._hook is not sys.__breakpointhook__ or "PYTHONBREAKPOINT" in os.environ:
+            return self._hook(*args, **kwargs)
+        # the hook would stop in its caller, which is this method and not the code with `breakpoint()` in it
+        pdb.Pdb().set_trace(sys._getframe(1))
+
+
+class _Heartbeat(_Display):
+    """A log line where nothing else was said for a while, for pipes and log files."""
+
+    def start(self) -> None:
+        self._started = self.progress.now
+        self._ear = _Ear(self.progress)
+        logging.getLogger().addHandler(self._ear)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        logging.getLogger().removeHandler(self._ear)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(0.5):
+            self.say_if_due()
+
+    def say_if_due(self) -> None:
+        """Log what is being done if the silence has lasted long enough."""
+        now = self.progress.now
+        early = now - self._started < EARLY_SECONDS
+        longest = EARLY_SILENCE if early else LATE_SILENCE
+        if now - self.last_output < longest - 1.0:
+            return
+        logger.info(self.progress.describe() or "working")
+
+
+class _Ear(logging.Handler):
+    """Hears every log line, so that silence is counted from the last one."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.heard()
+
+
+def _nothing() -> None:
+    """Do nothing between two items."""
+
+
+_SPINNER = Spinner("dots")
+
+progress = Progress()
+"""What this process is doing."""

@@ -1,0 +1,19 @@
+"""Checks of a run that need more than its keys but no torch, so that a mistake shows after about a second."""
+
+from __future__ import annotations
+
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.observability.trackers.build import check_trackers
+from hybridflow.trainer.run_folder import RunFolder
+
+
+def check_before_torch(config: PPOConfig | SFTConfig) -> None:
+    """Raise ConfigError for a tracker that is not installed, a run folder that cannot be written, and a cluster
+    that does not answer or is too small.
+    """
+    check_trackers(config.trainer.logger)
+    RunFolder(config.trainer.default_local_dir).check_writable()
+    if config.trainer.controller == "ray":
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        look_ahead(config.trainer, config.ray_kwargs)

@@ -1,0 +1,202 @@
+"""SIGTERM and Ctrl-C: the run ends in order at any moment, and the same command goes on to the same bits."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_trainer import TIMINGS, ppo_config, sft_config, tiny_model
+
+from hybridflow.checkpoint.manifest import read_manifest
+from hybridflow.errors import Stopped
+from hybridflow.observability.progress import progress
+from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.trainer import main_ppo, main_sft
+from hybridflow.trainer.command import ends_in_status
+from hybridflow.trainer.stopping import newest_checkpoint
+
+PPO = (
+    "algorithm.adv_estimator=grpo",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=4",
+    "trainer.test_freq=2",
+    "data.train_batch_size=4",
+)
+STEP = 2
+"""The step in which the signal comes; step 1 is done and no checkpoint has it."""
+
+
+def metrics_of(run: Path) -> dict[int, dict[str, float]]:
+    return {
+        step: {name: value for name, value in line.items() if not name.startswith(TIMINGS)}
+        for step, line in read_metrics(run / "metrics.jsonl").items()
+    }
+
+
+def digests(run: Path) -> dict[str, Any]:
+    newest = newest_checkpoint(run)
+    assert newest is not None
+    files = read_manifest(newest).files
+    return {name: digest for name, digest in files.items() if "huggingface" not in name}
+
+
+def send_at(
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    nth: int = 1,
+    *,
+    step: int | None = STEP,
+    number: int = signal.SIGTERM,
+    times: int = 1,
+) -> None:
+    """Send a signal to this process before the nth call of `module:Class.function` in a step (None: before any)."""
+    module_name, _, path = place.partition(":")
+    holder: Any = __import__(module_name, fromlist=["_"])
+    *outer, name = path.split(".")
+    for each in outer:
+        holder = getattr(holder, each)
+    original: Callable[..., Any] = getattr(holder, name)
+    calls = 0
+
+    @functools.wraps(original)  # keeps how the driver calls it
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += progress.step == step
+        if calls == nth and progress.step == step:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(holder, name, wrapped)
+
+
+MOMENTS = {
+    "generation": ("hybridflow.rollout.native.session:Session.step", 3),
+    "scoring": ("hybridflow.trainer.ppo.trajectories:score", 1),
+    "log-probs": ("hybridflow.trainer.ppo.old_log_probs:OldLogProbs.__call__", 1),
+    "update": ("hybridflow.workers.actor:ActorWorker.update_mini_batch", 1),
+    "after the update": ("hybridflow.workers.rollout:RolloutGroup.update_from", 1),
+    "validation": ("hybridflow.trainer.ppo.validation:Validator.__call__", 1),
+    "log": ("hybridflow.trainer.ppo.sync:SyncTrainer._log", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The tiny model and the run folder of a run that nobody has interrupted."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    model = tiny_model(folder / "model")
+    main_ppo.run(ppo_config(model, folder / "run", *PPO))
+    return model, folder / "run"
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_an_interrupted_run_saves_and_goes_on_to_the_same_bits(
+    moment: str, undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, whole = undisturbed
+    config = ppo_config(model, tmp_path / "run", *PPO)
+    with monkeypatch.context() as patch:
+        send_at(patch, *MOMENTS[moment])
+        with pytest.raises(Stopped) as caught:
+            main_ppo.run(config)
+    saved = 1 if moment in ("generation", "scoring", "log-probs") else 2
+    assert caught.value.message == (
+        f"interrupted in step 2/4; newest checkpoint global_step_{saved}; the same command goes on"
+    )
+    assert not list((tmp_path / "run").glob(".tmp_*"))
+    assert max(metrics_of(tmp_path / "run")) == saved
+    main_ppo.run(config)
+    assert metrics_of(tmp_path / "run") == metrics_of(whole)
+    assert digests(tmp_path / "run") == digests(whole)
+
+
+def test_a_signal_while_saving_lets_the_checkpoint_become_whole(
+    undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ppo_config(undisturbed[0], tmp_path / "run", *PPO)
+    send_at(monkeypatch, "hybridflow.checkpoint.store:CheckpointStore._publish", step=4)
+    main_ppo.run(config)  # it was the last step: all is done
+    assert digests(tmp_path / "run") == digests(undisturbed[1])
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
+    async_save: bool, undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
+    config = ppo_config(undisturbed[0], tmp_path / "run", *PPO, saving)
+    send_at(monkeypatch, "hybridflow.checkpoint.store:save_tree", step=4, times=2)
+    with pytest.raises(Stopped, match="") as caught:
+        main_ppo.run(config)
+    assert caught.value.at_once
+    assert (
+        caught.value.message
+        == "interrupted in step 4/4; there is no checkpoint yet; the same command starts anew"
+    )
+    assert not list((tmp_path / "run").glob(".tmp_*"))
+
+
+def test_before_the_first_step_there_is_nothing_to_wait_for(
+    undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ppo_config(undisturbed[0], tmp_path / "run", *PPO)
+    send_at(monkeypatch, "hybridflow.trainer.ppo.host:build_engine", step=None, number=signal.SIGINT)
+    with pytest.raises(Stopped) as caught:
+        main_ppo.run(config)
+    assert caught.value.message == (
+        "interrupted while loading the model of the actor; there is no checkpoint yet; the same command starts anew"
+    )
+    assert not (tmp_path / "run").exists(), "a run that has written nothing leaves no folder"
+
+
+def test_a_run_without_checkpoints_is_not_saved(
+    undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ppo_config(undisturbed[0], tmp_path / "run", *PPO, "trainer.save_freq=-1")
+    send_at(monkeypatch, *MOMENTS["scoring"])
+    with pytest.raises(Stopped) as caught:
+        main_ppo.run(config)
+    assert "there is no checkpoint yet" in caught.value.message
+    assert newest_checkpoint(tmp_path / "run") is None
+
+
+SFT_MOMENTS = {
+    "update": ("hybridflow.workers.sft:SFTWorker.update", 1),
+    "validation": ("hybridflow.workers.sft:SFTWorker.evaluate", 1),
+    "reading": ("hybridflow.trainer.sft.trainer:conversation_rows", 1),
+}
+
+
+@pytest.mark.parametrize("moment", list(SFT_MOMENTS))
+def test_an_interrupted_supervised_run_goes_on_to_the_same_bits(
+    moment: str, undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("trainer.test_freq=2", "trainer.total_training_steps=4")
+    whole = sft_config(undisturbed[0], tmp_path / "whole", *settings)
+    main_sft.run(whole)
+    config = sft_config(undisturbed[0], tmp_path / "run", *settings)
+    with monkeypatch.context() as patch:
+        send_at(patch, *SFT_MOMENTS[moment], number=signal.SIGINT)
+        with pytest.raises(Stopped, match="") as caught:
+            main_sft.run(config)
+    assert "newest checkpoint global_step_2; the same command goes on" in caught.value.message
+    main_sft.run(config)
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_exit_status_names_the_signal(
+    number: int, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> int:
+        raise Stopped(number, "in step 3/8")
+
+    assert ends_in_status(main)() == status
+    assert capsys.readouterr().err == "interrupted in step 3/8\n"

@@ -17,6 +17,7 @@ from hybridflow.data.plugin import load_module
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import ModelError
 from hybridflow.models.liger import patch_liger, use_liger_kernels
+from hybridflow.models.override import apply_override, effective_override
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
 from hybridflow.models.progress import without_progress_bars
@@ -111,16 +112,20 @@ def load_config(
         raise ModelError(
             f"cannot read the configuration of model {path!r}{where}: {_first_lines(error)}"
         ) from error
-    for name, value in (override_config or {}).items():
-        if not hasattr(config, name):
-            raise ModelError(f"override_config: {type(config).__name__} has no entry {name!r}")
-        current = getattr(config, name)
-        setattr(
-            config,
-            name,
-            {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value,
-        )
+    apply_override(config, override_config or {})
     return config
+
+
+def override_in_full(
+    path: str | Path, trust_remote_code: bool, override_config: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return `override_config` for an engine that reads the model itself: its rotary settings complete, under
+    transformers 5's name; None where nothing is overridden. Raises ModelError as `load_config` does.
+    """
+    if not override_config:
+        return None
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    return effective_override(config, override_config)
 
 
 def shape_of(config: ModelConfig) -> PretrainedConfig:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check(options)
     where = {"base_model": options.base_model, "trust_remote_code": options.trust_remote_code}
     if options.operation == "merge":
-        merge(options.local_dir, options.target_dir, lora=options.lora, **where)
+        merge(options.local_dir, options.target_dir, lora=options.lora, dtype=options.dtype, **where)
     else:
         sys.stdout.write(compare(options.local_dir, options.test_hf_dir, **where) + "\n")
     return 0
@@ -76,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
         "--lora",
         choices=["fold", "keep"],
         help="adapters: fold them into their base (default), or write an adapter folder of peft",
+    )
+    merging.add_argument(
+        "--dtype",
+        choices=["source", "trained", "float32", "bfloat16", "float16"],
+        default="source",
+        help="dtype of the weights: that of the model the run started from (default), that of training, or one",
     )
     testing = operations.add_parser("test", help="compare a Hugging Face folder with the checkpoint")
     testing.add_argument("--test_hf_dir", required=True, help="folder to compare")

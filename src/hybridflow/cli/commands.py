@@ -120,6 +120,7 @@ def merge(options: argparse.Namespace) -> int:
         Path(options.target),
         lora=options.lora,
         base_model=options.base_model,
+        dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )
     return 0

@@ -123,6 +123,12 @@ def _add_merge(words: Any) -> None:
     merge.add_argument(
         "--lora", choices=["fold", "keep"], help="adapters: fold them into their base, or keep them beside it"
     )
+    merge.add_argument(
+        "--dtype",
+        choices=["source", "trained", "float32", "bfloat16", "float16"],
+        default="source",
+        help="dtype of the weights: that of the model the run started from (default), that of training, or one",
+    )
     merge.add_argument("--base_model", help="where the base of adapters is, if not where the run had it")
     merge.add_argument(
         "--trust-remote-code", action="store_true", help="run the model code that the checkpoint brings along"

@@ -183,4 +183,6 @@ def _model_folder(options: argparse.Namespace, folder: Path) -> str:
         return str(options.model)
     from hybridflow.merger import merge
 
-    return str(merge(given, folder / given.name, trust_remote_code=options.trust_remote_code))
+    return str(
+        merge(given, folder / given.name, dtype="trained", trust_remote_code=options.trust_remote_code)
+    )

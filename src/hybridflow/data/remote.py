@@ -2,8 +2,8 @@
 
 "s3://bucket/train.parquet" ──local_file──► ~/.cache/hybridflow/files/<key>/train.parquet
 "modelscope://owner/name/train.parquet" ──► what the ModelScope client downloaded
-"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the folder that ModelScope
-downloaded
+"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 (also VERL_USE_MODELSCOPE) the
+folder that ModelScope downloaded
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 LOCK_SECONDS = 3600.0
 """How long one process waits for another that copies the same file."""
 
+MODELSCOPE = ("HYBRIDFLOW_USE_MODELSCOPE", "VERL_USE_MODELSCOPE")
+"""Environment variables that take models from ModelScope; the second is verl's."""
+
+_TRUE = ("1", "true", "yes")
 _VERSION_KEYS = (
     "ETag",
     "etag",
@@ -119,14 +123,13 @@ def _copy_once(filesystem: Any, path_there: str, address: str, info: dict[str, A
 
 
 def hub_folder(name: str) -> str:
-    """`name` itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the local folder of that ModelScope model.
+    """Return `name`, or the local folder of that ModelScope model where models are taken from ModelScope.
 
-    Raises ConfigError if ModelScope is asked for and not installed, ModelError if it has no such model.
+    They are with HYBRIDFLOW_USE_MODELSCOPE or verl's VERL_USE_MODELSCOPE set to 1, true or yes. Raises
+    ConfigError if the ModelScope client is not installed then, ModelError if ModelScope has no such model.
     """
-    if (
-        os.environ.get("HYBRIDFLOW_USE_MODELSCOPE", "").lower() not in ("1", "true", "yes")
-        or Path(name).expanduser().exists()
-    ):
+    variable = next((each for each in MODELSCOPE if os.environ.get(each, "").lower() in _TRUE), None)
+    if variable is None or Path(name).expanduser().exists():
         return name
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
         return name
@@ -134,7 +137,8 @@ def hub_folder(name: str) -> str:
         from modelscope import snapshot_download
     except ImportError as error:
         raise ConfigError(
-            f"HYBRIDFLOW_USE_MODELSCOPE is set and {name} is no folder: {install_extra('remote')} or unset it"
+            f"{variable} is set and {name} is no folder here, so it would be taken from ModelScope, whose "
+            f"client is not installed: {install_extra('remote')} or unset {variable}"
         ) from error
     try:
         return str(snapshot_download(name))

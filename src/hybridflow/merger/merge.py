@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hybridflow.config.explain import format_bytes
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.merger.source import Source
+from hybridflow.merger.source import Source, folder_dtype
 from hybridflow.models.adapter_folder import CONFIG, PREFIX, WEIGHTS
 from hybridflow.models.build import build_policy
 from hybridflow.models.export import save_hf
@@ -38,6 +38,8 @@ from hybridflow.models.probe import difference, probe_log_probs, probe_tolerance
 logger = logging.getLogger(__name__)
 
 Lora = Literal["fold", "keep"]
+Dtype = Literal["source", "trained", "float32", "bfloat16", "float16"]
+"""Dtype of merged weights: the one of the model that the run started from, the one it was trained in, or this."""
 
 
 def merge(
@@ -46,15 +48,16 @@ def merge(
     *,
     lora: Lora | None = None,
     base_model: str | None = None,
+    dtype: Dtype = "source",
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the actor of a `global_step_N` folder (or of its `actor` folder) to `target_dir`, in the dtype it
-    was trained in.
+    """Write the actor of a `global_step_N` folder (or of its `actor` folder) to `target_dir`.
 
-    Adapters are folded into their base, or with `lora` keep stay adapters; `base_model` is where the base is
-    if not where it was. Returns `target_dir`, which must not exist or be empty. CheckpointError where the
-    checkpoint is damaged, holds no policy or lacks its base, ModelError where its configuration cannot be
-    read, ConfigError where `target_dir` cannot be used.
+    Weights are written in `dtype`, by default that of the model that the run started from. Adapters are
+    folded into their base, or with `lora` keep stay adapters; `base_model` is where the base is if not where
+    it was. Returns `target_dir`, which must not exist or be empty. CheckpointError where the checkpoint is
+    damaged, holds no policy, lacks its base or does not fit `dtype`, ModelError where its configuration
+    cannot be read, ConfigError where `target_dir` cannot be used.
     """
     target = Path(target_dir).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -67,17 +70,23 @@ def merge(
             f"--lora {lora}: {source.folder} holds no adapters, all of its weights were trained. Leave "
             "--lora out"
         )
+    if lora == "keep" and dtype != "source":
+        raise ConfigError(
+            f"--dtype {dtype} with --lora keep: adapters that stay adapters are written as they were trained. "
+            "Leave --dtype out"
+        )
+    written = _written_dtype(source, dtype)
     building = target.parent / f".tmp_{target.name}_{os.getpid()}"
     staged, final = building / "staged", building / "final"
     try:
         staged.mkdir(parents=True)
         source.stage_config(staged)
         if not source.with_adapters:
-            proof = _merge_weights(source, staged, final, trust_remote_code)
+            proof = _merge_weights(source, staged, final, written, trust_remote_code)
         elif lora == "keep":
             proof = _keep(source, staged, final, source.base(base_model), trust_remote_code)
         else:
-            proof = _fold(source, final, source.base(base_model), trust_remote_code)
+            proof = _fold(source, final, source.base(base_model), written, trust_remote_code)
         for path in staged.iterdir():
             if (
                 not path.name.endswith((".safetensors", ".safetensors.index.json"))
@@ -100,52 +109,74 @@ def compare(
     base_model: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """In words, how far a folder that `merge` wrote is what the checkpoint's actor is; CheckpointError says
-    what differs.
+    """Return in words how far a folder that `merge` wrote is what the checkpoint's actor is.
+
+    Raises CheckpointError that says what differs.
     """
-    source, folder = Source.open(Path(checkpoint_dir).expanduser()), Path(hf_dir).expanduser()
+    source = Source.open(Path(checkpoint_dir).expanduser())
+    folder = Path(hf_dir).expanduser()
+    if (folder / CONFIG).is_file() and source.with_adapters:
+        return _check_adapter(source, folder)
+    written = folder_dtype(folder) or source.dtype
     if not source.with_adapters:
         policy = _load(folder, source.dtype, trust_remote_code)
-        return _check_bits(policy, _fingerprints(source.items()), folder)
-    if (folder / CONFIG).is_file():
-        return _check_adapter(source, folder)
+        return _check_bits(policy, _fingerprints(_in_dtype(source.items(), source, written)), folder, written)
     policy = _with_adapters(source, source.base(base_model), trust_remote_code)
-    wanted, dtype = probe_log_probs(policy), policy.dtype
+    wanted = probe_log_probs(policy)
+    allowed = _tolerance(policy, written)
     del policy
-    return _check_log_probs(_load(folder, source.dtype, trust_remote_code), wanted, dtype, folder)
+    return _check_log_probs(_load(folder, source.dtype, trust_remote_code), wanted, allowed, folder)
 
 
-def _merge_weights(source: Source, staged: Path, final: Path, trust_remote_code: bool) -> str:
+def _written_dtype(source: Source, asked: Dtype) -> str:
+    """Return the name of the dtype in which weights are written."""
+    if asked == "source":
+        return source.model_dtype
+    if asked == "trained":
+        return source.dtype
+    return asked
+
+
+def _merge_weights(source: Source, staged: Path, final: Path, written: str, trust_remote_code: bool) -> str:
     logger.info("joining %d tensors (%s) from their shards", len(source.tensors), source.dtype)
     source.stage_weights(staged)
     policy = _load(staged, source.dtype, trust_remote_code)
-    _say_writing(policy)
-    save_hf(policy, final)
+    wanted = None
+    if _loses_bits(source.dtype, written):
+        wanted = probe_log_probs(policy)
+    allowed = _tolerance(policy, written)
+    prints = _fingerprints(_in_dtype(source.items(), source, written))
+    _save(policy, final, source, written)
     del policy
-    return _check_bits(_load(final, source.dtype, trust_remote_code), _fingerprints(source.items()), final)
+    again = _load(final, source.dtype, trust_remote_code)
+    proof = _check_bits(again, prints, final, written)
+    if wanted is None:
+        return proof
+    return f"{proof}; {_check_log_probs(again, wanted, allowed, final)}"
 
 
-def _fold(source: Source, final: Path, base: str, trust_remote_code: bool) -> str:
+def _fold(source: Source, final: Path, base: str, written: str, trust_remote_code: bool) -> str:
     policy = _with_adapters(source, base, trust_remote_code)
     wanted = probe_log_probs(policy)
     fold_adapters(policy)
-    _say_writing(policy)
-    save_hf(policy, final)
-    prints, dtype = _fingerprints(policy.hf.state_dict().items()), policy.dtype
+    allowed = _tolerance(policy, written)
+    prints = _fingerprints(_in_dtype(policy.hf.state_dict().items(), source, written))
+    _save(policy, final, source, written)
     del policy
     again = _load(final, source.dtype, trust_remote_code)
-    return f"{_check_bits(again, prints, final)}; {_check_log_probs(again, wanted, dtype, final)}"
+    return f"{_check_bits(again, prints, final, written)}; {_check_log_probs(again, wanted, allowed, final)}"
 
 
 def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_code: bool) -> str:
     policy = _with_adapters(source, base, trust_remote_code)
-    wanted, dtype = probe_log_probs(policy), policy.dtype
+    wanted = probe_log_probs(policy)
+    allowed = _tolerance(policy, source.dtype)
     del policy
     source.write_adapter(final, base)
     (staged / "config.json").unlink()  # a folder with it would be taken for a whole model
     again = _load(base, source.dtype, trust_remote_code)
     load_with_peft(again, final)
-    return f"{_check_adapter(source, final)}; {_check_log_probs(again, wanted, dtype, final)}"
+    return f"{_check_adapter(source, final)}; {_check_log_probs(again, wanted, allowed, final)}"
 
 
 def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> PolicyModel:
@@ -162,13 +193,51 @@ def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> Policy
     return policy
 
 
-def _say_writing(policy: PolicyModel) -> None:
-    size = sum(tensor.numel() * tensor.element_size() for tensor in policy.parameters())
+def _save(policy: PolicyModel, final: Path, source: Source, written: str) -> None:
+    dtype = getattr(torch, written)
+    if written != source.dtype:
+        logger.info("weights are written in %s, and were trained in %s", written, source.dtype)
+    size = sum(tensor.numel() * dtype.itemsize for tensor in policy.parameters())
     logger.info("writing %s", format_bytes(size))
+    save_hf(policy, final, dtype=dtype)
+
+
+def _loses_bits(trained: str, written: str) -> bool:
+    """Return whether numbers of one dtype are rounded when they are written in the other."""
+    wide: torch.dtype = getattr(torch, written)
+    return torch.promote_types(getattr(torch, trained), wide) != wide
+
+
+def _in_dtype(
+    tensors: Iterable[tuple[str, Tensor]], source: Source, written: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors as they are after they were written in one dtype and read in that of training.
+
+    Raises CheckpointError for numbers that the written dtype cannot hold.
+    """
+    for name, tensor in tensors:
+        if written == source.dtype or not tensor.is_floating_point():
+            yield name, tensor
+            continue
+        rounded = tensor.to(getattr(torch, written))
+        if bool((rounded.isinf() & tensor.isfinite()).any()):
+            raise CheckpointError(
+                f"{name} has numbers up to {float(tensor.abs().max()):.3g}, which {written} cannot hold: merge "
+                "with --dtype bfloat16 or --dtype float32"
+            )
+        yield name, rounded.to(getattr(torch, source.dtype))
 
 
 def _load(path: str | Path, dtype: str, trust_remote_code: bool) -> PolicyModel:
     return build_policy(path, device="cpu", dtype=dtype, trust_remote_code=trust_remote_code, probe=False)
+
+
+class Allowed(NamedTuple):
+    """How far log-probs of two copies of a model may lie apart."""
+
+    dtype: torch.dtype
+    """The narrowest dtype on the way; it says how `difference` measures."""
+    nats: float
 
 
 Fingerprints = dict[str, tuple[str, str]]
@@ -183,7 +252,7 @@ def _digest(tensor: Tensor) -> str:
     return blake2b(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path) -> str:
+def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path, written: str) -> str:
     logger.info("reading it back: %d tensors are compared bit for bit", len(wanted))
     own = policy.hf.state_dict()
     odd = sorted(set(own) ^ set(wanted))
@@ -197,19 +266,30 @@ def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path) -> str:
             raise CheckpointError(
                 f"{name} in {folder} ({got[0]}) differs from the checkpoint's ({wanted[name][0]})"
             )
+    trained = str(policy.dtype).removeprefix("torch.")
+    if _loses_bits(trained, written):
+        return f"{len(wanted)} tensors, all equal bit for bit to the checkpoint's rounded to {written}"
     return f"{len(wanted)} tensors, all equal bit for bit"
 
 
-def _check_log_probs(policy: PolicyModel, wanted: Tensor, dtype: torch.dtype, folder: Path) -> str:
-    logger.info("comparing log-probs on a probe batch with those of the base with its adapters")
-    found, allowed = difference(probe_log_probs(policy), wanted, dtype), probe_tolerance(dtype)
-    if not found <= allowed:  # also where it is nan
+def _tolerance(policy: PolicyModel, written: str) -> Allowed:
+    """Return how far log-probs may lie apart where weights of this policy are written in this dtype."""
+    dtype = policy.dtype
+    if _loses_bits(str(dtype).removeprefix("torch."), written):
+        dtype = getattr(torch, written)
+    return Allowed(dtype, probe_tolerance(dtype))
+
+
+def _check_log_probs(policy: PolicyModel, wanted: Tensor, allowed: Allowed, folder: Path) -> str:
+    logger.info("comparing log-probs on a probe batch with those of the checkpoint's model")
+    found = difference(probe_log_probs(policy), wanted, allowed.dtype)
+    if not found <= allowed.nats:  # also where it is nan
         raise CheckpointError(
-            f"{folder} and the checkpoint on its base do not give the same log-probs: they differ by "
-            f"{found:.3g} nats, {allowed:.3g} is "
-            "allowed. Is the base the model that the run started from (--base_model)?"
+            f"{folder} and the checkpoint do not give the same log-probs: they differ by {found:.3g} nats, and "
+            f"{allowed.nats:.3g} is allowed for {str(allowed.dtype).removeprefix('torch.')}. Write wider weights "
+            "(--dtype trained); for adapters, give the model that the run started from (--base_model)"
         )
-    return f"log-probs of a probe batch within {found:.2g} nats of those of the base with its adapters"
+    return f"log-probs of a probe batch within {found:.2g} nats of those of the checkpoint's model"
 
 
 def _check_adapter(source: Source, folder: Path) -> str:

@@ -34,6 +34,8 @@ STAGED_BYTES = 2**30
 """At most so much is in memory while tensors go from a checkpoint into a folder, one tensor more."""
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+"""The dtypes in which a model is trained."""
+_FOLDER_DTYPES = (*_DTYPE_NAMES.values(), "float16")
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 
 
@@ -88,6 +90,11 @@ class Source:
                 sizes[dtype] += self.tensors[name].numel() if saved is None else math.prod(saved.shape(name))
         return _DTYPE_NAMES[max(sizes, key=lambda each: sizes[each], default=torch.float32)]
 
+    @property
+    def model_dtype(self) -> str:
+        """The dtype of the weights that the run started from; where the checkpoint does not say it, `dtype`."""
+        return folder_dtype(self.hf_folder) or self.dtype
+
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by their Hugging Face names, one at a time."""
         for name in self.tensors:
@@ -138,6 +145,16 @@ class Source:
         config = {**read_adapter_config(self.hf_folder / ADAPTER_FOLDER), "base_model_name_or_path": base}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_adapter_weights(folder, {adapter_part(name): self.tensors[name] for name in self.tensors})
+
+
+def folder_dtype(folder: Path) -> str | None:
+    """Return the dtype that a Hugging Face folder's configuration names; None where it names no usual one."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    said = content.get("dtype") or content.get("torch_dtype")
+    return said if said in _FOLDER_DTYPES else None
 
 
 def _write_part(target: Path, batch: dict[str, Tensor], places: dict[str, str]) -> None:

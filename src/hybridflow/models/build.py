@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -17,6 +19,7 @@ from hybridflow.data.plugin import load_module
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import ModelError
 from hybridflow.models.liger import patch_liger, use_liger_kernels
+from hybridflow.models.override import apply_override, effective_override
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
 from hybridflow.models.progress import without_progress_bars
@@ -24,6 +27,7 @@ from hybridflow.models.value import ValueModel
 
 logger = logging.getLogger(__name__)
 
+_FILE_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -111,16 +115,20 @@ def load_config(
         raise ModelError(
             f"cannot read the configuration of model {path!r}{where}: {_first_lines(error)}"
         ) from error
-    for name, value in (override_config or {}).items():
-        if not hasattr(config, name):
-            raise ModelError(f"override_config: {type(config).__name__} has no entry {name!r}")
-        current = getattr(config, name)
-        setattr(
-            config,
-            name,
-            {**current, **value} if isinstance(current, dict) and isinstance(value, dict) else value,
-        )
+    apply_override(config, override_config or {})
     return config
+
+
+def override_in_full(
+    path: str | Path, trust_remote_code: bool, override_config: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return `override_config` for an engine that reads the model itself: its rotary settings complete, under
+    transformers 5's name; None where nothing is overridden. Raises ModelError as `load_config` does.
+    """
+    if not override_config:
+        return None
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    return effective_override(config, override_config)
 
 
 def shape_of(config: ModelConfig) -> PretrainedConfig:
@@ -208,6 +216,7 @@ def load_whole(
     `build_policy`'s.
     """
     config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    before = source_dtype(config, where)
     try:
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -235,7 +244,26 @@ def load_whole(
         )
     without_dropout(hf)
     model: PreTrainedModel = hf.to(device)
+    model.source_dtype = before
     return model
+
+
+def source_dtype(config: PretrainedConfig, where: str) -> torch.dtype | None:
+    """Return the dtype of a model's weights: what its configuration says, else what its first file holds most
+    of. None for a hub name whose configuration does not say it.
+    """
+    said = config.dtype or config.get_text_config().dtype
+    if isinstance(said, torch.dtype):
+        return said
+    sizes: Counter[torch.dtype] = Counter()
+    for file in sorted(Path(where).glob("*.safetensors"))[:1]:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118  (no mapping)
+                part = weights.get_slice(name)
+                sizes[getattr(torch, _FILE_DTYPES.get(part.get_dtype(), "uint8"))] += math.prod(
+                    part.get_shape()
+                )
+    return max(sizes, key=lambda each: sizes[each], default=None)
 
 
 def without_dropout(hf: PreTrainedModel) -> None:

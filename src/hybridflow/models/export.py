@@ -52,14 +52,19 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 def save_hf(
-    policy: PolicyModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
+    policy: PolicyModel,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the policy's weights, in their dtype, and its tokenizer to `folder`; `AutoModelForCausalLM` reads
-    it anywhere.
+    """Write the policy's weights and its tokenizer to `folder`, which `AutoModelForCausalLM` reads anywhere.
+
+    The weights are written in `dtype`, or in their own where it is None.
     """
     folder = Path(folder)
-    if has_adapters(policy):
-        return save_hf_sharded(policy, folder, tokenizer)
+    if has_adapters(policy) or dtype not in (None, policy.dtype):
+        return save_hf_sharded(policy, folder, tokenizer, dtype=dtype)
     with without_progress_bars():
         policy.hf.save_pretrained(folder)
     if tokenizer is not None:
@@ -72,12 +77,18 @@ def save_config(
 ) -> Path:
     """Write everything of the Hugging Face folder except the weights, which a checkpoint has already; of
     adapters their configuration.
+
+    The configuration's dtype is that of the model's own folder, whatever dtype it is trained in: merging the
+    checkpoint writes the weights in it.
     """
     folder = Path(folder)
-    model.config.save_pretrained(folder)
-    generation = getattr(model.hf, "generation_config", None) if isinstance(model, PolicyModel) else None
-    if generation is not None:
-        generation.save_pretrained(folder)
+    config: Any = deepcopy(model.config)
+    if isinstance(model, PolicyModel):
+        if model.source_dtype is not None:
+            config.dtype = str(model.source_dtype).removeprefix("torch.")
+        if model.hf.generation_config is not None:
+            model.hf.generation_config.save_pretrained(folder)
+    config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if has_adapters(model):
@@ -105,6 +116,7 @@ def save_hf_sharded(
     tokenizer: PreTrainedTokenizerBase | None = None,
     group: ProcessGroup | None = None,
     *,
+    dtype: torch.dtype | None = None,
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
@@ -132,7 +144,10 @@ def save_hf_sharded(
         tensors: dict[str, Tensor] = {}
         for bucket in buckets:
             # collective: every rank comes by here
-            gathered = {each: whole(entries[each].value(), dtypes.get(f"hf.{each}")) for each in bucket}
+            gathered = {
+                each: _rounded(whole(entries[each].value(), dtypes.get(f"hf.{each}")), dtype)
+                for each in bucket
+            }
             if mine:
                 tensors |= {
                     key: value.cpu() for key, value in revert_weight_conversion(model.hf, gathered).items()
@@ -157,7 +172,7 @@ def save_hf_sharded(
             folder,
             tokenizer,
             places,
-            dtypes.get("hf." + next(iter(entries)), model.dtype),
+            dtype or dtypes.get("hf." + next(iter(entries)), model.dtype),
             indexed=len(files) > 1,
         )
     if has_adapters(model):
@@ -239,6 +254,11 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if dtype is not None:
         tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a floating-point tensor in `dtype`; integers, and any tensor where it is None, as they are."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _agree(places: dict[str, tuple[str, int]], error: str | None, group: ProcessGroup | None) -> None:

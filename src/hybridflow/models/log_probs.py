@@ -17,6 +17,9 @@ from transformers import PretrainedConfig
 
 CHUNK_BYTES = 64 * 2**20
 
+LOWEST = -1e4
+"""Nats. exp of anything lower is 0 in every dtype, and a gradient times it stays far from overflow."""
+
 
 class TokenOutputs(NamedTuple):
     """What a policy says of the M predicted tokens, in float32 (float64 for a float64 model)."""
@@ -151,7 +154,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 if with_squares:
                     squares[part] = p.square().sum(-1)
                 if with_entropy:
-                    entropy[part] = -(p * log_p).sum(-1)
+                    entropy[part] = -(p * _bounded_(log_p)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.mark_non_differentiable(squares)
         ctx.settings = (temperature, with_entropy, transform, chunk)
@@ -178,11 +181,8 @@ class _TokenLogProbs(torch.autograd.Function):
             log_p = torch.log_softmax(logits / temperature, dim=-1)
             grad = log_p.exp()
             if with_entropy:
-                grad_z = (
-                    log_p.add_(entropy[part, None])
-                    .mul_(grad_entropy[part, None])
-                    .add_(grad_log_probs[part, None])
-                )
+                grad_z = _bounded_(log_p).add_(entropy[part, None])
+                grad_z.mul_(grad_entropy[part, None]).add_(grad_log_probs[part, None])
                 grad.mul_(grad_z).neg_()
             else:
                 grad.mul_(-grad_log_probs[part, None])
@@ -204,6 +204,14 @@ class _TokenLogProbs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 5,
         )
+
+
+def _bounded_(log_p: Tensor) -> Tensor:
+    """Raise log-probs below `LOWEST` to it, in place, so that p·log p is 0 and not NaN where p is 0.
+
+    Every probability that far down is 0 in float64 already, so no other product changes; NaN stays NaN.
+    """
+    return log_p.clamp_(min=LOWEST)
 
 
 def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:

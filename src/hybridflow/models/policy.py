@@ -36,9 +36,13 @@ class PolicyModel(nn.Module):
     """Set: a token's log-prob has the same bits in training and in generation, whatever is computed with it.
     """
 
+    source_dtype: torch.dtype | None = None
+    """The dtype that the model's folder says its weights have; None where the model comes from no folder."""
+
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        self.source_dtype = getattr(hf, "source_dtype", None)
         use_attention(hf)
         head = hf.get_output_embeddings()
         if not isinstance(head, nn.Module) or not isinstance(getattr(head, "weight", None), Tensor):

@@ -27,7 +27,13 @@ from transformers.utils.hub import cached_file
 
 from hybridflow.distributed.shards import local, own_slices
 from hybridflow.errors import ModelError
-from hybridflow.models.build import causal_config, enable_gradient_checkpointing, load_whole, without_dropout
+from hybridflow.models.build import (
+    causal_config,
+    enable_gradient_checkpointing,
+    load_whole,
+    source_dtype,
+    without_dropout,
+)
 from hybridflow.models.liger import patch_liger
 from hybridflow.models.lora import base_name
 from hybridflow.models.policy import PolicyModel
@@ -71,11 +77,13 @@ def meta_model(
     `build_policy`.
     """
     config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    before = source_dtype(config, where)
     with parameters_on_meta():
         hf = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     hf.eval()
+    hf.source_dtype = before
     _read_generation_config(hf, where)
     without_dropout(hf)
     if use_liger:

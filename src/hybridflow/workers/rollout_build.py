@@ -15,7 +15,7 @@ from hybridflow.data.tokenizer import load_tokenizer, text_of
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.replica import Replica
 from hybridflow.engines import TrainEngine
-from hybridflow.models.build import build_policy, resolve_dtype
+from hybridflow.models.build import build_policy, override_in_full, resolve_dtype
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
@@ -129,7 +129,9 @@ def _with_own_weights(
         device=device,
         dtype=str(resolve_dtype(model["dtype"], device)).removeprefix("torch."),
         trust_remote_code=bool(model.get("trust_remote_code")),
-        override_config=model.get("override_config"),
+        override_config=override_in_full(
+            model["path"], bool(model.get("trust_remote_code")), model.get("override_config")
+        ),
         tokenizer=tokenizer,
         lora_rank=0 if lora is None else lora.largest_rank,
     )

@@ -19,7 +19,7 @@ from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.merger import compare, merge
 from hybridflow.models.adapter_folder import CONFIG, WEIGHTS
 from hybridflow.models.build import build_policy
-from hybridflow.models.export import ADAPTER_FOLDER, save_config
+from hybridflow.models.export import ADAPTER_FOLDER, save_config, save_hf
 from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora, saved_names
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_log_probs
@@ -65,10 +65,80 @@ def test_the_merged_folder_is_the_trained_model(tmp_path: Path, tiny_folder: Pat
     again = build_policy(target, device="cpu", dtype=dtype)
     for name, tensor in policy.state_dict().items():
         assert again.state_dict()[name].equal(tensor), name
-    assert json.loads((target / "config.json").read_text())["dtype"] == dtype
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32", "as the run's model has it"
     assert load_tokenizer(target).decode(load_tokenizer(target).encode("1 + 2 = ?")) == "1 + 2 = ?"
     assert sorted(path.name for path in target.parent.iterdir()) == ["merged"], "nothing is left beside it"
     assert compare(step / ACTOR, target) == f"{len(policy.state_dict())} tensors, all equal bit for bit"
+
+
+def in_dtype(source: Path, target: Path, dtype: torch.dtype, *, say: bool = True) -> Path:
+    """A copy of a model folder whose weights have another dtype; `say` writes it into config.json."""
+    shutil.copytree(source, target)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((source / "config.json").read_text())
+    content.pop("dtype")
+    if say:
+        content["dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(content))
+    return target
+
+
+def file_dtypes(folder: Path) -> set[torch.dtype]:
+    return {tensor.dtype for path in folder.glob("*.safetensors") for tensor in load_file(path).values()}
+
+
+@pytest.mark.parametrize("say", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_merged_folder_has_the_dtype_of_the_source(
+    tmp_path: Path, tiny_folder: Path, dtype: torch.dtype, say: bool
+) -> None:
+    """A half-precision model that was trained in float32, as a run on a CPU does it."""
+    policy = trained(in_dtype(tiny_folder, tmp_path / "source", dtype, say=say), "float32")
+    assert policy.dtype == torch.float32
+    step = save(tmp_path / "run", policy)
+    target = merge(step, tmp_path / "merged")
+    assert file_dtypes(target) == {dtype}
+    name = str(dtype).removeprefix("torch.")
+    assert json.loads((target / "config.json").read_text())["dtype"] == name
+    again = build_policy(target, device="cpu", dtype="float32").state_dict()
+    assert all(again[key].equal(tensor.to(dtype).float()) for key, tensor in policy.state_dict().items())
+    wanted = (
+        f"{len(policy.state_dict())} tensors, all equal bit for bit to the checkpoint's rounded to {name}"
+    )
+    assert compare(step, target) == wanted
+    assert file_dtypes(merge(step, tmp_path / "wide", dtype="trained")) == {torch.float32}
+    assert compare(step, tmp_path / "wide").endswith("tensors, all equal bit for bit")
+    assert file_dtypes(merge(step, tmp_path / "asked", dtype="bfloat16")) == {torch.bfloat16}
+    with torch.no_grad():
+        next(policy.parameters()).view(-1)[3] += 1.0
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight in .* differs from the checkpoint's"):
+        compare(save(tmp_path / "other", policy), target)
+
+
+def test_weights_in_the_checkpoint_have_the_dtype_of_the_source(tmp_path: Path, tiny_folder: Path) -> None:
+    """With hf_model in save_contents the folder in the checkpoint holds weights."""
+    policy = trained(in_dtype(tiny_folder, tmp_path / "source", torch.bfloat16), "float32")
+    save_hf(policy, tmp_path / "folder", dtype=policy.source_dtype)
+    assert file_dtypes(tmp_path / "folder") == {torch.bfloat16}
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["dtype"] == "bfloat16"
+    again = build_policy(tmp_path / "folder", device="cpu", dtype="bfloat16").state_dict()
+    assert all(again[key].equal(tensor.bfloat16()) for key, tensor in policy.state_dict().items())
+    save_hf(policy, tmp_path / "wide")
+    assert file_dtypes(tmp_path / "wide") == {torch.float32}
+
+
+def test_numbers_beyond_a_dtype(tmp_path: Path, tiny_folder: Path) -> None:
+    policy = trained(tiny_folder)
+    with torch.no_grad():
+        next(policy.parameters())[0, 0] = 1e5
+    step = save(tmp_path / "run", policy)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has numbers up to 1e\+05, which float16"):
+        merge(step, tmp_path / "merged", dtype="float16")
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(CheckpointError, match=r"same log-probs.* allowed for bfloat16.*--dtype trained"):
+        merge(step, tmp_path / "merged", dtype="bfloat16")
+    assert merge(step, tmp_path / "merged", dtype="trained").is_dir()
 
 
 def test_a_state_in_one_file(tmp_path: Path, tiny_folder: Path) -> None:
@@ -133,6 +203,9 @@ def test_the_command(tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFi
     source = ["--backend", "fsdp", "--local_dir", str(step / ACTOR)]
     target = tmp_path / "merged"
     assert model_merger.main(["merge", *source, "--target_dir", str(target)]) == 0
+    half = tmp_path / "half"
+    assert model_merger.main(["merge", *source, "--target_dir", str(half), "--dtype", "bfloat16"]) == 0
+    assert file_dtypes(half) == {torch.bfloat16}
     assert model_merger.main(["test", *source, "--test_hf_dir", str(target)]) == 0
     assert "all equal bit for bit" in capsys.readouterr().out
     assert model_merger.main(["test", *source, "--test_hf_dir", str(tiny_folder)]) == 1
@@ -170,6 +243,16 @@ def test_adapters_are_folded_into_their_base(tmp_path: Path, tiny_folder: Path, 
     if dtype == "float32":
         with pytest.raises(CheckpointError, match="do not give the same log-probs"):
             compare(step, tiny_folder)
+
+
+def test_adapters_are_folded_in_the_dtype_of_the_source(tmp_path: Path, tiny_folder: Path) -> None:
+    policy = with_adapters(in_dtype(tiny_folder, tmp_path / "source", torch.bfloat16), "float32")
+    step = save(tmp_path / "run", policy)
+    target = merge(step, tmp_path / "merged")
+    assert file_dtypes(target) == {torch.bfloat16}
+    assert "log-probs of a probe batch within" in compare(step, target)
+    with pytest.raises(ConfigError, match="--dtype float32 with --lora keep"):
+        merge(step, tmp_path / "kept", lora="keep", dtype="float32")
 
 
 def test_adapters_are_kept(tmp_path: Path, tiny_folder: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zoo import eager_log_probs, tiny_hf
 
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.distributed.device import resolve_device, set_threads
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.build import build_policy, build_value, load_config
@@ -83,6 +86,25 @@ def test_override_config_and_dropout(folder: Path) -> None:
     assert torch.equal(policy(packed).log_probs, policy(packed).log_probs)
     with pytest.raises(ModelError, match="no entry 'rope_tetha'"):
         load_config(folder, override_config={"rope_tetha": 1})
+
+
+@pytest.mark.parametrize("variable", ["VERL_USE_MODELSCOPE", "HYBRIDFLOW_USE_MODELSCOPE"])
+def test_models_from_modelscope(folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "True")
+    monkeypatch.setitem(sys.modules, "modelscope", None)  # as if it were not installed
+    for load in (load_tokenizer, load_config, lambda name: build_policy(name, device="cpu")):
+        with pytest.raises(ConfigError, match=rf"{variable} is set and owner/name is no folder.*'remote'"):
+            load("owner/name")
+    asked: list[str] = []
+    client = ModuleType("modelscope")
+    monkeypatch.setattr(
+        client, "snapshot_download", lambda name: asked.append(name) or str(folder), raising=False
+    )
+    monkeypatch.setitem(sys.modules, "modelscope", client)
+    policy = build_policy("owner/name", device="cpu", probe=False)
+    assert policy.head.weight.equal(build_policy(folder, device="cpu", probe=False).head.weight)
+    assert load_tokenizer("owner/name").decode([5]) == load_tokenizer(folder).decode([5])
+    assert set(asked) == {"owner/name"}
 
 
 def _copy(folder: Path, target: Path, without: str = "") -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.models.log_probs import LogitTransform, chunk_tokens, log_probs_from_logits, token_log_probs
@@ -190,3 +191,47 @@ def test_logits_of_all_tokens_never_exist() -> None:
         assert entropy is not None
         (log_probs + entropy).sum().backward()
     assert hidden.grad is not None and mode.largest == 50 * vocabulary
+
+
+def test_a_token_that_the_policy_rules_out() -> None:
+    """A logit of -inf has probability 0: it adds nothing to the entropy, and its gradient is 0."""
+    hidden, weight, bias, targets = _inputs(torch.float32)
+    with torch.no_grad():
+        bias[4] = float("-inf")
+    targets = targets.where(targets != 4, torch.tensor(5))
+    got = token_log_probs(hidden, weight, bias, targets, temperature=0.7, with_entropy=True, chunk_bytes=900)
+    assert got.entropy is not None
+    (got.entropy.sum() + got.log_probs.sum()).backward()
+    others = [v for v in range(V) if v != 4]
+    small = [x.detach().clone().requires_grad_() for x in (hidden, weight[others], bias[others])]
+    without = token_log_probs(
+        small[0], small[1], small[2], targets - (targets > 4).long(), temperature=0.7, with_entropy=True
+    )
+    assert without.entropy is not None
+    (without.entropy.sum() + without.log_probs.sum()).backward()
+    torch.testing.assert_close(got.entropy, without.entropy)
+    torch.testing.assert_close(hidden.grad, small[0].grad)
+    assert bias.grad is not None and bias.grad[4] == 0 and bool(bias.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_ordinary_rows_keep_their_bits(dtype: torch.dtype, scale: float) -> None:
+    """Entropy and gradients are those of the formula as it is written, to the bit, where all logits are
+    finite; `scale` 300 makes probabilities that are 0 in float32.
+    """
+    hidden, weight, bias, targets = _inputs(dtype)
+    logits = (linear(hidden, weight, bias).float() * scale).detach()
+    log_p = torch.log_softmax(logits / 0.7, dim=-1)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(-1)
+    got = token_log_probs(
+        hidden, weight, bias, targets, temperature=0.7, with_entropy=True, logit_scale=scale
+    )
+    assert got.entropy is not None and got.entropy.equal(entropy)
+    up = torch.linspace(-1, 2, M)
+    ((got.entropy + got.log_probs) * up).sum().backward()
+    grad = -(p * ((log_p + entropy[:, None]) * up[:, None] + up[:, None]))
+    grad.scatter_add_(-1, targets[:, None], up[:, None])
+    assert hidden.grad is not None
+    assert hidden.grad.equal((grad * (scale / 0.7)).to(dtype) @ weight)

@@ -71,7 +71,8 @@ class Served:
 
 
 def tiny_model(**changes: Any) -> ServedModel:
-    return ServedModel("tiny", TOKENIZER, **{"vocabulary": len(TOKENIZER), "max_model_len": 512, **changes})
+    facts = {"tokenizer": TOKENIZER, "vocabulary": len(TOKENIZER), "max_model_len": 512}
+    return ServedModel("tiny", **{**facts, **changes})
 
 
 @contextmanager

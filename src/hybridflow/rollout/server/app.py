@@ -33,6 +33,8 @@ from hybridflow.rollout.server.text import TokenNames
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+OTHER_TYPES = ("string_type", "list_type")
+"""Problems of a value that is of another type than this alternative."""
 GONE = 499
 """Status of an answer that nobody waits for any more, in the counts."""
 
@@ -48,7 +50,15 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
         """Template and tokenise away from the event loop; None when the client has gone away meanwhile."""
         service.check_open()
         num_bytes = len(await request.body())
-        return await while_connected(request.receive, service.readers.run(make, num_bytes))
+
+        def checked(check: Check) -> Job:
+            def check_both() -> None:
+                check()
+                service.check_open()  # a server that is told to end stops reading, too
+
+            return make(check_both)
+
+        return await while_connected(request.receive, service.readers.run(checked, num_bytes))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -131,14 +141,18 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _first_problem(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
+    problems = error.errors()
+    # of the alternatives that a field has, the one that the value meant: not those of another type
+    first = next((each for each in problems if each["type"] not in OTHER_TYPES), problems[0])
     if first["type"] == "json_invalid":
         return ApiError(
             400,
             f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}",
             code="invalid_json",
         )
-    place = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    names = [str(part) for part in first["loc"][1:]]
+    place = ".".join(name for name in names if name.isidentifier() or name.isdecimal()) or "body"
+    place = place.removesuffix(".str")
     why = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         why = "is no field of this endpoint, or one that is not supported"

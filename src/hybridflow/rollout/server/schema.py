@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MAX_CHOICES = 1024
 """Responses of one HTTP request, over all of its prompts."""
@@ -17,6 +18,14 @@ MAX_STOP_TEXTS, MAX_STOP_LENGTH = 32, 512
 MAX_MESSAGES = 8192
 MAX_NUMBER = 2**31 - 1
 """Largest number of tokens or responses that is read; what the model can serve is far less."""
+
+
+class FailFast(pydantic.FailFast):
+    """Stop at the first wrong entry of a list; can be part of a union, which pydantic's own cannot."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
 
 Ids = Annotated[list[int], FailFast()]
 StopText = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]

@@ -19,6 +19,12 @@ from hybridflow.errors import RolloutError
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+TEMPERATURES = (1e-20, 1e20)
+"""Lowest and highest temperature of a request that samples: float32 logits divided by it stay finite."""
+PENALTIES = (1e-6, 1e6)
+"""Lowest and highest repetition penalty, for the same reason."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends; raises RolloutError for values out of range."""
@@ -58,17 +64,22 @@ class SamplingParams:
                 f"max_tokens={self.max_tokens}: a response needs room for at least 1 token "
                 "(data.max_response_length)"
             )
-        if not 0 <= self.temperature < float("inf"):
-            raise RolloutError(f"temperature={self.temperature}: use a number above 0, or greedy")
+        low, high = TEMPERATURES
+        if self.temperature != 0 and not low <= self.temperature <= high:
+            raise RolloutError(
+                f"temperature={self.temperature}: use a number from {low:g} to {high:g}, or 0 for greedy"
+            )
         if self.top_k < -1:
             raise RolloutError(f"top_k={self.top_k}: use -1 for all tokens, or at least 1")
         if not 0 < self.top_p <= 1:
             raise RolloutError(f"top_p={self.top_p}: use a number above 0 and at most 1 (1 keeps all tokens)")
         if not 0 <= self.min_p <= 1:
             raise RolloutError(f"min_p={self.min_p}: use a number from 0 (keeps all tokens) to 1")
-        if not 0 < self.repetition_penalty < float("inf"):
+        low, high = PENALTIES
+        if not low <= self.repetition_penalty <= high:
             raise RolloutError(
-                f"repetition_penalty={self.repetition_penalty}: use a number above 0 (1 changes nothing)"
+                f"repetition_penalty={self.repetition_penalty}: use a number above 0, from {low:g} to "
+                f"{high:g} (1 changes nothing)"
             )
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise RolloutError(
@@ -78,6 +89,11 @@ class SamplingParams:
             raise RolloutError(f"top_log_probs={self.top_log_probs}: use 0 for none, or how many")
         if "" in self.stop:
             raise RolloutError("stop has an empty text, which every response ends with: leave it out")
+        for text in self.stop:
+            if not is_unicode(text):
+                raise RolloutError(
+                    f"stop has the text {text!a}, half of a surrogate pair: send whole characters"
+                )
 
     @property
     def takes_argmax(self) -> bool:
@@ -136,6 +152,22 @@ class GenerationOutput:
     """For each token, (id, log-prob) of the most probable ones at its place, the most probable first; None
     where not asked for.
     """
+    refused: bool = False
+    """True when `error` is the request's own fault, found before anything was generated."""
+
+
+@dataclass(frozen=True)
+class PartialOutput:
+    """The newest tokens of a running request; the lists are equally long."""
+
+    request_id: int
+    start: int
+    """Response tokens before these."""
+    token_ids: list[int]
+    log_probs: list[float]
+    """Nats, as in `GenerationOutput`."""
+    top_log_probs: list[list[tuple[int, float]]] | None = None
+    """As in `GenerationOutput`."""
 
 
 @dataclass
@@ -175,6 +207,25 @@ class RolloutStats:
             "rollout/max_rows": float(self.max_rows),
             "perf/rollout_tokens_per_second": rate,
         }
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded: a lone surrogate such as "\\ud800" cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class SomeWeights:
+    """Weights (name, tensor) that leave others as they are, of which the sender knows that they are in place."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._weights)
 
 
 class WeightSource(Protocol):

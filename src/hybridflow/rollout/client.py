@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest
-from hybridflow.rollout.engine_replica import EngineReplica, PartialOutput, ReplicaLost, Tap
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
+from hybridflow.rollout.engine_replica import EngineReplica, ReplicaLost, Tap
 
 __all__ = ["DeadlinePassed", "EngineReplica", "LLMClient", "PartialOutput", "Replica", "ReplicaLost"]
 
@@ -57,8 +57,8 @@ class Replica(Protocol):
 
     def resume(self) -> None: ...
 
-    def close(self) -> None:
-        """End it; requests without an answer get ReplicaLost."""
+    def close(self, timeout_s: float = 60.0) -> None:
+        """End it; requests without an answer get ReplicaLost. RolloutError where it takes longer."""
         ...
 
 
@@ -106,8 +106,8 @@ class LLMClient:
     async def stream(
         self, request: GenerationRequest, *, sticky: Hashable | None = None, deadline_s: float | None = None
     ) -> AsyncGenerator[PartialOutput | GenerationOutput, None]:
-        """Growing outputs, the last one whole; a slow reader gets fewer and longer ones. Errors are those of
-        `generate`.
+        """Yield new tokens as `PartialOutput` and at last the whole output; a slow reader gets fewer and
+        longer pieces. Errors are those of `generate`.
 
         Close the iterator (`aclosing`) where it is left early: that aborts the request.
         """

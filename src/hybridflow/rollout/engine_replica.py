@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
 
 logger = logging.getLogger(__name__)
 
@@ -24,23 +24,11 @@ class ReplicaLost(RolloutError):
     """The replica that served a request died or was closed; the message names it and says of what."""
 
 
-@dataclass(frozen=True)
-class PartialOutput:
-    """What a running request has so far; the lists are equally long."""
-
-    request_id: int
-    token_ids: list[int]
-    log_probs: list[float]
-    """Nats, as in `GenerationOutput`."""
-    top_log_probs: list[list[tuple[int, float]]] | None = None
-    """As in `GenerationOutput`."""
-
-
 class Tap(Protocol):
-    """Where growing outputs of one request go; called in the replica's thread."""
+    """Receiver of the pieces of one response as it grows; called in the replica's thread."""
 
     wants: bool
-    """False while the newest one was not read yet: nothing is copied for a slow reader."""
+    """False while the newest piece was not read yet: nothing is copied for a slow reader."""
 
     def put(self, partial: PartialOutput) -> None: ...
 
@@ -63,7 +51,7 @@ class EngineSession(Protocol):
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]: ...
 
-    def so_far(self, request_ids: Iterable[int]) -> list[GenerationOutput]: ...
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]: ...
 
     def close(self) -> None: ...
 
@@ -75,7 +63,7 @@ class _Ticket:
     added: bool = False
     """The session knows it."""
     seen: int = 0
-    """Tokens that the tap got."""
+    """Tokens that the tap was given."""
     answer: Future[GenerationOutput] = field(default_factory=Future)
 
 
@@ -227,18 +215,19 @@ class EngineReplica:
             ticket.answer.set_result(output)
 
     def _grow(self, session: EngineSession) -> None:
+        """Give each tap that waits the tokens that are new to it, and no others."""
         asking = {
             number: one
             for number, one in list(self._tickets.items())
             if one.tap is not None and one.tap.wants and one.added
         }
-        for output in session.so_far(asking) if asking else ():
-            ticket = asking[output.request_id]
-            if ticket.tap is not None and len(output.token_ids) > ticket.seen:
-                ticket.seen = len(output.token_ids)
-                ticket.tap.put(
-                    PartialOutput(output.request_id, output.token_ids, output.log_probs, output.top_log_probs)
-                )
+        if not asking:
+            return
+        for partial in session.so_far({number: one.seen for number, one in asking.items()}):
+            ticket = asking[partial.request_id]
+            if ticket.tap is not None and partial.token_ids:
+                ticket.seen += len(partial.token_ids)
+                ticket.tap.put(partial)
 
     def _end(self, failure: str) -> None:
         with self._changed:

@@ -16,11 +16,12 @@ def request_problem(request: GenerationRequest, *, vocabulary: int, positions: i
     if not prompt:
         return "the prompt is empty; at least one token is needed to predict the next"
     for name, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids)):
-        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
-            return (
-                f"{name} holds token id {min(ids) if min(ids) < 0 else max(ids)}, and the model's "
-                f"vocabulary is 0..{vocabulary - 1}"
-            )
+        wrong = next(
+            (token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < vocabulary),
+            None,
+        )
+        if wrong is not None:
+            return f"{name} holds token id {wrong}, and the model's vocabulary is 0..{vocabulary - 1}"
     if positions is not None and len(prompt) + sampling.max_tokens > positions:
         return (
             f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = "
@@ -33,9 +34,8 @@ def request_problem(request: GenerationRequest, *, vocabulary: int, positions: i
 
 def refused(request: GenerationRequest, problem: str) -> GenerationOutput:
     """The output of a request that is not served."""
-    return GenerationOutput(
-        request.request_id, [], [], "error", [], f"request {request.request_id}: {problem}"
-    )
+    error = f"request {request.request_id}: {problem}"
+    return GenerationOutput(request.request_id, [], [], "error", [], error, refused=True)
 
 
 def check_ids(requests: Sequence[GenerationRequest]) -> None:

@@ -17,7 +17,7 @@ from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.errors import RolloutError
 from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.base import RolloutEngine
+from hybridflow.rollout.base import RolloutEngine, SomeWeights
 from hybridflow.weight_sync.checksum import Remembered, explain_difference, first_difference
 from hybridflow.weight_sync.holding import Holding, trainer_parameters
 from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
@@ -115,7 +115,7 @@ class PushedWeights:
                 f"the trainer's model and the one that generates have other weights: {lacking[0]} is in one "
                 "of them only"
             )
-        engine.update_weights(self._parts(shares), version)
+        engine.update_weights(SomeWeights(self._parts(shares)), version)
         written = {name for share in shares for name in share.tensors}
         arrived = self.holding.checksums(
             dict(self.policy.named_parameters()), self._sums.at(version, written)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest
+from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, PartialOutput
 
 Script = Callable[[GenerationRequest], Sequence[int]]
 LOG_PROB = -0.5
@@ -34,7 +34,7 @@ class FakeSession:
             seconds,
             dies_at,
         )
-        self.version = self.steps = self.num_added = 0
+        self.version = self.steps = self.num_added = self.num_copied = 0
         self.closed = False
         self.threads: set[int] = set()
         self._rows: dict[int, tuple[GenerationRequest, list[int], list[int]]] = {}
@@ -58,7 +58,13 @@ class FakeSession:
         self._waiting += [request for request in requests if request not in bad]
         return [
             GenerationOutput(
-                request.request_id, [], [], "error", [], f"request {request.request_id}: a bad prompt"
+                request.request_id,
+                [],
+                [],
+                "error",
+                [],
+                f"request {request.request_id}: a bad prompt",
+                refused=True,
             )
             for request in bad
         ]
@@ -89,9 +95,16 @@ class FakeSession:
         running = [self._leave(row[0], "abort") for key, row in list(self._rows.items()) if key in wanted]
         return [GenerationOutput(request.request_id, [], [], "abort", []) for request in waiting] + running
 
-    def so_far(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        assert set(request_ids) <= self._rows.keys() | {request.request_id for request in self._waiting}
-        return [self._output(self._rows[number], "abort") for number in request_ids if number in self._rows]
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
+        assert since.keys() <= self._rows.keys() | {request.request_id for request in self._waiting}
+        partials = []
+        for number in since.keys() & self._rows.keys():
+            output, start = self._output(self._rows[number], "abort"), since[number]
+            tops = None if output.top_log_probs is None else output.top_log_probs[start:]
+            new = output.token_ids[start:]
+            self.num_copied += len(new)
+            partials.append(PartialOutput(number, start, new, output.log_probs[start:], tops))
+        return partials
 
     def close(self) -> None:
         self.closed = True

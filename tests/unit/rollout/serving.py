@@ -16,7 +16,7 @@ from fake_session import FakeSession
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.client import EngineReplica, LLMClient
-from hybridflow.rollout.server.job import ServedModel
+from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.run import DrainingServer, listen
 from hybridflow.rollout.server.service import Limits, Service
 
@@ -71,7 +71,8 @@ class Served:
 
 
 def tiny_model(**changes: Any) -> ServedModel:
-    return ServedModel("tiny", TOKENIZER, **{"vocabulary": len(TOKENIZER), "max_model_len": 512, **changes})
+    facts = {"tokenizer": TOKENIZER, "vocabulary": len(TOKENIZER), "max_model_len": 512}
+    return ServedModel("tiny", **{**facts, **changes})
 
 
 @contextmanager

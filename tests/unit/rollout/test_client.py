@@ -13,8 +13,8 @@ import pytest
 from fake_session import FakeSession
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.rollout.client import DeadlinePassed, EngineReplica, LLMClient, PartialOutput, ReplicaLost
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, SamplingParams
+from hybridflow.rollout.client import DeadlinePassed, EngineReplica, LLMClient, ReplicaLost
 
 Make = Callable[..., tuple[LLMClient, list[FakeSession]]]
 
@@ -103,16 +103,19 @@ def test_a_request_id_runs_once_at_a_time(make: Make) -> None:
 
 
 def test_a_stream_grows_and_its_last_output_is_whole(make: Make) -> None:
-    client, _ = make(seconds=0.003)
+    client, (session,) = make(seconds=0.003)
 
     async def work() -> list[PartialOutput | GenerationOutput]:
         return [output async for output in client.stream(request(3, max_tokens=30))]
 
     *growing, last = run(work())
     assert len(growing) >= 5 and all(isinstance(output, PartialOutput) for output in growing)
-    lengths = [len(output.token_ids) for output in growing]
-    assert lengths == sorted(set(lengths)) and lengths[-1] <= 30
+    ends = 0
+    for output in growing:  # each piece begins where the one before ended, so that no token is copied twice
+        assert output.start == ends and output.token_ids
+        ends += len(output.token_ids)
     assert isinstance(last, GenerationOutput) and last.token_ids == [103] * 30
+    assert ends <= session.num_copied < 30
 
 
 def test_a_slow_reader_gets_fewer_and_longer_pieces(make: Make) -> None:

@@ -133,6 +133,46 @@ def test_a_prompt_in_pieces_keeps_its_slot_while_recorded_rows_beside_it_are_fil
     assert tokens(outputs) == wanted and engine.graphs is not None and engine.graphs.num_recorded > 0
 
 
+class Lengths(Again):
+    """Remembers the lengths of all rows of a bucket at each replay."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        super().__init__(engine)
+        self.seen: list[tuple[int, list[int]]] = []
+        self.rows = 8
+
+    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        replay = super().record(run)
+
+        def watched() -> Tensor:
+            states = replay()
+            assert self.engine.graphs is not None
+            self.seen.append((self.rows, self.engine.graphs._lengths[: len(states)].tolist()))
+            return states
+
+        return watched
+
+
+def test_rows_that_fill_a_bucket_up_are_empty_whatever_was_there_before() -> None:
+    engine = recorded(recorder=Lengths, max_num_seqs=8)
+    session = engine.open()
+    # eight rows of which one after the other leaves: the bucket of 8 is used with 7, 6 and 5 rows too
+    session.add([*requests_for(prompts(8), max_tokens=12, ignore_eos=True)])
+    assert engine.graphs is not None
+    recorder: Any = engine.graphs._recorder
+    for leaving in range(4):
+        session.step()
+        recorder.rows = session.num_running
+        session.step()
+        session.abort([leaving])
+        recorder.rows = session.num_running
+    session.close()
+    filled = [(rows, lengths) for rows, lengths in recorder.seen if rows < len(lengths)]
+    assert {rows for rows, _ in filled} >= {5, 6, 7}
+    for rows, lengths in filled:
+        assert all(lengths[:rows]) and not any(lengths[rows:]), (rows, lengths)
+
+
 def test_graphs_outlive_a_change_of_weights_and_not_a_move_of_them() -> None:
     engine, plain = recorded(max_num_seqs=4), tiny_engine(dtype=torch.float64, max_num_seqs=4)
     requests = requests_for(prompts(4), max_tokens=12, ignore_eos=True)

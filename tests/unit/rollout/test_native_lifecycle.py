@@ -121,7 +121,7 @@ def test_updated_weights_change_the_output_and_carry_their_version() -> None:
     before = run(engine, requests)
     weights = {name: weight.clone() for name, weight in engine.policy.hf.state_dict().items()}
     engine.update_weights(
-        [(name, weight + 0.2) for name, weight in weights.items() if "down_proj" in name], version=3
+        [(name, weight + 0.2 * ("down_proj" in name)) for name, weight in weights.items()], version=3
     )
     after = run(engine, requests)
     assert all(before[i].token_ids != after[i].token_ids for i in before)

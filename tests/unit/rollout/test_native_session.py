@@ -11,7 +11,7 @@ from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, 
 from hybridflow.errors import RolloutError
 from hybridflow.models.kv_cache import bytes_per_token
 from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams, SomeWeights
 from hybridflow.rollout.native import engine as engine_module
 from hybridflow.rollout.native import memory as memory_module
 from hybridflow.rollout.native.engine import NativeEngine
@@ -44,8 +44,8 @@ def alone(engine: NativeEngine, requests: list[GenerationRequest]) -> dict[int, 
 
 def tokens_of(session: Session, request_id: int) -> list[int]:
     """What a request that runs or waits has so far."""
-    (output,) = session.so_far([request_id])
-    return output.token_ids
+    partials = session.so_far({request_id: 0})
+    return partials[0].token_ids if partials else []
 
 
 def same(output: GenerationOutput, wanted: GenerationOutput) -> bool:
@@ -81,13 +81,13 @@ def test_requests_join_while_others_run() -> None:
     assert (
         session.num_running == 3
         and tokens_of(session, 0) == wanted[0].token_ids[:4]
-        and len(session.so_far([0, 1])) == 2
+        and len(session.so_far({0: 0, 1: 0})) == 2
     )
     session.add(requests[3:])
     outputs = finish(session)
     assert sorted(outputs) == list(range(9)) and all(same(outputs[i], wanted[i]) for i in range(9))
     assert engine.stats.max_rows == 4
-    assert session.so_far([0]) == []
+    assert session.so_far({0: 0}) == []
     assert_nothing_is_held(session)
 
 
@@ -193,7 +193,7 @@ def test_prefixes_go_when_the_weights_change(change: str) -> None:
     finish(session)
     assert engine.stats.prefill_tokens == 31
     engine.policy.hf.model.layers[0].mlp.down_proj.weight.data += 0.2
-    engine.update_weights([], version=0) if change == "update_weights" else engine.set_version(1)
+    engine.update_weights(SomeWeights([]), version=0) if change == "update_weights" else engine.set_version(1)
     session.add([request])
     assert same(finish(session)[0], alone(tiny_like(engine), [request])[0])
     assert engine.stats.prefill_tokens == 61
@@ -222,7 +222,8 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
     assert session.num_running == 2 and session.num_waiting == 1  # the long one is in pieces
     before = {i: tokens_of(session, i) for i in (0, 1)}
     weight = engine.policy.hf.model.layers[0].self_attn.v_proj.weight
-    engine.update_weights([("model.layers.0.self_attn.v_proj.weight", weight.detach() * -1.5)], version=1)
+    new = SomeWeights([("model.layers.0.self_attn.v_proj.weight", weight.detach() * -1.5)])
+    engine.update_weights(new, version=1)
     outputs = finish(session)
     assert outputs[2].policy_versions == [1] * 20
     for i in (0, 1):

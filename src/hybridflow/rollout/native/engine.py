@@ -25,11 +25,18 @@ from hybridflow.models.flat_decoder import ScoresSeen
 from hybridflow.models.kv_cache import LayerShape
 from hybridflow.models.paged_layout import BLOCK_SIZE, kernel_problem, varlen_kernel
 from hybridflow.models.policy import PolicyModel, run_backbone
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
+from hybridflow.rollout.base import (
+    GenerationOutput,
+    GenerationRequest,
+    RolloutStats,
+    SomeWeights,
+    WeightSource,
+)
 from hybridflow.rollout.native.generation import BatchSettings, Generation, Weights
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
 from hybridflow.rollout.native.memory import KVMemory, SlotMemory, free_memory
 from hybridflow.rollout.native.paged_memory import PagedMemory
+from hybridflow.rollout.native.rows import end_tokens, row_numbers
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
@@ -117,13 +124,16 @@ class NativeEngine:
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights into the module, by Hugging Face name; RolloutError for a name or shape the model does
-        not have.
+        """Copy weights into the module, by Hugging Face name.
+
+        RolloutError for a name or shape that the model does not have, and for weights that are missing, unless
+        the sender says by `SomeWeights` that the others are in place.
 
         Only for weights that come from elsewhere: what the trainer does to the shared module is here already.
         """
         self._weights_state += 1
-        own = self.policy.hf.state_dict()
+        own = self.policy.hf.state_dict(keep_vars=True)
+        lacking = {id(parameter): name for name, parameter in reversed(list(own.items()))}
         for name, weight in weights:
             if name not in own or own[name].shape != weight.shape:
                 has = (
@@ -134,6 +144,15 @@ class NativeEngine:
                     f"model: {has}"
                 )
             own[name].copy_(weight)
+            lacking.pop(id(own[name]), None)  # with one of two tied weights the other has come too
+        if lacking and not isinstance(weights, SomeWeights):
+            names = list(lacking.values())[::-1]
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise RolloutError(
+                f"update_weights got {len(own) - len(names)} of {len(own)} weights; missing: {shown}. The "
+                "engine now holds old and new weights together: give it all of them, or wrap those that "
+                "changed in SomeWeights"
+            )
         self._version = version
         self._recheck_graphs()
 
@@ -218,7 +237,7 @@ class NativeEngine:
             raise RolloutError(problem)
         session = self._open(min(self.max_num_seqs, len(good)), lasting=False)
         try:
-            session.add(good)
+            yield from session.add(good)
             while not session.idle:
                 try:
                     outputs = session.step()
@@ -234,13 +253,21 @@ class NativeEngine:
             session.close()
 
     def _problem(self, request: GenerationRequest) -> str | None:
-        """Why a request cannot be served, if so."""
-        sampling, vocabulary = request.sampling, self.policy.head.weight.shape[0]
+        """Return why a request cannot be served, or None; whatever its own values raise is such a reason."""
+        sampling = request.sampling
+        vocabulary = self.policy.head.weight.shape[0]
         positions = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
-        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_token_ids)
-        return request_problem(request, vocabulary=vocabulary, positions=positions) or sampling_problem(
-            sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None
-        )
+        try:
+            ends = end_tokens(sampling, self.eos_token_ids)
+            problem = request_problem(request, vocabulary=vocabulary, positions=positions)
+            problem = problem or sampling_problem(
+                sampling, vocabulary=vocabulary, end_tokens=ends, can_decode=self._stop_texts is not None
+            )
+            if problem is None:
+                row_numbers(request, ends, vocabulary)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            return f"one of its values cannot be used: {type(error).__name__}: {error}"
+        return problem
 
     def _slots(self) -> KVMemory:
         """The KV cache, empty at first, and how large it may become."""

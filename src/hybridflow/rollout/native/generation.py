@@ -14,7 +14,7 @@ Row i is in slot i. A prompt that is prefilled in pieces is in the last slot unt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -26,11 +26,11 @@ from hybridflow.models.attention import PackedLayout
 from hybridflow.models.chunk_layout import ChunkLayout
 from hybridflow.models.kv_cache import KVCache, Places
 from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
 from hybridflow.rollout.native.graphs import GraphDecoder, decode_rows
 from hybridflow.rollout.native.memory import KVMemory, Running
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixStore
-from hybridflow.rollout.native.rows import RowTable
+from hybridflow.rollout.native.rows import RowTable, end_tokens
 from hybridflow.rollout.native.scheduler import Admission, Aside, Scheduler, Waiting
 from hybridflow.rollout.native.stop_text import StopTexts
 
@@ -124,15 +124,15 @@ class Generation:
         """Nothing runs and nothing waits."""
         return self.rows.count == 0 and self.scheduler.num_waiting == 0
 
-    def so_far(self, request_ids: set[int]) -> list[GenerationOutput]:
-        """What those of these requests that are here have so far."""
-        rows = [row for row, request in enumerate(self.rows.requests) if request.request_id in request_ids]
-        outputs = self.rows.outputs(rows, "abort") if rows else []
-        if len(rows) < len(request_ids):
-            outputs += [
-                _so_far(one) for one in self.scheduler.waiting if one.request.request_id in request_ids
-            ]
-        return outputs
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
+        """Return the tokens of running and preempted requests beyond the first `since[request_id]` ones."""
+        rows = [row for row, request in enumerate(self.rows.requests) if request.request_id in since]
+        known = [since[self.rows.requests[row].request_id] for row in rows]
+        partials = self.rows.new_tokens(rows, known) if rows else []
+        if len(rows) < len(since):
+            waiting = [one for one in self.scheduler.waiting if one.request.request_id in since]
+            partials += [_partial(one.aside.so_far, since) for one in waiting if one.aside is not None]
+        return partials
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Requests join the line."""
@@ -170,11 +170,6 @@ class Generation:
         """Nothing of it is needed any longer."""
         self.prefixes.clear()
         self.cache.drop(0, self.cache.num_slots)
-
-    def _stops(self, request: GenerationRequest) -> tuple[int, ...]:
-        return request.sampling.stop_token_ids + (
-            () if request.sampling.ignore_eos else self.settings.eos_token_ids
-        )
 
     def _find(self, prompt: tuple[int, ...]) -> Prefix | None:
         """Which beginning of a prompt is at hand, in keys and values of the weights as they are."""
@@ -263,10 +258,9 @@ class Generation:
         """Rows for those whose prompts are in their slots, with keys of these states of the weights."""
         start = self.rows.count
         requests = [one.request for one in entering]
-        stops = [self._stops(request) for request in requests]
-        self.rows.grow(
-            self.cache.num_slots, max(r.sampling.max_tokens for r in requests), max(map(len, stops))
-        )
+        eos = self.settings.eos_token_ids
+        stops = [end_tokens(request.sampling, eos) for request in requests]
+        self.rows.grow(self.cache.num_slots, max(request.sampling.max_tokens for request in requests))
         self.rows.add(requests, stops)
         for row, (one, state) in enumerate(zip(entering, weights), start):
             self._entered[one.request.request_id] = (self._num_entered, state)
@@ -444,6 +438,14 @@ def _slots(batch: Sequence[Admission], start: int) -> list[list[int]]:
         slots.append(list(range(start, start + len(admission.entering))))
         start += len(admission.entering)
     return slots
+
+
+def _partial(output: GenerationOutput, since: Mapping[int, int]) -> PartialOutput:
+    """Return the tokens of a preempted request that its caller does not have."""
+    number = output.request_id
+    start = since[number]
+    top = output.top_log_probs and output.top_log_probs[start:]
+    return PartialOutput(number, start, output.token_ids[start:], output.log_probs[start:], top)
 
 
 def _so_far(waiting: Waiting) -> GenerationOutput:

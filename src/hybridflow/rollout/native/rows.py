@@ -7,13 +7,22 @@ so for all columns alike. Columns that few requests need have no width until one
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.base import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    PartialOutput,
+    SamplingParams,
+)
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.sampling import (
@@ -27,11 +36,70 @@ from hybridflow.rollout.native.sampling import (
 from hybridflow.rollout.native.stop_text import StopTexts
 
 SEED_BITS = (1 << 63) - 1
+INTEGERS = ("prompt_length", "limit", "stream", "top_k", "min_tokens")
+REALS = ("temperature", "top_p", "min_p", "penalty")
+"""Columns of numbers that a request brings, in the order of `RowNumbers`."""
+LOOSE = 4
+"""A column that is more than this many times as wide as its rows need is narrowed."""
 TopTokens = list[tuple[int, float]]
 """(id, log-prob) of the most probable tokens at one place, the most probable first."""
 TOKEN_COLUMNS = ("tokens", "log_probs", "versions")
 FILLING = {"stops": -1}
 """What empty places of a column hold where it is not 0."""
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """A request as the columns hold it."""
+
+    integers: Sequence[int]
+    """In the order of `INTEGERS`; all fit into int64."""
+    reals: Sequence[float]
+    """In the order of `REALS`."""
+    greedy: bool
+    stops: tuple[int, ...]
+    """Tokens that end the response, each once."""
+    needs: int
+
+
+def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens that end a response: the request's own and, unless it ignores them, the model's."""
+    own = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+    return tuple(dict.fromkeys(own))
+
+
+def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: int) -> RowNumbers:
+    """Return what a request and the tokens that end it come to in the columns.
+
+    OverflowError or TypeError where a number of it does not fit. Called when a request joins, so that its own
+    values fail it alone, and again when it enters.
+    """
+    params = request.sampling
+    array("q", request.prompt_token_ids)  # raises where a token is no 64-bit integer
+    array("q", [token for token, _ in params.logit_bias])
+    top_k = vocabulary
+    if params.limits_tokens and params.top_k > 0:
+        top_k = min(params.top_k, vocabulary)
+    integers = (
+        len(request.prompt_token_ids),
+        params.max_tokens,
+        request.seed & SEED_BITS,
+        top_k,
+        params.min_tokens,
+    )
+    reals = (
+        1.0 if params.takes_argmax else params.temperature,
+        params.top_p if params.limits_tokens else 1.0,
+        params.min_p if params.limits_tokens else 0.0,
+        params.repetition_penalty,
+    )
+    return RowNumbers(
+        array("q", integers),
+        array("d", reals),
+        params.takes_argmax,
+        tuple(array("q", stops)),
+        needs_of(params),
+    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +134,7 @@ class RowTable:
         self.vocabulary, self.device, self.stop_texts = vocabulary, device, stop_texts
         self.requests: list[GenerationRequest] = []
         self.needs: list[int] = []  # what each row asks for
+        self.num_stops: list[int] = []  # ending tokens of each row
         self.ended_by: list[str | None] = []  # stop text that a row's last token completed
         self.top: list[list[TopTokens]] = []  # most probable tokens at each place, where asked for
         self.length = column()  # tokens whose keys and values are in the slot
@@ -103,11 +172,10 @@ class RowTable:
     def _columns(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def grow(self, num_rows: int, width: int, num_stops: int) -> None:
-        """Make room for so many rows, tokens and stops where there is less; rows in use keep what they have."""
+    def grow(self, num_rows: int, width: int) -> None:
+        """Allocate at least `num_rows` rows of `width` response tokens; rows in use keep what they have."""
         for name in TOKEN_COLUMNS:
             self._widen(name, width)
-        self._widen("stops", num_stops)
         if num_rows > len(self.length):
             for name, column in self._columns.items():
                 more = column.new_full((num_rows - len(column), *column.shape[1:]), FILLING.get(name, 0))
@@ -120,6 +188,16 @@ class RowTable:
             more = column.new_full((len(column), width - column.shape[1]), FILLING.get(name, 0))
             setattr(self, name, torch.cat([column, more], 1))
 
+    def _fit(self, name: str, width: int) -> None:
+        """Give a column the `width` that its rows need: more at once, less where it has far too much.
+
+        Without the latter one wide row would slow down every later step.
+        """
+        self._widen(name, width)
+        column: Tensor = getattr(self, name)
+        if column.shape[1] > LOOSE * max(width, 1):
+            setattr(self, name, column[:, :width].clone())
+
     def copy_of(self, row: int) -> SavedRow:
         """What the columns say of a row, to be put aside."""
         return SavedRow(
@@ -129,79 +207,58 @@ class RowTable:
     def restore(self, row: int, saved: SavedRow) -> None:
         """Give a row that was just added what `copy_of` kept; its newest token is in the slot now, too."""
         for name, value in saved.columns.items():
-            getattr(self, name)[row][tuple(slice(0, length) for length in value.shape)] = value
+            column = getattr(self, name)[row]
+            if value.dim():  # columns may have become wider or narrower, never narrower than this row
+                width = min(len(value), len(column))
+                column[:width] = value[:width]
+            else:
+                column.copy_(value)
         self.top[row] = list(saved.top)
         self.length[row] += 1
 
     def add(self, requests: Sequence[GenerationRequest], stops: Sequence[Sequence[int]]) -> None:
         """Append rows whose prompts are in their slots; `stops` are the ending tokens of each."""
-        start, stop = self.count, self.count + len(requests)
-        params = [request.sampling for request in requests]
-        self.grow(stop, max(one.max_tokens for one in params), max(len(ids) for ids in stops))
-
-        def fill(column: Tensor, values: Sequence[object]) -> None:
-            column[start:stop] = torch.tensor(values, dtype=column.dtype, device=self.device)
-
-        fill(self.length, [len(request.prompt_token_ids) for request in requests])
-        self.prompt_length[start:stop] = self.length[start:stop]
-        fill(self.limit, [one.max_tokens for one in params])
-        self.stream[start:stop] = stream_keys(
-            torch.tensor([request.seed & SEED_BITS for request in requests], device=self.device)
-        )
-        fill(self.temperature, [1.0 if one.takes_argmax else one.temperature for one in params])
-        fill(
-            self.top_k,
-            [one.top_k if one.limits_tokens and one.top_k > 0 else self.vocabulary for one in params],
-        )
-        fill(self.top_p, [one.top_p if one.limits_tokens else 1.0 for one in params])
-        fill(self.min_p, [one.min_p if one.limits_tokens else 0.0 for one in params])
-        fill(self.greedy, [one.takes_argmax for one in params])
-        if depth := self.stops.shape[1]:
-            fill(self.stops, [[*ids, *[-1] * (depth - len(ids))] for ids in stops])
-        self.generated[start:stop] = 0
-        kinds = {id(one): needs_of(one) for one in params}
-        needs = [kinds[id(one)] for one in params]
-        self._fill_edits(slice(start, stop), params, requests, SamplingPlan(needs))
+        rows = slice(self.count, self.count + len(requests))
+        numbers = [row_numbers(*one, self.vocabulary) for one in zip(requests, stops, strict=True)]
+        self.grow(rows.stop, max(request.sampling.max_tokens for request in requests))
+        integers = torch.from_numpy(np.array([one.integers for one in numbers])).to(self.device)
+        for name, values in zip(INTEGERS, integers.unbind(1), strict=True):
+            getattr(self, name)[rows] = values
+        self.length[rows] = self.prompt_length[rows]
+        self.stream[rows] = stream_keys(self.stream[rows])
+        reals = torch.from_numpy(np.array([one.reals for one in numbers])).to(self.device)
+        for name, values in zip(REALS, reals.unbind(1), strict=True):
+            getattr(self, name)[rows] = values
+        self.greedy[rows] = torch.tensor([one.greedy for one in numbers], device=self.device)
+        self.generated[rows] = 0
+        self.num_stops += [len(one.stops) for one in numbers]
+        self._fit("stops", max(self.num_stops))
+        self.stops[rows] = _padded([one.stops for one in numbers], self.stops, FILLING["stops"])
         self.requests += requests
-        self.needs += needs
+        self.needs += [one.needs for one in numbers]
+        self._fill_edits(rows)
         self.ended_by += [None] * len(requests)
         self.top += [[] for _ in requests]
 
-    def _fill_edits(
-        self,
-        rows: slice,
-        params: Sequence[SamplingParams],
-        requests: Sequence[GenerationRequest],
-        plan: SamplingPlan,
-    ) -> None:
-        """What changes the logits of new rows, where they ask for it."""
-        if plan.any(sampling.MIN_TOKENS):
-            self.min_tokens[rows] = torch.tensor([one.min_tokens for one in params], device=self.device)
-        else:
-            self.min_tokens[rows] = 0
-        self.penalty[rows] = 1
-        if plan.any(sampling.REPETITION):
-            self._widen(
-                "history",
-                max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests),
-            )
-            self.penalty[rows] = torch.tensor(
-                [one.repetition_penalty for one in params], dtype=self.penalty.dtype, device=self.device
-            )
-            for row in plan.rows(sampling.REPETITION):
-                prompt = requests[row].prompt_token_ids
-                self.history[rows.start + row, : len(prompt)] = torch.tensor(prompt, device=self.device)
-        if plan.any(sampling.LOGIT_BIAS):
-            for name in ("bias_token", "bias"):
-                self._widen(name, max(len(one.logit_bias) for one in params))
-        if depth := self.bias.shape[1]:
-            padded = [[*one.logit_bias, *[(0, 0.0)] * (depth - len(one.logit_bias))] for one in params]
-            self.bias_token[rows] = torch.tensor(
-                [[token for token, _ in row] for row in padded], device=self.device
-            )
-            self.bias[rows] = torch.tensor(
-                [[bias for _, bias in row] for row in padded], dtype=self.bias.dtype, device=self.device
-            )
+    def _fill_edits(self, rows: slice) -> None:
+        """Fill the columns of what changes the logits of new rows, where they or others ask for it."""
+        plan = SamplingPlan(self.needs)
+        new = [request.sampling for request in self.requests[rows]]
+        if any(one.repetition_penalty != 1.0 for one in new):
+            asking = plan.rows(sampling.REPETITION)
+            self._fit("history", max(_most_tokens(self.requests[row]) for row in asking))
+            for row in (row for row in asking if row >= rows.start):
+                prompt = self.requests[row].prompt_token_ids
+                self.history[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        if any(one.logit_bias for one in new):
+            asking = plan.rows(sampling.LOGIT_BIAS)
+            widest = max(len(self.requests[row].sampling.logit_bias) for row in asking)
+            self._fit("bias_token", widest)
+            self._fit("bias", widest)
+        if self.bias.shape[1]:
+            tokens = [[token for token, _ in one.logit_bias] for one in new]
+            self.bias_token[rows] = _padded(tokens, self.bias_token, 0)
+            self.bias[rows] = _padded([[bias for _, bias in one.logit_bias] for one in new], self.bias, 0)
 
     def choose(self, start: int, logits: Tensor, version: int) -> Tensor:
         """Sample one token for each row from `start` on, of logits [n, V], and append it; [n] bool of those
@@ -334,20 +391,57 @@ class RowTable:
             )
         return outputs
 
+    def new_tokens(self, rows: Sequence[int], since: Sequence[int]) -> list[PartialOutput]:
+        """Return what each of these rows has generated after its first `since` tokens.
+
+        Only these are copied from the device, so that following a response costs as much as its tokens.
+        """
+        lengths = self.generated[torch.tensor(rows, device=self.device)].tolist()
+        spans = [range(begin, length) for begin, length in zip(since, lengths, strict=True)]
+        places = [row * self.width + place for row, span in zip(rows, spans, strict=True) for place in span]
+        index = torch.tensor(places, dtype=torch.int64, device=self.device)
+        tokens = self.tokens.view(-1)[index].tolist()
+        log_probs = self.log_probs.view(-1)[index].tolist()
+        partials = []
+        done = 0
+        for row, span in zip(rows, spans, strict=True):
+            part = slice(done, done + len(span))
+            done = part.stop
+            top = None
+            if self.needs[row] & sampling.TOP_LOG_PROBS:
+                top = self.top[row][span.start : span.stop]
+            number = self.requests[row].request_id
+            partials.append(PartialOutput(number, span.start, tokens[part], log_probs[part], top))
+        return partials
+
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """Drop rows; the last ones move into the holes. Source and destination of the moves."""
         leaving, kept = set(rows), self.count - len(rows)
         holes = [row for row in rows if row < kept]
         tail = [row for row in range(kept, self.count) if row not in leaving]
         assert len(holes) == len(tail), f"{len(holes)} holes for {len(tail)} rows"
-        facts: tuple[list[object], ...] = (self.requests, self.needs, self.ended_by, self.top)  # type: ignore[assignment]
+        facts: list[list[Any]] = [self.requests, self.needs, self.num_stops, self.ended_by, self.top]
         for fact in facts:
             for hole, row in zip(holes, tail):
                 fact[hole] = fact[row]
             del fact[kept:]
-        if not holes:
-            return tail, holes
-        source, destination = torch.tensor([tail, holes], device=self.device)
-        for column in self._columns.values():
-            column.index_copy_(0, destination, column.index_select(0, source))
+        if holes:
+            source, destination = torch.tensor([tail, holes], device=self.device)
+            for column in self._columns.values():
+                column.index_copy_(0, destination, column.index_select(0, source))
+        if self.num_stops:
+            self._fit("stops", max(self.num_stops))
         return tail, holes
+
+
+def _padded(rows: Sequence[Sequence[float]], column: Tensor, filling: int) -> Tensor:
+    """Return rows of numbers as a tensor of a column's width, dtype and device, filled up at their ends."""
+    kind = np.float64 if column.dtype.is_floating_point else np.int64
+    padded = np.full((len(rows), column.shape[1]), filling, dtype=kind)
+    for row, numbers in enumerate(rows):
+        padded[row, : len(numbers)] = numbers
+    return torch.from_numpy(padded).to(column.device, column.dtype)
+
+
+def _most_tokens(request: GenerationRequest) -> int:
+    return len(request.prompt_token_ids) + request.sampling.max_tokens

@@ -32,6 +32,8 @@ ONE_LEVEL = 1024
 block that is hit.
 """
 BLOCK = 64
+MOST_BIAS = 1e9
+"""Largest logit bias: the logits stay finite with it at every temperature that is allowed."""
 LEADERS = 64
 """Top-k and top-p look at so many of the most probable tokens before they sort a large vocabulary."""
 
@@ -68,8 +70,11 @@ def sampling_problem(
     for token, bias in params.logit_bias:
         if not 0 <= token < vocabulary:
             return f"logit_bias holds token id {token}, and the model's vocabulary is 0..{vocabulary - 1}"
-        if not bias < float("inf"):
-            return f"logit_bias of token {token} is {bias}: use a number, or -inf to forbid the token"
+        if not (bias == -float("inf") or abs(bias) <= MOST_BIAS):
+            return (
+                f"logit_bias of token {token} is {bias}: use a number from -{MOST_BIAS:g} to {MOST_BIAS:g}, "
+                "or -inf to forbid the token"
+            )
     forbidden = {token for token, bias in params.logit_bias if bias == -float("inf")}
     if len(forbidden | (set(end_tokens) if params.min_tokens else set())) >= vocabulary:
         return "logit_bias and min_tokens forbid every token of the vocabulary: allow at least one"

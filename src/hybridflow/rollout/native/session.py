@@ -6,12 +6,13 @@ add ──check──► errors (that request only)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from hybridflow.distributed.replica import Replica
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
 from hybridflow.rollout.native.generation import Generation
+from hybridflow.rollout.requests import refused
 
 
 class Session:
@@ -69,15 +70,17 @@ class Session:
             raise RolloutError(
                 "two requests that run at the same time have the same request_id: they must be unique"
             )
-        problems = {request.request_id: self._problem(request) for request in requests}
-        good = [request for request in requests if problems[request.request_id] is None]
+        good = []
+        outputs = []
+        for request in requests:
+            problem = self._problem(request)
+            if problem is None:
+                good.append(request)
+            else:
+                outputs.append(refused(request, problem))
         self._live |= {request.request_id for request in good}
         self._generation.add(good)
-        return [
-            GenerationOutput(number, [], [], "error", [], f"request {number}: {problem}")
-            for number, problem in problems.items()
-            if problem is not None
-        ]
+        return outputs
 
     def step(self) -> list[GenerationOutput]:
         """One round: who may enter does, prompts are prefilled up to the token budget, each row gets a token;
@@ -103,9 +106,11 @@ class Session:
         self._live -= {output.request_id for output in outputs}
         return outputs
 
-    def so_far(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """What requests that run or wait have so far, as if they ended now; unknown ids are no error."""
-        return self._generation.so_far(set(request_ids))
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
+        """Return what requests have generated beyond the first `since[request_id]` tokens, which the caller
+        has; a request that has not begun, or that is unknown, is left out.
+        """
+        return self._generation.so_far(since)
 
     def close(self) -> None:
         """End, and let the engine be used otherwise; what runs is dropped. A repeated call does nothing."""

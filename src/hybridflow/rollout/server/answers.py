@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from hybridflow.rollout.server.job import Job, ServedModel
+from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.log_probs import chat_log_probs, completion_log_probs
+from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.text import NumberedNames, TokenNames
 from hybridflow.tools.parsers import ToolCall

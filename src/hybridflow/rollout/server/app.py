@@ -24,6 +24,7 @@ from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnsw
 from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
+from hybridflow.rollout.server.readers import Check
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody
 from hybridflow.rollout.server.service import Service
@@ -32,6 +33,8 @@ from hybridflow.rollout.server.text import TokenNames
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+OTHER_TYPES = ("string_type", "list_type")
+"""Problems of a value that is of another type than this alternative."""
 GONE = 499
 """Status of an answer that nobody waits for any more, in the counts."""
 
@@ -39,35 +42,46 @@ GONE = 499
 def build_app(service: Service, *, token: str | None) -> FastAPI:
     """The application; with a `token` it answers 401 to all who do not send it."""
     app = FastAPI(title="hybridflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    names, started = TokenNames(service.model.tokenizer), int(time.time())
-    lock = asyncio.Lock()
+    model = service.model
+    names = TokenNames(model.tokenizer)
+    started = int(time.time())
 
-    async def checked(make: Callable[[], Job]) -> Job:
-        """Templates and tokenisation in a thread, one at a time: a long prompt does not hold up the streams
-        of others.
-        """
+    async def read(request: Request, make: Callable[[Check], Job]) -> Job | None:
+        """Template and tokenise away from the event loop; None when the client has gone away meanwhile."""
         service.check_open()
-        async with lock:
-            return await asyncio.to_thread(make)
+        num_bytes = len(await request.body())
+
+        def checked(check: Check) -> Job:
+            def check_both() -> None:
+                check()
+                service.check_open()  # a server that is told to end stops reading, too
+
+            return make(check_both)
+
+        return await while_connected(request.receive, service.readers.run(checked, num_bytes))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_model(body.model, service)
-        job = await checked(lambda: chat_job(body, service.model))
-        return await _answer(request, service, job, ChatAnswer(job, service.model, names))
+        job = await read(request, lambda check: chat_job(body, model, check))
+        if job is None:
+            return Response(status_code=GONE)
+        return await _answer(request, service, job, ChatAnswer(job, model, names))
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         _check_model(body.model, service)
-        job = await checked(lambda: completion_job(body, service.model))
-        return await _answer(request, service, job, CompletionAnswer(job, service.model, names))
+        job = await read(request, lambda check: completion_job(body, model, check))
+        if job is None:
+            return Response(status_code=GONE)
+        return await _answer(request, service, job, CompletionAnswer(job, model, names))
 
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_model_card(service, started)]})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def one_model(name: str) -> Response:
         _check_model(name, service)
         return JSONResponse(_model_card(service, started))
 
@@ -94,41 +108,54 @@ def build_app(service: Service, *, token: str | None) -> FastAPI:
     return app
 
 
+class ErrorResponse(JSONResponse):
+    """An error in ASCII, so that it can quote what the client sent, whatever that is."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json.dumps(content).encode()
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(
-            error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None
-        )
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+        return ErrorResponse(error.body, error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return JSONResponse(_first_problem(error).body, 400)
+        return ErrorResponse(_first_problem(error).body, 400)
+
+    @app.exception_handler(RecursionError)
+    async def nested(request: Request, error: RecursionError) -> Response:
+        return ErrorResponse(ApiError(400, "the request is nested too deeply").body, 400)
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(told.body, error.status_code, error.headers)
+        return ErrorResponse(told.body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return JSONResponse(ApiError(500, f"the server failed: {type(error).__name__}").body, 500)
+        return ErrorResponse(ApiError(500, f"the server failed: {type(error).__name__}").body, 500)
 
 
 def _first_problem(error: RequestValidationError) -> ApiError:
-    first = error.errors()[0]
+    problems = error.errors()
+    # of the alternatives that a field has, the one that the value meant: not those of another type
+    first = next((each for each in problems if each["type"] not in OTHER_TYPES), problems[0])
     if first["type"] == "json_invalid":
         return ApiError(
             400,
             f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}",
             code="invalid_json",
         )
-    place = ".".join(str(part) for part in first["loc"][1:]) or "body"
-    why = (
-        "is no field of this endpoint, or one that is not supported"
-        if first["type"] == "extra_forbidden"
-        else first["msg"]
-    )
+    names = [str(part) for part in first["loc"][1:]]
+    place = ".".join(name for name in names if name.isidentifier() or name.isdecimal()) or "body"
+    place = place.removesuffix(".str")
+    why = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        why = "is no field of this endpoint, or one that is not supported"
     return ApiError(400, f"{place}: {why}", param=place)
 
 

@@ -18,7 +18,7 @@ from hybridflow.models.build import build_policy, generation_end_tokens
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.engine_replica import EngineSession
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.server.job import ServedModel
+from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.service import Limits, Service
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
 

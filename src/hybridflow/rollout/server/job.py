@@ -5,20 +5,28 @@ Every refusal has its field.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
 
-from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered, render_chat
+from hybridflow.data.tokenizer import Tokenizer, render_chat
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.server.errors import ApiError, refuse
+from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.prompts import (
+    check_count,
+    check_ids,
+    check_unicode,
+    completion_prompts,
+    encode_text,
+    template_message,
+)
+from hybridflow.rollout.server.readers import Check
 from hybridflow.rollout.server.schema import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     Function,
     NamedTool,
@@ -26,28 +34,12 @@ from hybridflow.rollout.server.schema import (
 )
 from hybridflow.tools.parsers import TOOL_PARSERS
 
-MAX_CHOICES = 1024
-"""Responses of one HTTP request, over all of its prompts."""
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where none is given, as OpenAI has it."""
+LONGEST_ID = 10
+"""Digits of a token id: no vocabulary needs more."""
 OWN_OPTIONS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
 """What a request may not set: a template of its own, for one, would be a program of its own."""
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What a request is checked against."""
-
-    name: str
-    tokenizer: Tokenizer
-    vocabulary: int
-    """Token ids are below this."""
-    max_model_len: int
-    """Tokens of prompt and response together."""
-    tool_parser: str | None = None
-    """A name in `TOOL_PARSERS`."""
-    chat_template: str | None = None
-    """In place of the tokenizer's."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +71,12 @@ class Job:
     """The response ends with its first call."""
 
 
-def completion_job(body: CompletionBody, model: ServedModel) -> Job:
-    """Of /v1/completions; ApiError where it cannot be served."""
+def _go_on() -> None:
+    """Check nothing: whoever asked still waits."""
+
+
+def completion_job(body: CompletionBody, model: ServedModel, check: Check = _go_on) -> Job:
+    """Return the job of a /v1/completions request; ApiError where it cannot be served."""
     if body.best_of is not None and body.best_of != body.n:
         raise refuse(
             "best_of", f"{body.best_of} is not supported: every response is returned, so ask for n of them"
@@ -93,8 +89,7 @@ def completion_job(body: CompletionBody, model: ServedModel) -> Job:
             "with logprobs it asks for log-probs of the prompt, which are not computed: leave one of them "
             "out",
         )
-    texts, prompts = _completion_prompts(body, model.tokenizer)
-    _check_ids("prompt", [token for prompt in prompts for token in prompt], model)
+    texts, prompts = completion_prompts(body, model, check)
     sampling = [
         sampling_of(
             body,
@@ -108,8 +103,9 @@ def completion_job(body: CompletionBody, model: ServedModel) -> Job:
     return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts if body.echo else [])
 
 
-def chat_job(body: ChatBody, model: ServedModel) -> Job:
-    """Of /v1/chat/completions; ApiError where it cannot be served."""
+def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
+    """Return the job of a /v1/chat/completions request; ApiError where it cannot be served."""
+    check_count(1, body.n)
     _check_chat(body)
     use = _tool_use(body, model)
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
@@ -132,13 +128,14 @@ def chat_job(body: ChatBody, model: ServedModel) -> Job:
             "the model's tokenizer has no chat template: use /v1/completions, or start the server with "
             "--chat-template",
         )
-    messages = [_message(message, place) for place, message in enumerate(body.messages)]
+    messages = [template_message(message, place) for place, message in enumerate(body.messages)]
     begins = body.add_generation_prompt and not body.continue_final_message
+    check()
     try:
         text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise refuse("messages", f"the model's chat template does not take them: {error}") from error
-    prompt = encode_rendered(model.tokenizer, text + use.opening)
+    prompt = encode_text("messages", text + use.opening, model, check)
     limit = body.max_completion_tokens or body.max_tokens
     top = body.top_logprobs or 0
     sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
@@ -168,7 +165,9 @@ def sampling_of(
         if getattr(body, name):
             raise refuse(name, "is not supported, only 0 is: use repetition_penalty")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    _check_ids("stop_token_ids", body.stop_token_ids or [], model)
+    for text in stop:
+        check_unicode("stop", text)
+    check_ids("stop_token_ids", body.stop_token_ids or [], model)
     try:
         return SamplingParams(
             max_tokens=max_tokens or room,
@@ -178,7 +177,7 @@ def sampling_of(
             min_p=0.0 if body.min_p is None else body.min_p,
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
             min_tokens=body.min_tokens,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
             stop=stop,
             ignore_eos=body.ignore_eos,
             logit_bias=_logit_bias(body.logit_bias or {}, model),
@@ -191,10 +190,6 @@ def sampling_of(
 
 
 def _job(body: SamplingBody, prompts: list[list[int]], sampling: list[SamplingParams], **more: Any) -> Job:
-    if len(prompts) * body.n > MAX_CHOICES:
-        raise refuse(
-            "n", f"{len(prompts)} prompts times {body.n} responses are more than {MAX_CHOICES} in one request"
-        )
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options", "is only allowed with stream=true")
     return Job(
@@ -212,39 +207,19 @@ def _job(body: SamplingBody, prompts: list[list[int]], sampling: list[SamplingPa
     )
 
 
-def _completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
-    """Texts (of prompts given as ids what they decode to, only where they are repeated) and ids."""
-    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    if not given:
-        raise refuse("prompt", "is an empty list")
-    if isinstance(given[0], int):
-        given = [given]
-    if isinstance(given[0], list):
-        texts = (
-            [str(tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)) for ids in given]
-            if body.echo
-            else []
-        )
-        return texts, given
-    encode = encode_prompt if body.add_special_tokens else encode_rendered
-    return given, [encode(tokenizer, text) for text in given]
-
-
-def _check_ids(param: str, ids: list[int], model: ServedModel) -> None:
-    wrong = next((token for token in ids if not 0 <= token < model.vocabulary), None)
-    if wrong is not None:
-        raise refuse(
-            param, f"holds token id {wrong}, and the model's vocabulary is 0..{model.vocabulary - 1}"
-        )
-
-
 def _logit_bias(given: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
-    if wrong := [name for name in given if not name.isdecimal()]:
-        raise refuse("logit_bias", f"{wrong[0]!r} is no token id")
-    if any(not -100 <= value <= 100 for value in given.values()):
-        raise refuse("logit_bias", "values are numbers from -100 to 100")
-    _check_ids("logit_bias", [int(name) for name in given], model)
-    return tuple((int(name), value) for name, value in given.items())
+    biases: dict[int, float] = {}
+    for name, value in given.items():
+        if not (name.isascii() and name.isdecimal() and len(name) <= LONGEST_ID):
+            shown = repr(name) if len(name) <= 40 else f"a name of {len(name)} characters"
+            raise refuse("logit_bias", f"{shown} is no token id")
+        if not -100 <= value <= 100:
+            raise refuse("logit_bias", "values are numbers from -100 to 100")
+        if int(name) in biases:
+            raise refuse("logit_bias", f"token id {int(name)} is given twice, once as {name!r}")
+        biases[int(name)] = value
+    check_ids("logit_bias", list(biases), model)
+    return tuple(biases.items())
 
 
 def _check_chat(body: ChatBody) -> None:
@@ -323,42 +298,3 @@ def _check_function(place: str, function: Function, names: list[str]) -> None:
         )
     if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
         raise refuse(f"{place}.parameters.required", "wanted a list of names of arguments")
-
-
-def _message(message: ChatMessage, place: int) -> dict[str, Any]:
-    """As chat templates take it: text as one string, arguments of calls as objects."""
-    content = message.content
-    if isinstance(content, list):
-        if odd := [
-            part.get("type")
-            for part in content
-            if part.get("type") != "text" or not isinstance(part.get("text"), str)
-        ]:
-            raise refuse(
-                f"messages[{place}].content", f"a part of type {odd[0]!r} is not supported, only text is"
-            )
-        content = "".join(part["text"] for part in content)
-    made: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content or "",
-    }
-    made |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
-    if message.tool_calls:
-        calls = []
-        for call in message.tool_calls:
-            try:
-                arguments = json.loads(call.function.arguments)
-            except ValueError as error:
-                raise refuse(
-                    f"messages[{place}].tool_calls",
-                    f"arguments of {call.function.name!r} are no JSON: {error}",
-                ) from error
-            calls.append(
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": arguments},
-                }
-            )
-        made["tool_calls"] = calls
-    return made

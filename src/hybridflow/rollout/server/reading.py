@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hybridflow.rollout.base import GenerationOutput
-from hybridflow.rollout.client import PartialOutput
+from hybridflow.rollout.base import GenerationOutput, PartialOutput
 from hybridflow.rollout.server.errors import ApiError
-from hybridflow.rollout.server.job import Job, ServedModel
+from hybridflow.rollout.server.job import Job
+from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.text import Detokenizer, StopCutter
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
+
+STATUSES = {"abort": 503, "error": 500}
+"""HTTP status for the end of a request that was not the request's fault."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,21 @@ class ChoiceReader:
             self._first = self._parser.feed(self.job.opening)
 
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
-        """What is new in `output`; a piece with a finish reason is the last.
+        """Return what is new in `output`: a part of the response, or all of it. A piece with a finish reason is
+        the last.
 
-        ApiError for a request that failed or was aborted, and for a response without the call that it had to
-        be.
+        ApiError for a request that was refused, failed or was aborted, and for a response that had to be a
+        call of a tool and is none.
         """
         ended = output if isinstance(output, GenerationOutput) else None
-        if ended is not None and ended.finish_reason in ("error", "abort"):
-            status = 503 if ended.finish_reason == "abort" else 500
-            raise ApiError(
-                status, ended.error or "the request was aborted by the server", code=ended.finish_reason
-            )
-        seen, self.num_tokens = self.num_tokens, len(output.token_ids)
-        new, log_probs = output.token_ids[seen:], output.log_probs[seen:]
-        top = None if output.top_log_probs is None else output.top_log_probs[seen:]
+        if ended is not None:
+            _check_finished(ended)
+        start = 0 if isinstance(output, GenerationOutput) else output.start
+        seen = self.num_tokens - start  # of the tokens in `output`
+        new = output.token_ids[seen:]
+        log_probs = output.log_probs[seen:]
+        top = output.top_log_probs and output.top_log_probs[seen:]
+        self.num_tokens += len(new)
         by_token = ended is not None and ended.finish_reason == "stop" and isinstance(ended.stop_reason, int)
         # a stop token ends the response and is no part of its text
         text = self._detokenizer.add(new[:-1] if by_token else new)
@@ -130,3 +134,12 @@ class ChoiceReader:
             parts += self._parser.feed(text)
             return parts + (self._parser.end() if done else [])
         return [*parts, text] if text else parts
+
+
+def _check_finished(output: GenerationOutput) -> None:
+    """Raise ApiError for a request that failed or was aborted; 400 where the engine refused it as it is."""
+    if output.finish_reason not in STATUSES:
+        return
+    status = 400 if output.refused else STATUSES[output.finish_reason]
+    message = output.error or "the request was aborted by the server"
+    raise ApiError(status, message, code=output.finish_reason)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import resource
 import secrets
 import signal
 import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, RolloutError
+from hybridflow.rollout.client import Replica
 from hybridflow.rollout.server.app import build_app
 from hybridflow.rollout.server.service import Service
 
@@ -20,6 +27,8 @@ logger = logging.getLogger(__name__)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 2048
 """Connections that may wait to be taken; from the moment the address is told, none is refused."""
+CLOSE_S = 2.0
+"""Seconds that an engine has to end its step when the server ends."""
 SHORTEST_TOKEN = 16
 """Characters of a token that guards a server on a network."""
 
@@ -76,8 +85,34 @@ def run_server(service: Service, bound: socket.socket, *, token: str | None, gra
         DrainingServer(service, token=token, grace_s=grace_s).run([bound])
     finally:
         bound.close()
-        for replica in service.client.replicas:
-            replica.close()
+        closed = _close_engines(service.client.replicas)
+    if not closed or service.readers.is_working:
+        # a thread is inside of C++ code, which does not survive that Python ends around it
+        atexit.register(_end_process)
+
+
+def _close_engines(replicas: Sequence[Replica]) -> bool:
+    """Close all engines within `CLOSE_S` seconds; False where one is still inside of a step."""
+    for replica in replicas:
+        with suppress(RolloutError):
+            replica.close(0.0)  # they end their steps at the same time
+    ends = time.monotonic() + CLOSE_S
+    closed = True
+    for replica in replicas:
+        try:
+            replica.close(max(0.0, ends - time.monotonic()))
+        except RolloutError as error:
+            logger.warning("the process ends all the same: %s", error)
+            closed = False
+    return closed
+
+
+def _end_process() -> None:
+    """End the process at once, after everything else that is done at its end."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class DrainingServer(uvicorn.Server):

@@ -4,9 +4,44 @@ refused where it is set.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_CHOICES = 1024
+"""Responses of one HTTP request, over all of its prompts."""
+MAX_ENTRIES = 1024
+"""Entries of `stop_token_ids`, `logit_bias` and `tools`."""
+MAX_STOP_TEXTS, MAX_STOP_LENGTH = 32, 512
+"""Stop texts of a request, and the characters of each."""
+MAX_MESSAGES = 8192
+MAX_NUMBER = 2**31 - 1
+"""Largest number of tokens or responses that is read; what the model can serve is far less."""
+
+
+class FailFast(pydantic.FailFast):
+    """Stop at the first wrong entry of a list; can be part of a union, which pydantic's own cannot."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+Ids = Annotated[list[int], FailFast()]
+StopText = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+
+
+def _check_number_of_prompts(value: Any) -> Any:
+    """Refuse too many prompts before each of them is validated."""
+    if isinstance(value, list) and len(value) > MAX_CHOICES and not isinstance(value[0], int):
+        raise ValueError(f"{len(value)} prompts are more than {MAX_CHOICES} in one request")
+    return value
+
+
+Prompts = Annotated[
+    str | Ids | Annotated[list[str], FailFast()] | Annotated[list[Ids], FailFast()],
+    BeforeValidator(_check_number_of_prompts),
+]
 
 
 class _Strict(BaseModel):
@@ -27,19 +62,19 @@ class SamplingBody(_Strict):
     """What chat and completions have in common."""
 
     model: str | None = None
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=MAX_NUMBER)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: StopText | Annotated[list[StopText], FailFast(), Field(max_length=MAX_STOP_TEXTS)] | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=MAX_ENTRIES)] | None = None
     ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0)
-    max_tokens: int | None = Field(None, ge=1)
-    logit_bias: dict[str, float] | None = None
+    min_tokens: int = Field(0, ge=0, le=MAX_NUMBER)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_NUMBER)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_ENTRIES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -64,7 +99,7 @@ class SamplingBody(_Strict):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Prompts
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -93,9 +128,9 @@ class ChatMessage(_Strict):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], FailFast(), Field(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = Field(None, max_length=MAX_ENTRIES)
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -133,11 +168,11 @@ class NamedTool(_Strict):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NUMBER)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], FailFast()] | None = Field(None, max_length=MAX_ENTRIES)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None

@@ -19,8 +19,10 @@ from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
 from hybridflow.rollout.server.errors import ApiError
-from hybridflow.rollout.server.job import Job, ServedModel
+from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.metrics import Metrics
+from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.readers import JobReaders
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 
 
@@ -46,6 +48,7 @@ class Service:
     def __init__(self, client: LLMClient, model: ServedModel, limits: Limits) -> None:
         self.client, self.model, self.limits = client, model, limits
         self.metrics = Metrics(model.name)
+        self.readers = JobReaders(limits.max_queue)
         self.draining = False
         """The server is ending: what runs goes on, nothing new is let in."""
         self.open_choices = 0

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
+NO_JSON = (ValueError, RecursionError)
+"""What `json` raises for a text that is no JSON, or that is nested too deeply to be read."""
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One call that a model wrote."""
@@ -84,12 +88,24 @@ def overlap(text: str, tag: str) -> int:
 
 
 def call_of(value: Any, key: str) -> ToolCall | None:
-    """The call that a JSON object {"name": …, key: {…}} is; None where it is none."""
+    """Return the call that a JSON object {"name": …, key: {…}} stands for, or None where it is no call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get(key, {})
-    return (
-        ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
-        if isinstance(arguments, dict)
-        else None
-    )
+    if not isinstance(arguments, dict) or not _can_be_sent(value["name"]):
+        return None
+    return ToolCall(value["name"], as_json(arguments))
+
+
+def as_json(arguments: dict[str, Any]) -> str:
+    """Return arguments as JSON that can be sent: half a surrogate pair stays the escape that the model wrote."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text if _can_be_sent(text) else json.dumps(arguments)
+
+
+def _can_be_sent(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

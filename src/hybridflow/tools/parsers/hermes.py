@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 
-from hybridflow.tools.parsers.base import TaggedParser, ToolCall, call_of
+from hybridflow.tools.parsers.base import NO_JSON, TaggedParser, ToolCall, call_of
 
 
 class HermesParser(TaggedParser):
@@ -22,6 +22,6 @@ class HermesParser(TaggedParser):
         """The call of one pair of tags."""
         try:
             call = call_of(json.loads(body), "arguments")
-        except ValueError:
+        except NO_JSON:
             return None
         return None if call is None else [call]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 
-from hybridflow.tools.parsers.base import ToolCall, call_of
+from hybridflow.tools.parsers.base import NO_JSON, ToolCall, call_of
 
 TAG = "<|python_tag|>"
 
@@ -45,7 +45,7 @@ class Llama3JsonParser:
         while rest:
             try:
                 value, size = decoder.raw_decode(rest)
-            except ValueError:
+            except NO_JSON:
                 return [held]
             call = call_of(value, "parameters")
             if call is None:

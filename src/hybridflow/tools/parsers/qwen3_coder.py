@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from hybridflow.tools.parsers.base import TaggedParser, ToolCall
+from hybridflow.tools.parsers.base import NO_JSON, TaggedParser, ToolCall, as_json
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -35,7 +35,7 @@ class Qwen3CoderParser(TaggedParser):
                     return None
                 arguments[parameter[1]] = _value(parameter[2])
                 inside = inside[parameter.end() :]
-            calls.append(ToolCall(function[1], json.dumps(arguments, ensure_ascii=False)))
+            calls.append(ToolCall(function[1], as_json(arguments)))
             place = function.end()
         return calls or None
 
@@ -43,5 +43,5 @@ class Qwen3CoderParser(TaggedParser):
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except NO_JSON:
         return text

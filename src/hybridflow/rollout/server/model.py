@@ -1,0 +1,31 @@
+"""The model that a server serves, as requests are checked against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridflow.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Name, tokenizer and limits of the served model."""
+
+    name: str
+    tokenizer: Tokenizer
+    vocabulary: int
+    """Number of token ids; all are below it."""
+    max_model_len: int
+    """Most tokens of prompt and response together."""
+    tool_parser: str | None = None
+    """Name in `TOOL_PARSERS` of the format in which the model writes calls."""
+    chat_template: str | None = None
+    """Template in place of the tokenizer's."""
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the tokenizer's longest token; a text of c characters has at least c / longest_token
+        tokens.
+        """
+        return max((len(token) for token in self.tokenizer.get_vocab()), default=1)

@@ -1,0 +1,133 @@
+"""From the texts and messages of a request to token ids, after cheap checks of their number and length.
+
+text ──is it Unicode? can it fit by its length?──► a long one in slices, until they are too many tokens ──► ids
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered
+from hybridflow.rollout.base import is_unicode
+from hybridflow.rollout.server.errors import ApiError, refuse
+from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.readers import Check
+from hybridflow.rollout.server.schema import MAX_CHOICES, ChatMessage, CompletionBody
+
+SLICE = 2**16
+"""Characters that are tokenised at once, before it is known that the text fits."""
+CUT_TOKENS = 64
+"""Tokens that a slice may have more than the same text has as a part of the whole: more than any cut makes."""
+
+
+def check_count(num_prompts: int, n: int) -> None:
+    """Raise ApiError 400 where a request asks for too many responses."""
+    if num_prompts * n > MAX_CHOICES:
+        raise refuse(
+            "n", f"{num_prompts} prompts times {n} responses are more than {MAX_CHOICES} in one request"
+        )
+
+
+def check_ids(param: str, ids: list[int], model: ServedModel) -> None:
+    """Raise ApiError 400 for a token id that the model does not have."""
+    wrong = next((token for token in ids if not 0 <= token < model.vocabulary), None)
+    if wrong is not None:
+        raise refuse(
+            param, f"holds token id {wrong}, and the model's vocabulary is 0..{model.vocabulary - 1}"
+        )
+
+
+def completion_prompts(
+    body: CompletionBody, model: ServedModel, check: Check
+) -> tuple[list[str], list[list[int]]]:
+    """Return the prompts as texts and as ids; the texts of prompts that are given as ids are decoded only
+    where they are to be repeated.
+    """
+    given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if not given:
+        raise refuse("prompt", "is an empty list")
+    if isinstance(given[0], int):
+        given = [given]
+    check_count(len(given), body.n)
+    if not isinstance(given[0], list):
+        encode = encode_prompt if body.add_special_tokens else encode_rendered
+        return given, [encode_text("prompt", text, model, check, encode) for text in given]
+    check_ids("prompt", [token for prompt in given for token in prompt], model)
+    if not body.echo:
+        return [], given
+    skip = body.skip_special_tokens
+    return [str(model.tokenizer.decode(ids, skip_special_tokens=skip)) for ids in given], given
+
+
+def encode_text(
+    param: str,
+    text: str,
+    model: ServedModel,
+    check: Check,
+    encode: Callable[[Tokenizer, str], list[int]] = encode_rendered,
+) -> list[int]:
+    """Return the ids of a text; ApiError 400 for one that is no Unicode or longer than the model's context.
+
+    The length is checked before the text is tokenised as a whole, which may take minutes for a text that
+    cannot fit. `check` is called now and then; what it raises ends the work.
+    """
+    check()
+    check_unicode(param, text)
+    if len(text) > model.max_model_len * model.longest_token:
+        raise _too_long(param, -(-len(text) // model.longest_token), model)
+    if len(text) > SLICE:
+        at_least = 0
+        for start in range(0, len(text), SLICE):
+            check()
+            at_least += len(encode_rendered(model.tokenizer, text[start : start + SLICE])) - CUT_TOKENS
+            if at_least > model.max_model_len:
+                raise _too_long(param, at_least, model)
+    return encode(model.tokenizer, text)
+
+
+def check_unicode(param: str, text: str) -> None:
+    """Raise ApiError 400 for a text that cannot be encoded."""
+    if not is_unicode(text):
+        raise refuse(param, "holds half of a surrogate pair (such as \\ud800), which is no character")
+
+
+def _too_long(param: str, at_least: int, model: ServedModel) -> ApiError:
+    return ApiError(
+        400,
+        f"{param}: the model's context has {model.max_model_len} tokens, and this text has at least {at_least}: "
+        "shorten it",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def template_message(message: ChatMessage, place: int) -> dict[str, Any]:
+    """Return a message as chat templates take it: its text as one string, arguments of calls as objects."""
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type")
+                raise refuse(
+                    f"messages[{place}].content", f"a part of type {kind!r} is not supported, only text is"
+                )
+        content = "".join(part["text"] for part in content)
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": content or ""}
+    made |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+    calls = []
+    for call in message.tool_calls or ():
+        name = call.function.name
+        try:
+            arguments = json.loads(call.function.arguments)
+        except (ValueError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise refuse(
+                f"messages[{place}].tool_calls", f"arguments of {name!r} are no JSON: {reason}"
+            ) from error
+        calls.append({"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}})
+    if calls:
+        made["tool_calls"] = calls
+    return made

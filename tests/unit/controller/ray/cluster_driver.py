@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -53,7 +54,8 @@ def own(timeline: str) -> None:
     """A Ray of its own with three busy processes; waits for a signal."""
     asks_too_much = lambda: Cluster.connect(RayConfig(), device="cpu", wanted=1000)  # noqa: E731
     too_many = refused(asks_too_much)
-    cluster = Cluster.connect(RayConfig(RayInitConfig(num_cpus=4), timeline), device="auto", wanted=3)
+    offered = RayInitConfig(num_cpus=4, include_dashboard=True)
+    cluster = Cluster.connect(RayConfig(offered, timeline), device="auto", wanted=3)
     try:
         pool = ResourcePool("global", (3,))
         no_room = refused(lambda: cluster.check(placement(pool, ResourcePool("rollout", (2,))), "cpu"))
@@ -82,6 +84,22 @@ def own(timeline: str) -> None:
     finally:
         cluster.shutdown()
         cluster.shutdown()  # twice is once
+
+
+def handles(_: str) -> None:
+    """A Ray of its own under a driver with signal handlers; two processes work before and after signals."""
+    caught: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: caught.append(number))
+    cluster = Cluster.connect(RayConfig(RayInitConfig(num_cpus=2)), device="cpu", wanted=2)
+    pool = ResourcePool("global", (2,))
+    cluster.check(placement(pool), "cpu")
+    actors = [Process.options(**options).remote() for options in cluster.place(pool, "cpu", deadline=60).bundles]
+    before = ray.get([actor.where.remote() for actor in actors])
+    say(pids=[pid for _, pid in before], temp_dir=cluster._temp_dir)
+    sys.stdin.readline()  # the test sends its signals
+    say(caught=caught, same=ray.get([actor.where.remote() for actor in actors]) == before)
+    cluster.shutdown()
 
 
 def version(address: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -19,7 +21,7 @@ from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.preflight import look_ahead
 from hybridflow.errors import ConfigError
-from ray_nodes import RayNodes
+from ray_nodes import RayNodes, descendants
 
 DRIVER = str(Path(__file__).with_name("cluster_driver.py"))
 
@@ -62,14 +64,28 @@ def left_behind(temp_dir: str, pids: list[int]) -> list[str]:
     return found
 
 
+def listening(pid: int) -> list[tuple[str, str]]:
+    """(process, address) of every socket on which a process or one that it started accepts connections."""
+    found = []
+    for each in [pid, *descendants(pid)]:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(each)
+            sockets = process.net_connections("inet")
+            found += [(process.name(), s.laddr.ip) for s in sockets if s.status == psutil.CONN_LISTEN]
+    return found
+
+
 def own_and_signal(tmp_path: Path, how: signal.Signals, to_group: bool) -> tuple[dict[str, Any], int]:
     driver = start("own", str(tmp_path / "timeline.json"))
     try:
         found = said(driver)
         assert left_behind(found["temp_dir"], found["pids"])
+        sockets = listening(driver.pid)
+        assert {"gcs_server", "raylet"} <= {name for name, _ in sockets}
+        assert [each for each in sockets if not each[1].removeprefix("::ffff:").startswith("127.")] == []
         os.killpg(driver.pid, how) if to_group else driver.send_signal(how)
-        status = driver.wait(timeout=30)
-        until = time.monotonic() + 10
+        status = driver.wait(timeout=120)
+        until = time.monotonic() + 120
         while left_behind(found["temp_dir"], found["pids"]) and time.monotonic() < until:
             time.sleep(0.1)
         assert left_behind(found["temp_dir"], found["pids"]) == []
@@ -186,6 +202,28 @@ def test_a_cluster_of_another_version_and_one_that_was_only_left(nodes: RayNodes
             and "Ray: 2.0.0" in found["message"]
         )
         assert found["seconds"] < 5
+    finally:
+        driver.kill()
+        driver.communicate()
+
+
+@pytest.mark.timeout(600)
+def test_the_driver_alone_decides_about_signals() -> None:
+    """Ctrl-C reaches the whole group of a terminal, SIGTERM the driver: its own handlers see them, nobody ends."""
+    driver = start("handles", "")
+    assert driver.stdin is not None
+    try:
+        found = said(driver)
+        os.killpg(driver.pid, signal.SIGINT)
+        for pid in found["pids"]:
+            os.kill(pid, signal.SIGINT)
+        driver.send_signal(signal.SIGTERM)
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        after = said(driver)
+        assert sorted(after["caught"]) == [signal.SIGINT, signal.SIGTERM] and after["same"]
+        assert driver.wait(timeout=120) == 0
+        assert not Path(found["temp_dir"]).exists()
     finally:
         driver.kill()
         driver.communicate()

@@ -248,7 +248,9 @@ def _tensor(name: str, entry: dict[str, Any], files: list[str]) -> SavedTensor:
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
         raise ValueError(f"the dtype of {name} is {entry['dtype']!r:.80}, which is unknown")
-    chunks = [_chunk(name, chunk, files, shape) for chunk in as_list(entry["chunks"], f"the chunks of {name}")]
+    chunks = [
+        _chunk(name, chunk, files, shape) for chunk in as_list(entry["chunks"], f"the chunks of {name}")
+    ]
     if len({chunk.file for chunk in chunks}) < len(chunks):
         raise ValueError(f"two chunks of {name} are in one file, which can hold only one of them")
     # a rank that holds nothing of a tensor may have written an empty chunk
@@ -263,7 +265,9 @@ def _tensor(name: str, entry: dict[str, Any], files: list[str]) -> SavedTensor:
 def _chunk(name: str, entry: Any, files: list[str], shape: tuple[int, ...]) -> Chunk:
     fields = as_list(entry, f"a chunk of {name}")
     if len(fields) != 3:
-        raise ValueError(f"a chunk of {name} has {len(fields)} fields, and file, offsets and sizes are wanted")
+        raise ValueError(
+            f"a chunk of {name} has {len(fields)} fields, and file, offsets and sizes are wanted"
+        )
     number = as_count(fields[0], f"the file of a chunk of {name}")
     if number >= len(files):
         raise ValueError(f"a chunk of {name} is in file {number}, and there are {len(files)} files")

@@ -169,8 +169,7 @@ class ShardReader(StorageReader):
         name = item.storage_index.fqn
         stored = stored_slice(file, name, self.index.tensors[name], chunk)
         box = tuple(
-            slice(start, start + size)
-            for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+            slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)
         )
         found: Tensor = stored[box] if box else file.get_tensor(key_in_file(name))
         return found

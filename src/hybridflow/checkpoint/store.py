@@ -9,6 +9,7 @@ A process may be killed at any of these arrows: a folder under its final name is
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree
+from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree, why_unwritable
 from hybridflow.checkpoint.layout import LOCK, MANIFEST, STEP_PREFIX, TRACKER, step_folders, step_of
 from hybridflow.checkpoint.manifest import FileDigest, read_manifest, write_manifest
 from hybridflow.checkpoint.shard_index import check_shards, read_index
@@ -108,6 +109,9 @@ class CheckpointStore:
                     f"another process is saving into {self.run_dir}: give each run its own "
                     "trainer.default_local_dir"
                 )
+            final = self.run_dir / f"{STEP_PREFIX}{step}"
+            if final.exists() and not final.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(final))
             shutil.rmtree(temporary, ignore_errors=True)
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
             pending = PendingSave(step, temporary, tuple(state), {}, stack)
@@ -138,10 +142,11 @@ class CheckpointStore:
         try:
             yield
         except (OSError, SafetensorError) as error:
+            in_the_way = self.run_dir / f"{STEP_PREFIX}{step}"
+            folder = in_the_way if in_the_way.is_file() else self.run_dir
             raise CheckpointError(
-                f"cannot save step {step} into {self.run_dir}: {error}. Make room or set "
-                "trainer.default_local_dir to a writable place; "
-                f"checkpoints there: {_steps(self.run_dir)}"
+                f"cannot save step {step}: {why_unwritable(folder, error)}. Steps of the checkpoints there: "
+                f"{_steps(self.run_dir)}"
             ) from error
 
     def latest(self) -> Path | None:
@@ -200,7 +205,7 @@ class CheckpointStore:
         try:
             return _read(folder)
         except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {folder} is damaged: {error}. {there}") from error
+            raise CheckpointError(f"{folder} is no whole checkpoint: {error}. {there}") from error
 
     def _publish(self, pending: PendingSave) -> Path:
         final = self.run_dir / f"{STEP_PREFIX}{pending.step}"

@@ -141,7 +141,10 @@ INDEXES: dict[str, tuple[Edit, str]] = {
     "chunks overlap": (lambda i: chunks(i).__setitem__(1, [1, [3, 0], [4, 4]]), "two of them overlap"),
     "a gap": (lambda i: chunks(i).__setitem__(1, [1, [5, 0], [2, 4]]), "one is missing"),
     "the same place twice": (lambda i: chunks(i, "model/low")[1].__setitem__(1, [0, 0]), "two of them"),
-    "a negative offset": (lambda i: chunks(i)[0].__setitem__(1, [-1, 0]), "offsets of a chunk of 'model/embed"),
+    "a negative offset": (
+        lambda i: chunks(i)[0].__setitem__(1, [-1, 0]),
+        "offsets of a chunk of 'model/embed",
+    ),
     "negative sizes": (lambda i: chunks(i)[0].__setitem__(2, [-4, -4]), "sizes of a chunk of 'model/embed'"),
     "beyond the shape": (lambda i: chunks(i)[1].__setitem__(1, [10**30, 0]), "ends beyond its shape"),
     "a huge shape": (lambda i: i["tensors"]["model/none"].update(shape=[0, 2**70]), "larger than any tensor"),
@@ -241,7 +244,26 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(entry, (*at, key))
 
 
-ODD = [None, True, -1, 0, 1, 7, 2**63, 10**400, 0.5, float("nan"), "", "x", "../x", "/x", "\0", "\ud800", [], {}]
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    7,
+    2**63,
+    10**400,
+    0.5,
+    float("nan"),
+    "",
+    "x",
+    "../x",
+    "/x",
+    "\0",
+    "\ud800",
+    [],
+    {},
+]
 
 
 def mutated(content: Any, chance: random.Random) -> Any:

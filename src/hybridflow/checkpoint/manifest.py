@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.layout import MANIFEST, SHARDS
+from hybridflow.checkpoint.fields import as_count, as_dict, as_list
+from hybridflow.checkpoint.layout import MANIFEST, SHARDS, STRUCTURE, TENSORS
 from hybridflow.errors import CheckpointError
 
 FORMAT = 2
 
 HASHING_THREADS = 4
+
+MAX_NAME = 255
+"""Characters in a name that file systems accept."""
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 _whole: dict[tuple[Path, str], tuple[Mapping[str, FileDigest], list[tuple[int, ...]]]] = {}
 """Folders that this process has found whole: by what digests, and what the file system said of their files
@@ -55,31 +62,30 @@ class Manifest:
         return tuple(name.removesuffix(f"/{SHARDS}") for name in self.files if name.endswith(f"/{SHARDS}"))
 
     def damage(self, folder: Path, *, below: str = "") -> str | None:
-        """What is wrong with the first file that differs (with `below`, of those in that folder), None where
-        all are as written.
+        """Describe the first file that differs from the manifest; return None where all files are intact.
 
-        A folder that this process has found whole is read again only if one of its files is another or was
-        written since.
+        With `below`, only the files in that folder of the checkpoint are looked at. A folder that this
+        process has found intact is read again only if one of its files is another or was written since.
         """
-        wanted = {
-            folder / name: digest
-            for name, digest in self.files.items()
-            if name.startswith(f"{below}/" if below else "")
-        }
+        prefix = f"{below}/" if below else ""
+        wanted = {folder / name: digest for name, digest in self.files.items() if name.startswith(prefix)}
         seen: list[tuple[int, ...]] = []
-        for path, digest in wanted.items():
-            if not path.is_file():
-                return f"{path} is missing"
-            entry = path.stat()
-            if entry.st_size != digest.size:
-                return f"{path} has {entry.st_size} bytes, the manifest says {digest.size}"
-            seen.append((entry.st_ino, entry.st_mtime_ns, entry.st_ctime_ns))
-        key = (folder.resolve(), below)
-        if _whole.get(key) == (self.files, seen):
-            return None
-        for (path, digest), got in zip(wanted.items(), _digests(wanted), strict=True):
-            if got != digest.sha256:
-                return f"{path} has SHA-256 {got}, the manifest says {digest.sha256}"
+        try:
+            for path, digest in wanted.items():
+                if not path.is_file():
+                    return f"{path} is missing"
+                entry = path.stat()
+                if entry.st_size != digest.size:
+                    return f"{path} has {entry.st_size} bytes, and the manifest says {digest.size}"
+                seen.append((entry.st_ino, entry.st_mtime_ns, entry.st_ctime_ns))
+            key = (folder.resolve(), below)
+            if _whole.get(key) == (self.files, seen):
+                return None
+            for (path, digest), got in zip(wanted.items(), _digests(wanted), strict=True):
+                if got != digest.sha256:
+                    return f"{path} has SHA-256 {got}, and the manifest says {digest.sha256}"
+        except OSError as error:
+            return f"a file of {folder} cannot be read: {error}"
         _whole[key] = (self.files, seen)
         return None
 
@@ -114,31 +120,83 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest. CheckpointError where it is missing, was changed or belongs to a newer
-    version.
+    """Read a manifest and check every field of it.
+
+    Raises CheckpointError, which names the file and the reason, where the manifest is missing, was changed,
+    has another format, or says something that no writer of this format says.
     """
     path = folder / MANIFEST
     try:
         text = path.read_bytes().decode("utf-8")
         content = json.loads(text)
+        unchanged = _check_digest(path, text, content)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    content = content if isinstance(content, dict) else {}
-    claimed = content.pop("digest", None)
-    expected = _digest(content)
-    if claimed != expected or text != _text(content):
+    return _parse(path, unchanged)
+
+
+def _check_digest(path: Path, text: str, content: Any) -> dict[str, Any]:
+    """Return the manifest's fields without its own digest; raise CheckpointError where the digest differs."""
+    fields = dict(content) if isinstance(content, dict) else {}
+    claimed = fields.pop("digest", None)
+    expected = _digest(fields)
+    if claimed != expected or text != _text(fields):
         raise CheckpointError(
-            f"{path} was changed: it says its digest is {claimed}, its content has {expected}"
+            f"{path} was changed: it says that its digest is {claimed!r:.80}, and its content has {expected}"
         )
-    if content["format"] != FORMAT:
+    return fields
+
+
+def _parse(path: Path, fields: Mapping[str, Any]) -> Manifest:
+    if fields.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {content['format']}, this version reads {FORMAT}: use the version that "
-            "wrote it"
+            f"{path} has format {fields.get('format')!r:.80}, and this version reads format {FORMAT}: use the "
+            "version of hybridflow that wrote it"
         )
-    files = {name: FileDigest(entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
-    return Manifest(content["step"], content["sequence"], tuple(content["roles"]), files)
+    try:
+        roles = tuple(_relative(role) for role in as_list(fields["roles"], "roles"))
+        files = {
+            _relative(name): _file_digest(name, entry)
+            for name, entry in as_dict(fields["files"], "files").items()
+        }
+        step = as_count(fields["step"], "step")
+        manifest = Manifest(step, as_count(fields["sequence"], "sequence"), roles, files)
+        _check_complete(manifest)
+    except KeyError as error:
+        raise CheckpointError(f"{path} is not a valid manifest: it has no field {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a valid manifest: {error}") from error
+    return manifest
+
+
+def _check_complete(manifest: Manifest) -> None:
+    """Raise ValueError where a manifest does not list the files that its own states are made of."""
+    if not manifest.files:
+        raise ValueError("it lists no files")
+    wanted = [f"{folder}/{STRUCTURE}" for folder in (*manifest.roles, *manifest.engines)]
+    wanted += [f"{role}/{TENSORS}" for role in manifest.roles]
+    missing = [name for name in wanted if name not in manifest.files]
+    if missing:
+        raise ValueError(f"it does not list the file {missing[0]!r:.80}")
+
+
+def _file_digest(name: str, entry: Any) -> FileDigest:
+    fields = as_dict(entry, f"the entry of {name!r:.80}")
+    sha256 = fields.get("sha256")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise ValueError(f"the sha256 of {name!r:.80} is {sha256!r:.80}, not 64 hexadecimal digits")
+    return FileDigest(as_count(fields.get("size"), f"the size of {name!r:.80}"), sha256)
+
+
+def _relative(name: Any) -> str:
+    """Return a path that stays below the checkpoint folder; raise ValueError for any other value."""
+    parts = name.split("/") if isinstance(name, str) else [""]
+    odd = not {"", ".", ".."}.isdisjoint(parts) or len(max(parts, key=len)) > MAX_NAME
+    if odd or not name.isprintable():
+        raise ValueError(f"{name!r:.80} is not the relative path of a file below the checkpoint folder")
+    return str(name)
 
 
 def file_digest(path: Path) -> str:

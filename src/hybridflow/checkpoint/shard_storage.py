@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -31,7 +29,15 @@ from torch.futures import Future
 
 from hybridflow.checkpoint.layout import SHARDS, STRUCTURE, shard_file
 from hybridflow.checkpoint.manifest import FileDigest
-from hybridflow.checkpoint.shard_index import Chunk, SavedTensor, ShardIndex, index_text, key_in_file
+from hybridflow.checkpoint.shard_index import (
+    Chunk,
+    SavedTensor,
+    ShardIndex,
+    index_text,
+    key_in_file,
+    opened,
+    stored_slice,
+)
 from hybridflow.checkpoint.state import structure_text
 from hybridflow.checkpoint.tensor_file import write_tensors, write_text
 
@@ -142,25 +148,31 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Of DCP's interface: copy every asked box out of its file."""
-        wanted: dict[str, list[ReadItem]] = {}
+        chunk_at = {
+            (name, chunk.offsets): chunk
+            for name in {item.storage_index.fqn for item in plan.items}
+            for chunk in self.index.tensors[name].chunks
+        }
+        wanted: dict[str, list[tuple[ReadItem, Chunk]]] = {}
         for item in plan.items:
-            wanted.setdefault(self._file_of(item.storage_index), []).append(item)
+            chunk = chunk_at[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            wanted.setdefault(chunk.file, []).append((item, chunk))
         for name, items in wanted.items():
-            with safe_open(self.index.folder / name, framework="pt") as file:
-                for item in items:
-                    key = key_in_file(item.storage_index.fqn)
-                    box = tuple(
-                        slice(start, start + size)
-                        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
-                    )
+            with opened(self.index.folder / name) as file:
+                for item, chunk in items:
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(file.get_slice(key)[box] if box else file.get_tensor(key))
+                    target.copy_(self._read(file, item, chunk))
                     planner.commit_tensor(item, target)
         return _done(None)
 
-    def _file_of(self, index: MetadataIndex) -> str:
-        offsets = tuple(index.offset or ())
-        return next(chunk.file for chunk in self.index.tensors[index.fqn].chunks if chunk.offsets == offsets)
+    def _read(self, file: Any, item: ReadItem, chunk: Chunk) -> Tensor:
+        name = item.storage_index.fqn
+        stored = stored_slice(file, name, self.index.tensors[name], chunk)
+        box = tuple(
+            slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+        )
+        found: Tensor = stored[box] if box else file.get_tensor(key_in_file(name))
+        return found
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

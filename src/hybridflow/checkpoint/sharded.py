@@ -144,7 +144,10 @@ def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _explained(f"cannot load the engine's state from {folder}"):
         load(targets, storage_reader=ShardReader(index), planner=planner, no_dist=True)
-    return {part: decode_tree(index.structure[part], targets.__getitem__) for part in templates}
+    try:
+        return {part: decode_tree(index.structure[part], targets.__getitem__) for part in templates}
+    except ValueError as error:
+        raise CheckpointError(f"cannot load the engine's state from {folder}: {error}") from error
 
 
 def _plan(

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
 from hybridflow.errors import CheckpointError
 
@@ -49,8 +50,14 @@ def load_tree(folder: Path, *, only: str | None = None) -> State:
     """
     try:
         structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
+        if only is not None:
+            structure = as_dict(structure, "the state")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
+    wanted = structure if only is None else structure[only]
+    try:
         with safe_open(folder / TENSORS, framework="pt") as file:
-            return decode_tree(structure if only is None else structure[only], file.get_tensor)
+            return decode_tree(wanted, file.get_tensor)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
 
@@ -169,6 +176,13 @@ _ACCEPTED = (
 )
 
 
+def _numpy_dtype(name: Any) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise ValueError(f"a numpy value has dtype {name!r:.80}, which no state of this format holds")
+    return dtype
+
+
 def _array_as_tensor(array: np.ndarray[Any, Any], path: str) -> Tensor:
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise CheckpointError(f"cannot store {path}: a numpy value of dtype {array.dtype}: {_ACCEPTED}")
@@ -208,9 +222,9 @@ def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
         if kind == "$tensor":
             return tensor(node[kind])
         if kind == "$array":
-            return tensor(node[kind]).numpy().astype(np.dtype(node["dtype"]))
+            return tensor(node[kind]).numpy().astype(_numpy_dtype(node["dtype"]))
         if kind == "$scalar":
-            return np.frombuffer(bytes.fromhex(node[kind]), dtype=np.dtype(node["dtype"]))[0]
+            return np.frombuffer(bytes.fromhex(node[kind]), dtype=_numpy_dtype(node["dtype"]))[0]
         if kind == "$float":
             return struct.unpack(">d", bytes.fromhex(node[kind]))[0]
         if kind == "$tuple":
@@ -219,4 +233,9 @@ def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
             return {key: decode(entry) for key, entry in node[kind]}
         raise ValueError(f"{kind} is not known to this version")
 
-    return decode(node)
+    try:
+        return decode(node)
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{STRUCTURE} was not written by this format: {error!r}") from error
+    except (struct.error, BufferError) as error:
+        raise ValueError(f"{STRUCTURE} holds a number that cannot be read: {error}") from error

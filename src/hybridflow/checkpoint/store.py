@@ -9,6 +9,7 @@ A process may be killed at any of these arrows: a folder under its final name is
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -20,10 +21,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree
-from hybridflow.checkpoint.layout import LOCK, STEP_PREFIX, TRACKER, step_folders, step_of
-from hybridflow.checkpoint.manifest import FileDigest, Manifest, read_manifest, write_manifest
-from hybridflow.checkpoint.shard_index import saved_parts
+from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree, why_unwritable
+from hybridflow.checkpoint.layout import LOCK, MANIFEST, STEP_PREFIX, TRACKER, step_folders, step_of
+from hybridflow.checkpoint.manifest import FileDigest, read_manifest, write_manifest
+from hybridflow.checkpoint.shard_index import check_shards, read_index
 from hybridflow.checkpoint.state import State, load_tree, save_tree
 from hybridflow.errors import CheckpointError
 
@@ -108,6 +109,9 @@ class CheckpointStore:
                     f"another process is saving into {self.run_dir}: give each run its own "
                     "trainer.default_local_dir"
                 )
+            final = self.run_dir / f"{STEP_PREFIX}{step}"
+            if final.exists() and not final.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(final))
             shutil.rmtree(temporary, ignore_errors=True)
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
             pending = PendingSave(step, temporary, tuple(state), {}, stack)
@@ -138,25 +142,28 @@ class CheckpointStore:
         try:
             yield
         except (OSError, SafetensorError) as error:
+            in_the_way = self.run_dir / f"{STEP_PREFIX}{step}"
+            folder = in_the_way if in_the_way.is_file() else self.run_dir
             raise CheckpointError(
-                f"cannot save step {step} into {self.run_dir}: {error}. Make room or set "
-                "trainer.default_local_dir to a writable place; "
-                f"checkpoints there: {_steps(self.run_dir)}"
+                f"cannot save step {step}: {why_unwritable(folder, error)}. Steps of the checkpoints there: "
+                f"{_steps(self.run_dir)}"
             ) from error
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, all digests verified; None without any. Damaged ones are logged as
         errors.
         """
+        newest = self._newest()
+        return None if newest is None else newest.path
+
+    def _newest(self) -> Checkpoint | None:
+        """Read checkpoints from the newest on until one is whole; log an error about each that is not."""
         for folder in reversed(self._by_age()):
             try:
-                damage = read_manifest(folder).damage(folder)
+                return _read(folder)
             except CheckpointError as error:
-                damage = str(error)
-            if damage is None:
-                return folder
-            self._damaged.add(folder)
-            logger.error("checkpoint %s is damaged and is passed over: %s", folder, damage)
+                self._damaged.add(folder)
+                logger.error("checkpoint %s is damaged and is passed over: %s", folder, error)
         return None
 
     def newest_sequence(self) -> int:
@@ -171,16 +178,13 @@ class CheckpointStore:
         Newest is by order of saving, as written in the checkpoints themselves: a tracker that is stale or
         missing does no harm. CheckpointError where there are checkpoints but all are damaged.
         """
-        folder = self.latest()
-        if folder is None:
-            if step_folders(self.run_dir):
-                raise CheckpointError(
-                    f"all checkpoints in {self.run_dir} are damaged (steps {_steps(self.run_dir)}; the log "
-                    "names the files): "
-                    "restore one, or start anew with trainer.resume_mode=disable"
-                )
-            return None
-        return _read(folder, read_manifest(folder))
+        newest = self._newest()
+        if newest is None and step_folders(self.run_dir):
+            raise CheckpointError(
+                f"all checkpoints in {self.run_dir} are damaged (steps {_steps(self.run_dir)}; the log names "
+                "the files): restore one, or start anew with trainer.resume_mode=disable"
+            )
+        return newest
 
     def load(self, path: str | Path) -> Checkpoint:
         """The checkpoint in a `global_step_N` folder, of this run or another. CheckpointError where it is
@@ -199,13 +203,9 @@ class CheckpointStore:
                 f"{folder} is a run folder, not a checkpoint: name one of its {STEP_PREFIX}N folders. {there}"
             )
         try:
-            manifest = read_manifest(folder)
-            damage = manifest.damage(folder)
+            return _read(folder)
         except CheckpointError as error:
             raise CheckpointError(f"{folder} is no whole checkpoint: {error}. {there}") from error
-        if damage is not None:
-            raise CheckpointError(f"checkpoint {folder} is damaged: {damage}. {there}")
-        return _read(folder, manifest)
 
     def _publish(self, pending: PendingSave) -> Path:
         final = self.run_dir / f"{STEP_PREFIX}{pending.step}"
@@ -252,13 +252,14 @@ class CheckpointStore:
         """Checkpoint folders by order of saving; one whose manifest cannot be read stands right after the one
         of the step before.
         """
-        aged: list[tuple[float, int, Path]] = []
-        before = 0.0
+        aged: list[tuple[int, bool, int, Path]] = []
+        before = 0
         for folder in step_folders(self.run_dir):
             sequence = _sequence(folder)
             before = max(before, sequence or 0)
-            aged.append((before + 0.5 if sequence is None else sequence, step_of(folder) or 0, folder))
-        return [folder for _, _, folder in sorted(aged)]
+            place = before if sequence is None else sequence
+            aged.append((place, sequence is None, step_of(folder) or 0, folder))
+        return [folder for *_, folder in sorted(aged)]
 
     def _clean(self) -> None:
         """Remove what processes that are gone left behind; a replaced checkpoint whose successor never
@@ -292,11 +293,25 @@ def _sequence(folder: Path) -> int | None:
         return None  # whoever loads names the damage; here it only has no place of its own in the order
 
 
-def _read(folder: Path, manifest: Manifest) -> Checkpoint:
+def _read(folder: Path) -> Checkpoint:
+    """Read a checkpoint after checking every file of it; CheckpointError names what is wrong.
+
+    Of the engines' states only the indexes and the headers of the files are read: the ranks read the tensors.
+    """
+    manifest = read_manifest(folder)
+    damage = manifest.damage(folder)
+    if damage is not None:
+        raise CheckpointError(damage)
+    engines = {}
+    for role in manifest.engines:
+        index = read_index(folder / role)
+        unlisted = sorted(file for file in index.files if f"{role}/{file}" not in manifest.files)
+        if unlisted:
+            raise CheckpointError(f"{folder / role / unlisted[0]} is not listed in {folder / MANIFEST}")
+        check_shards(index)
+        engines[role] = frozenset(index.structure)
     state = {role: load_tree(folder / role) for role in manifest.roles}
-    return Checkpoint(
-        manifest.step, folder, state, {role: saved_parts(folder / role) for role in manifest.engines}
-    )
+    return Checkpoint(manifest.step, folder, state, engines)
 
 
 def _steps(run_dir: Path) -> str:

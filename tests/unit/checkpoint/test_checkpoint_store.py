@@ -184,8 +184,18 @@ def test_leftovers_are_removed_and_an_unreplaced_one_put_back(tmp_path: Path) ->
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"cannot save step 1 .*default_local_dir"):
-        CheckpointStore(tmp_path / "file" / "run").save(1, state_of(1))
+    for run_dir in (tmp_path / "file" / "deep" / "run", tmp_path / "file"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"cannot save step 1: .*/file is a file, and a folder is wanted there.*default_local_dir",
+        ):
+            CheckpointStore(run_dir).save(1, state_of(1))
+    store = CheckpointStore(tmp_path / "run")
+    store.run_dir.mkdir()
+    (store.run_dir / "global_step_1").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"global_step_1 is a file, and a folder is wanted there"):
+        store.save(1, state_of(1))
+    assert (store.run_dir / "global_step_1").read_text() == "in the way"
 
 
 def test_a_save_that_fails_leaves_the_others(tmp_path: Path) -> None:
@@ -194,7 +204,7 @@ def test_a_save_that_fails_leaves_the_others(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     store = saved(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*checkpoints there: 1"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*Steps of the checkpoints there: 1"):
         store.save(2, state_of(2), folders={"actor/huggingface": full})
     with pytest.raises(CheckpointError, match="cannot store /model of type object"):
         store.save(2, {ACTOR: {"model": object()}})

@@ -16,15 +16,19 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray._private import ray_constants
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import (
@@ -71,6 +75,7 @@ NICENESS = {"worker_niceness": 0}  # Ray's own 15 would let anything else on the
 START_ATTEMPTS = 3
 STARTUP_TIMEOUT = "timed out during startup"  # in the message of Ray's plain Exception
 SETTLE_SECONDS = 3.0  # what a run that just ended held comes free within this time
+LOOPBACK = "127.0.0.1"
 MAX_TEMP_LENGTH = 40  # sockets live some 60 characters below, and a socket's path has at most 107
 
 
@@ -362,13 +367,16 @@ def _start(config: RayConfig, **offered: Any) -> tuple[str, str]:
             prefix="hf-ray-", dir=None if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp"
         )
         try:
-            return temp_dir, _init(
-                config,
-                address="local",
-                _temp_dir=temp_dir,
-                _system_config={**HEALTH_CHECKS, **NICENESS},
-                **offered,
-            )
+            with _on_loopback():
+                dashboard = _init(
+                    config,
+                    address="local",
+                    _temp_dir=temp_dir,
+                    _node_ip_address=LOOPBACK,
+                    _system_config={**HEALTH_CHECKS, **NICENESS},
+                    **offered,
+                )
+            return temp_dir, dashboard
         except BaseException as error:
             _end(temp_dir)
             if STARTUP_TIMEOUT not in str(error):
@@ -385,12 +393,45 @@ def _start(config: RayConfig, **offered: Any) -> tuple[str, str]:
     raise AssertionError("the loop returns or raises")
 
 
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray start a node that listens on 127.0.0.1 only.
+
+    Given that address, Ray replaces it by one that other machines can reach, unless it is told that this
+    platform has no clusters.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Keep the driver's own handlers of SIGINT and SIGTERM: Ray replaces the one of SIGTERM when it connects.
+
+    Where the driver has set none for SIGTERM, Ray's stays, which ends the process in an orderly way.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler not in (signal.SIG_DFL, None):
+                signal.signal(number, handler)
+
+
 def _init(config: RayConfig, *, address: str, **own: Any) -> str:
     """`ray.init`, with its errors in our words; gives where the dashboard is (empty: nowhere)."""
     namespace = config.ray_init.namespace or f"hybridflow-{uuid.uuid4().hex[:8]}"
     runtime_env = config.ray_init.runtime_env or None
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _signal_handlers_kept():
             # about environment variables of accelerators in later versions of Ray
             warnings.simplefilter("ignore", FutureWarning)
             given = {

@@ -54,6 +54,15 @@ class Prober(Counter):
         return batch
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meet(self, folder: str, count: int) -> bool:
+        """Wait until as many roles are in this call at once; False where they do not come for two minutes."""
+        Path(folder, self.role).touch()
+        until = time.monotonic() + 120
+        while len(os.listdir(folder)) < count and time.monotonic() < until:
+            time.sleep(0.02)
+        return len(os.listdir(folder)) == count
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def span(self, seconds: float) -> tuple[float, float]:
         """When it began and when it ended."""
         began = time.time()

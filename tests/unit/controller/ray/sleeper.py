@@ -21,7 +21,7 @@ class Sleeper:
         """Hold Python's lock: nothing else in the process gets a turn."""
         import ctypes
 
-        ctypes.PyDLL(None).sleep(60)
+        ctypes.PyDLL(None).sleep(600)
         return None, None
 
     @ray.method(concurrency_group="control")

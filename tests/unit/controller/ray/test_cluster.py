@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -19,7 +21,7 @@ from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.preflight import look_ahead
 from hybridflow.errors import ConfigError
-from ray_nodes import RayNodes
+from ray_nodes import RayNodes, descendants
 
 DRIVER = str(Path(__file__).with_name("cluster_driver.py"))
 
@@ -62,14 +64,28 @@ def left_behind(temp_dir: str, pids: list[int]) -> list[str]:
     return found
 
 
+def listening(pid: int) -> list[tuple[str, str]]:
+    """(process, address) of every socket on which a process or one that it started accepts connections."""
+    found = []
+    for each in [pid, *descendants(pid)]:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(each)
+            sockets = process.net_connections("inet")
+            found += [(process.name(), s.laddr.ip) for s in sockets if s.status == psutil.CONN_LISTEN]
+    return found
+
+
 def own_and_signal(tmp_path: Path, how: signal.Signals, to_group: bool) -> tuple[dict[str, Any], int]:
     driver = start("own", str(tmp_path / "timeline.json"))
     try:
         found = said(driver)
         assert left_behind(found["temp_dir"], found["pids"])
+        sockets = listening(driver.pid)
+        assert {"gcs_server", "raylet"} <= {name for name, _ in sockets}
+        assert [each for each in sockets if not each[1].removeprefix("::ffff:").startswith("127.")] == []
         os.killpg(driver.pid, how) if to_group else driver.send_signal(how)
-        status = driver.wait(timeout=30)
-        until = time.monotonic() + 10
+        status = driver.wait(timeout=120)
+        until = time.monotonic() + 120
         while left_behind(found["temp_dir"], found["pids"]) and time.monotonic() < until:
             time.sleep(0.1)
         assert left_behind(found["temp_dir"], found["pids"]) == []
@@ -85,16 +101,13 @@ def test_a_ray_of_our_own_ends_with_the_run(tmp_path: Path) -> None:
     assert status != 0 and not Path(found["temp_dir"]).exists()
     assert found["device"] == "cpu" and found["local_ranks"] == [0, 1, 2] and found["still_there"]
     assert json.loads((tmp_path / "timeline.json").read_text())
-    message, seconds = found["too_many"]
-    assert "asks for 1000 processes, a CPU each, but this machine offers" in message and seconds < 5
-    message, seconds = found["no_room"]
-    assert (
-        message.startswith("ConfigError: the run wants 5 CPUs, but the Ray of this run's own has 4.")
-        and seconds < 5
-    )
+    assert "asks for 1000 processes, a CPU each, but this machine offers" in found["too_many"]
+    assert not found["in_ray_before"], "that is said before a Ray is started"
+    message = found["no_room"]
+    assert message.startswith("ConfigError: the run wants 5 CPUs, but the Ray of this run's own has 4.")
     assert "pool 'rollout', 1 node × 2" in message and "ray_kwargs.ray_init.num_cpus" in message
-    assert "1 free of 4 CPUs" in found["taken"][0] and "Others hold what is missing" in found["taken"][0]
-    assert found["late"][0].startswith("WorkerError") and "1 free of 4 CPUs" in found["late"][0]
+    assert "1 free of 4 CPUs" in found["taken"] and "Others hold what is missing" in found["taken"]
+    assert found["late"].startswith("WorkerError") and "1 free of 4 CPUs" in found["late"]
 
 
 @pytest.mark.slow
@@ -152,23 +165,20 @@ def test_a_pool_spans_nodes_and_one_of_them_dies(nodes: RayNodes) -> None:
         found = said(driver)
         assert found["local_ranks"] == [0, 1, 0, 1] and found["as_planned"] and found["num_processes"] == 4
         assert found["nodes"] in (["node1", "node1", "node2", "node2"], ["node2", "node2", "node1", "node1"])
-        assert (
-            found["too_many"].startswith("ConfigError: the run wants 6 CPUs, but the Ray cluster at")
-            and found["seconds"] < 5
-        )
+        assert found["too_many"].startswith("ConfigError: the run wants 6 CPUs, but the Ray cluster at")
         assert "3 nodes × 2" in found["too_many"] and "start more nodes" in found["too_many"]
         nodes.kill(1)
         driver.stdin.write("\n")
         driver.stdin.flush()
         found = said(driver)
-        assert found["seconds"] < 15, "a node that is gone must be noticed"
+        assert found["noticed"], "a node that is gone must be noticed sooner than Ray does by itself"
         assert "has 3." in found["missing"] and "node1" not in found["missing"]
         nodes.add(2)
         driver.stdin.write("\n")
         driver.stdin.flush()
         assert sorted(set(said(driver)["nodes"])) == ["node2", "node3"]
         assert not said(driver)["in_ray"]
-        assert driver.wait(timeout=30) == 0
+        assert driver.wait(timeout=120) == 0
     finally:
         driver.kill()
         driver.communicate()
@@ -185,7 +195,28 @@ def test_a_cluster_of_another_version_and_one_that_was_only_left(nodes: RayNodes
             "differ, install the same versions on all nodes" in found["message"]
             and "Ray: 2.0.0" in found["message"]
         )
-        assert found["seconds"] < 5
+    finally:
+        driver.kill()
+        driver.communicate()
+
+
+@pytest.mark.timeout(600)
+def test_the_driver_alone_decides_about_signals() -> None:
+    """Ctrl-C reaches the whole group of a terminal, SIGTERM the driver: its own handlers see them, nobody ends."""
+    driver = start("handles", "")
+    assert driver.stdin is not None
+    try:
+        found = said(driver)
+        os.killpg(driver.pid, signal.SIGINT)
+        for pid in found["pids"]:
+            os.kill(pid, signal.SIGINT)
+        driver.send_signal(signal.SIGTERM)
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        after = said(driver)
+        assert sorted(after["caught"]) == [signal.SIGINT, signal.SIGTERM] and after["same"]
+        assert driver.wait(timeout=120) == 0
+        assert not Path(found["temp_dir"]).exists()
     finally:
         driver.kill()
         driver.communicate()

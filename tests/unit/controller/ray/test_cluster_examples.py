@@ -4,11 +4,14 @@ cluster.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +125,57 @@ def test_pages_name_every_file_and_every_link_leads_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+SRUN = """
+import signal, subprocess, sys
+command = sys.argv[sys.argv.index("-w") + 2 :] if "-w" in sys.argv else sys.argv[1:]
+child = subprocess.Popen(command)
+signal.signal(signal.SIGTERM, lambda *_: child.kill())  # "srun: forcing job termination"
+sys.exit(child.wait() % 256)
+"""
+HYBRIDFLOW = """
+import os, pathlib, signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    pathlib.Path(os.environ["SEEN"]).write_text("saved")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(os.environ["SEEN"]).write_text(" ".join(sys.argv[1:]))
+time.sleep(600)
+"""
+STAND_INS = {
+    "srun": SRUN,
+    "hybridflow": HYBRIDFLOW,
+    "ray": "import sys, time\nprint(' node_1')\ntime.sleep(600 if sys.argv[1] == 'start' else 0)",
+    "scontrol": "print('first')",
+    "hostname": "print('10.0.0.1')",
+}
+
+
+def test_slurm_signals_the_driver_alone_and_waits_for_its_save(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands, whose srun kills what it started on SIGTERM, as the real one does."""
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{text}")
+        (tmp_path / name).chmod(0o755)
+    seen = tmp_path / "seen"
+    job = {"JOB_NODELIST": "first", "JOB_ID": "1", "CPUS_PER_TASK": "1", "JOB_NUM_NODES": "1"}
+    environment = {f"SLURM_{name}": value for name, value in job.items()} | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CLUSTER_SCRIPTS": str(EXAMPLES),
+        "SEEN": str(seen),
+    }
+    script = subprocess.Popen(
+        ["bash", str(EXAMPLES / "slurm.sbatch"), "--recipe", "grpo"], env=environment, start_new_session=True
+    )
+    try:
+        until = time.monotonic() + 100
+        while not (seen.exists() and seen.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert seen.read_text() == "train trainer.nnodes=1 trainer.n_gpus_per_node=0 --recipe grpo"
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(timeout=100) == 143
+        assert seen.read_text() == "saved"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)

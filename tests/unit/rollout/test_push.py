@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
@@ -24,6 +25,7 @@ from hybridflow.rollout.push import transports
 from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
 from hybridflow.rollout.push.sender import Transport, address_towards, push
+from hybridflow.rollout.push.tunnel import TunnelEnd
 
 HERE = Receiver()
 HELD: dict[str, Tensor] = {}
@@ -149,3 +151,42 @@ def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
             channel.receive()
     listener.close()
     assert address_towards("127.0.0.1", 9) == "127.0.0.1" and receiving.NOTHING == -1
+
+
+def test_silent_strangers_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers that say nothing are waited for side by side with those that have the token, not before them."""
+    monkeypatch.setattr(channels, "_TOKEN_S", 1e6)  # with one after the other this would never end
+    monkeypatch.setattr(channels, "_MAX_PENDING", 8)
+    listener = Listener("127.0.0.1")
+    address = (listener.host, listener.port)
+    with contextlib.ExitStack() as silent:
+        early = [silent.enter_context(socket.create_connection(address)) for _ in range(3)]
+        first = Channel.connect(listener.host, listener.port, listener.token, 60)
+        late = [silent.enter_context(socket.create_connection(address)) for _ in range(7)]
+        second = Channel.connect(listener.host, listener.port, listener.token, 60)
+        received = listener.accept(2, timeout=60, failed=lambda: False)
+        for number, channel in enumerate((first, second)):
+            channel.send({"number": number})
+        assert sorted(channel.receive()["number"] for channel in received) == [0, 1]
+        assert early[0].recv(1) == b"", "the oldest stranger makes room for the ninth"
+        assert late[-1].recv(1) == b"", "and the others go when all have come"
+        for channel in (first, second, *received):
+            channel.close()
+    listener.close()
+
+
+def test_the_store_of_a_process_group_takes_no_strangers() -> None:
+    """It cannot be reached by the address that receivers get, nor through the tunnel without the token."""
+    writer = transports.GroupWriter(64, torch.device("cpu"), host="127.0.0.2", receivers=1, timeout=60)
+    facts = writer.facts(0)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", writer._store.port), timeout=60)
+    with contextlib.closing(socket.create_connection((facts["host"], facts["port"]), timeout=60)) as stranger:
+        stranger.sendall(b"\x00" * 64)
+        assert stranger.recv(1) == b""
+    end = TunnelEnd(facts["host"], facts["port"], facts["token"], 60)
+    store = TCPStore(end.host, end.port, 2, is_master=False)
+    store.set("key", "value")
+    assert writer._store.get("key") == b"value"
+    end.close()
+    writer.close()

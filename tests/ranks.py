@@ -20,7 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-DEADLINE_S = 100.0
+DEADLINE_S = 900.0
 
 
 class Ranks:
@@ -45,7 +45,7 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             # a rank that failed leaves the others waiting for it: after the first failure they get a moment,
             # not the whole deadline
-            if not pipe.poll(3.0 if failures else deadline):
+            if not pipe.poll(5.0 if failures else deadline):
                 failures.append(f"rank {rank} did not answer")
                 continue
             try:

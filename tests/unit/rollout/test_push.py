@@ -64,9 +64,9 @@ def send(
 ) -> None:
     def call(method: str, receipt: dict[str, Any]) -> list[Any]:
         assert method == "hybridflow_receive"
-        return [engine.submit(engine_receives, receipt).result(60)]
+        return [engine.submit(engine_receives, receipt).result(600)]
 
-    push(call, tensors, version, workers=1, transport=transport, bucket_bytes=8192, timeout=30)
+    push(call, tensors, version, workers=1, transport=transport, bucket_bytes=8192, timeout=600)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
@@ -76,7 +76,7 @@ def test_what_arrives_is_what_was_sent(
     monkeypatch.setattr(transports, "MEMORY", tmp_path)
     for version in (4, 5):
         send(engine, weights(version), version, transport)
-        found = engine.submit(engine_has, {}).result(60)
+        found = engine.submit(engine_has, {}).result(600)
         wanted = {name: int(bit_sum(tensor, Box.whole(tensor.shape))) for name, tensor in weights(version)}
         assert found == {"version": version, "sums": wanted, "checksums": wanted}
     assert not list(tmp_path.iterdir())
@@ -96,7 +96,7 @@ def test_a_changed_byte_is_found(engine: ProcessPoolExecutor, monkeypatch: pytes
         match=r"version 6 did not reach the engine: RolloutError: a did not arrive as it was sent",
     ):
         send(engine, weights(), 6)
-    assert engine.submit(engine_has, {}).result(60)["version"] == NOTHING
+    assert engine.submit(engine_has, {}).result(600)["version"] == NOTHING
 
 
 def test_a_push_that_is_cut_off_leaves_no_version(engine: ProcessPoolExecutor) -> None:
@@ -108,13 +108,13 @@ def test_a_push_that_is_cut_off_leaves_no_version(engine: ProcessPoolExecutor) -
 
     with pytest.raises(RolloutError, match="version 7 did not reach the engine"):
         send(engine, breaking(), 7)  # type: ignore[arg-type]
-    assert engine.submit(engine_has, {}).result(60)["version"] == NOTHING
+    assert engine.submit(engine_has, {}).result(600)["version"] == NOTHING
     with pytest.raises(
         RolloutError, match="2 tensors that an earlier push had are not in this one, such as half"
     ):
         send(engine, weights()[:4], 8)
     send(engine, weights(), 9)
-    assert engine.submit(engine_has, {}).result(60)["version"] == 9
+    assert engine.submit(engine_has, {}).result(600)["version"] == 9
 
 
 def test_an_engine_that_stops_reading_has_no_version() -> None:
@@ -128,9 +128,9 @@ def test_an_engine_that_stops_reading_has_no_version() -> None:
 
 def test_workers_that_do_not_come_are_reported() -> None:
     with pytest.raises(RolloutError, match="version 2 did not reach the engine: no such method"):
-        push(lambda method, receipt: [{"error": "no such method"}], weights(), 2, workers=1, timeout=30)
+        push(lambda method, receipt: [{"error": "no such method"}], weights(), 2, workers=1, timeout=600)
     with pytest.raises(RolloutError, match="0 of 1 workers of the engine came"):
-        push(lambda method, receipt: [{"version": 2}], weights(), 2, workers=1, timeout=30)
+        push(lambda method, receipt: [{"version": 2}], weights(), 2, workers=1, timeout=600)
 
 
 def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
         contextlib.closing(socket.create_connection(address)) as stranger,
     ):
         stranger.sendall(b"x" * 64)
-        own = Channel.connect(listener.host, listener.port, listener.token, 5)
-        (channel,) = listener.accept(1, timeout=5, failed=lambda: False)
+        own = Channel.connect(listener.host, listener.port, listener.token, 600)
+        (channel,) = listener.accept(1, timeout=600, failed=lambda: False)
         own.send({"hello": 1})
         assert channel.receive() == {"hello": 1} and stranger.recv(1) == b""
         own.close()

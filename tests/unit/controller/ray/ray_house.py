@@ -54,6 +54,17 @@ class Prober(Counter):
         return batch
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meet(self, folder: str, own: str, other: str) -> bool:
+        """Leave a note `own` and wait for the note `other`; False where it does not come."""
+        Path(folder, f"{own}{self.rank}").touch()
+        until = time.monotonic() + 300
+        while not Path(folder, f"{other}0").exists():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        return True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def span(self, seconds: float) -> tuple[float, float]:
         """When it began and when it ended."""
         began = time.time()
@@ -101,7 +112,7 @@ def start(
     names = {role: tuple(names.split()) for role, names in pools.items()}
     placement = Placement(tuple(ResourcePool(name, (size,)) for name, size in sizes.items()), names)
     meshes = {role: MeshInfo(sum(sizes[name] for name in where)) for role, where in names.items()}
-    times = {"call_timeout": 60.0, "heartbeat_timeout": 30.0, "startup_timeout": 100.0} | settings
+    times = {"call_timeout": 600.0, "heartbeat_timeout": 600.0, "startup_timeout": 900.0} | settings
     # of this file and house.py
     path = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])}
     return RayBackend(

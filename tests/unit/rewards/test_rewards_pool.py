@@ -24,7 +24,7 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.dry_run import dry_run
 from hybridflow.rewards.pool import RewardPool
 
-TIMEOUT = 2.0
+TIMEOUT = 2.5
 
 BAD = """
 import asyncio, ctypes, os, re, subprocess, sys, time, json

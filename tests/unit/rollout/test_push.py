@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import forked
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -45,7 +45,7 @@ def engine_has(_: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=forked()) as pool:
         yield pool
 
 

@@ -23,9 +23,8 @@ Two patterns of lengths, the same for all sides row by row:
 In TRL a row that is to have n tokens samples n - 1 and then the end token: generation goes on until the
 longest row has ended, as in life. A step is the time from the end of one to the end of the next: loader,
 generation, decoding, reward, training, metrics, logging. Each side runs in a process of its own; its peak is
-that of its resident memory after all imports, less what was resident then. Where exact mode does not hold on this machine
-the table says so in place of its figures. Writes
-`benchmarks/results/grpo_step.json` and `.md`.
+that of its resident memory after all imports, less what was resident then. Where exact mode does not hold on
+this machine the table says so in place of its figures. Writes `benchmarks/results/grpo_step.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -405,15 +404,16 @@ def page_of(result: dict[str, Any]) -> str:
     cases = result["cases"]
     rounds = len(next(iter(cases[0]["sides"].values()))["seconds"])
     goals = "\n".join(goals_of(cases))
-    return f"""4.3 M parameters, {PROMPTS} prompts × {kit.GROUP} responses of at most {kit.MAX_TOKENS} tokens. Seconds of
-a whole step, medians (fastest–slowest) of {rounds} in turn. The parts are medians of their own, so they need not
-add up to the step. Memory: the peak of what is resident; "the step": less what was resident after the imports.
+    return f"""4.3 M parameters, {PROMPTS} prompts × {kit.GROUP} responses of at most {kit.MAX_TOKENS}
+tokens. Seconds of a whole step, medians (fastest–slowest) of {rounds} in turn. The parts are medians of
+their own, so they need not add up to the step. Memory: the peak of what is resident; "the step": less what
+was resident after the imports.
 {kit.NOISE}
 
 `ours` has two keys that are off by default: `actor.use_prefix_grouper` (a prompt is computed once for its
-responses) and `rollout.reuse_log_probs_within=1e-3`. `ours-exact` is exact mode, with neither. `trl` has all rows in
-one forward pass, `trl-16` 16 at a time; both without bfloat16 and gradient checkpointing, its defaults, which are
-slower on a CPU.
+responses) and `rollout.reuse_log_probs_within=1e-3`. `ours-exact` is exact mode, with neither. `trl` has all
+rows in one forward pass, `trl-16` 16 at a time; both without bfloat16 and gradient checkpointing, its
+defaults, which are slower on a CPU.
 
 {kit.table(HEAD, [line for case in cases for line in lines_of(case)])}
 

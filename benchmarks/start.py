@@ -173,7 +173,8 @@ def goals_of(case: dict[str, Any]) -> str:
     ours = statistics.median(case["sides"]["ours"]["seconds"])
     reached = ours / statistics.median(case["sides"]["trl"]["seconds"])
     return (
-        f"- {case['threads']} thread(s): {reached:.2f} × TRL's time, wanted at most 1: {kit.verdict(reached <= 1)}; "
+        f"- {case['threads']} thread(s): {reached:.2f} × TRL's time, wanted at most 1: "
+        f"{kit.verdict(reached <= 1)}; "
         f"{ours:.1f} s, wanted under 10: {kit.verdict(ours < 10)}"
     )
 
@@ -183,8 +184,9 @@ def page_of(result: dict[str, Any]) -> str:
     cases = result["cases"]
     rounds = len(cases[0]["sides"]["ours"]["seconds"])
     goals = "\n".join(map(goals_of, cases))
-    return f"""A model of 0.4 M parameters, {PROMPTS} prompts × {GROUP} responses of at most {TOKENS} tokens; seconds
-from the start of the process until its first step is told, medians (fastest–slowest) of {rounds} in turn.
+    return f"""A model of 0.4 M parameters, {PROMPTS} prompts × {GROUP} responses of at most {TOKENS} tokens;
+seconds from the start of the process until its first step is told, medians (fastest–slowest) of {rounds} in
+turn.
 {kit.NOISE}
 
 {kit.table(HEAD, [line for case in cases for line in lines_of(case)])}

@@ -231,15 +231,15 @@ def page_of(result: dict[str, Any]) -> str:
 
 ## In one process
 
-{shared["tensors"]} parameters of {shared["bytes"] / 1e6:.1f} MB: {shared["same_memory"]} of the rollout's lie in the
-memory of the actor's. An update of the rollout makes {shared["copies"]} copies, allocates
+{shared["tensors"]} parameters of {shared["bytes"] / 1e6:.1f} MB: {shared["same_memory"]} of the rollout's
+lie in the memory of the actor's. An update of the rollout makes {shared["copies"]} copies, allocates
 {shared["allocated_bytes"]} bytes and takes {micro["update"]} µs; copying the parameters once takes
 {micro["copying the parameters once"]} µs. Goal, 0 copies and 0 bytes: {without_copies}.
 
 ## To another process
 
-{size / 1e6:.0f} MB in {TENSORS} tensors, into weights that the other process has. "Of the transport": of the rate
-of two plain copies, into shared memory and out of it.
+{size / 1e6:.0f} MB in {TENSORS} tensors, into weights that the other process has. "Of the transport": of the
+rate of two plain copies, into shared memory and out of it.
 
 {kit.table(HEAD, lines)}
 

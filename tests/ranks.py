@@ -7,8 +7,8 @@
         assert two_ranks.run(gather, 3) == [[0, 3], [0, 3]]   # one result a rank
 
 The processes live as long as the test session and serve one call after the other. Results travel by pickle:
-return numbers, lists and tensors, not models. They are forked from one process that has imported torch and this
-package and has done nothing else, so that starting them, also again after a failure, takes no import.
+return numbers, lists and tensors, not models. They are forked from one process that has imported torch and
+this package and has done nothing else, so that starting them, also again after a failure, takes no import.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Starting is fast: neither the configuration nor the command's help needs torch.
 
-Counted are the modules that a fresh process has imported, and its CPU time: both are the same on a busy machine.
+Counted are the modules that a fresh process has imported, and its CPU time: both are the same on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def test_algorithms_need_only_torch() -> None:
         "import pkgutil\nimport hybridflow.algorithms as room\n"
         "for each in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n    __import__(each.name)\n"
     )
-    assert sum(name.startswith("hybridflow.algorithms.") for name in process.modules) > 40, "all were imported"
+    assert sum(name.startswith("hybridflow.algorithms.") for name in process.modules) > 40, (
+        "all were imported"
+    )
     assert not process.modules & (HEAVY - {"torch", "numpy"} | {"omegaconf"})
     assert len(process.modules) < 1400, "torch alone brings 1,120"

@@ -18,8 +18,8 @@ from hybridflow.rollout.openai.engine import OpenAIEngine
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers a prompt by its first token: 500 fails once, 503 always, 400 refuses, 1 waits until `released`, 7 has no token
-    ids, others are served.
+    """Answers a prompt by its first token: 500 fails once, 503 always, 400 refuses, 1 waits until `released`,
+    7 has no token ids, others are served.
     """
 
     daemon_threads = True

@@ -1,11 +1,11 @@
-"""A way for receivers to a server that listens on this machine's loopback alone: connections that bring a token
-are passed on to it, all others are closed.
+"""A way for receivers to a server that listens on this machine's loopback alone: connections that bring a
+token are passed on to it, all others are closed.
 
     receiver's client ──► TunnelEnd ── connect, token ──► Tunnel ──► server at 127.0.0.1
       (its machine)        127.0.0.1      (network)        host      (the sender's machine)
 
-torch's TCPStore takes commands from whoever connects, so a push by process group keeps it behind one of these.
-What is left is each machine's own loopback: other users of the two machines can reach the ends there.
+torch's TCPStore takes commands from whoever connects, so a push by process group keeps it behind one of
+these. What is left is each machine's own loopback: other users of the two machines can reach the ends there.
 """
 
 from __future__ import annotations

@@ -55,22 +55,25 @@ PAGE = """# Controller overhead
 
 {date} · `{command}` · {machine}
 
-Written by benchmarks/controller_overhead.py; do not edit. A step makes the calls of GRPO on workers that compute nothing: 1 generate, 2
-log-probs, {mini_batches} mini-batches of an update. "Overhead" is the time of the step that is not spent in workers: the step less
-what the busiest worker worked; "driver CPU" is what the driver's process computed in it. Medians of {steps} steps after one of warm-up,
-with the fastest and the slowest.
+Written by benchmarks/controller_overhead.py; do not edit. A step makes the calls of GRPO on workers that
+compute nothing: 1 generate, 2 log-probs, {mini_batches} mini-batches of an update. "Overhead" is the time of
+the step that is not spent in workers: the step less what the busiest worker worked; "driver CPU" is what the
+driver's process computed in it. Medians of {steps} steps after one of warm-up, with the fastest and the
+slowest.
 
 ## Measured: {rows} rows of up to {tokens} tokens
 
 {measured}
 
-Processes share the machine's cores, so with more workers than cores they wait for each other: the figure is an upper bound.
+Processes share the machine's cores, so with more workers than cores they wait for each other: the figure is
+an upper bound.
 
 ## Simulated: {rows_a_rank} rows a rank, metadata only
 
-The driver's own work for ranks that answer at once: dealing, building calls, encoding them, decoding the answers, collecting. Times are
-CPU seconds of the driver's one thread. Bytes are of rows {width} tokens wide. "With Ray" adds {message_ms:.2f} ms a message: what one more
-message cost the driver's CPU on the workers above, with as small rows. That counts the encoding twice, so it is an upper bound.
+The driver's own work for ranks that answer at once: dealing, building calls, encoding them, decoding the
+answers, collecting. Times are CPU seconds of the driver's one thread. Bytes are of rows {width} tokens wide.
+"With Ray" adds {message_ms:.2f} ms a message: what one more message cost the driver's CPU on the workers
+above, with as small rows. That counts the encoding twice, so it is an upper bound.
 
 {simulated}
 
@@ -228,15 +231,17 @@ def breaks(simulated: list[dict[str, Any]], message_s: float) -> str:
     many = (own + messages) * 67 / (3 + MINI_BATCHES)
     # bytes of a row of 16k tokens on its way to log-probs: ids, mask, responses
     wide = (8 + 1 + 8 * 0.8) * 16_384
-    return f"""At {most["ranks"]:,} ranks a step costs the driver {own:.1f} s of its own work and {messages:.1f} s of messages. From 8 ranks
-on both grow with ranks × calls: {coding:.0%} of the own work is packing and unpacking for each rank, most of the rest is cutting and
-joining. One thread does it all, and the mini-batches of an update wait for each other, so short steps with many mini-batches suffer
-first: 64 mini-batches on {most["ranks"]:,} ranks would take {many:.0f} s. What would replace it: one message for a node, which deals to its
-ranks, instead of one for each rank (with 8 devices a node an eighth of the messages and packets), and the mini-batches of an update sent
-ahead as one plan. Bytes break next: a row of 16k tokens is {wide / 1e6:.2f} MB in each call, so {most["rows"]:,} rows are
-{most["rows"] * wide / 1e9:.1f} GB through one node's memory and network for each log-prob call. What would replace that: rows that stay
-where they were generated and go from worker to worker by reference (a `Future` as an argument does so where two calls deal alike), so
-that the driver holds lengths and scores only."""
+    return f"""At {most["ranks"]:,} ranks a step costs the driver {own:.1f} s of its own work and
+{messages:.1f} s of messages. From 8 ranks on both grow with ranks × calls: {coding:.0%} of the own work is
+packing and unpacking for each rank, most of the rest is cutting and joining. One thread does it all, and the
+mini-batches of an update wait for each other, so short steps with many mini-batches suffer first: 64
+mini-batches on {most["ranks"]:,} ranks would take {many:.0f} s. What would replace it: one message for a
+node, which deals to its ranks, instead of one for each rank (with 8 devices a node an eighth of the messages
+and packets), and the mini-batches of an update sent ahead as one plan. Bytes break next: a row of 16k tokens
+is {wide / 1e6:.2f} MB in each call, so {most["rows"]:,} rows are {most["rows"] * wide / 1e9:.1f} GB through
+one node's memory and network for each log-prob call. What would replace that: rows that stay where they were
+generated and go from worker to worker by reference (a `Future` as an argument does so where two calls deal
+alike), so that the driver holds lengths and scores only."""
 
 
 def main() -> int:

@@ -62,8 +62,9 @@ What a flipped bit in a replica's process says:
 
 ## What it costs
 
-CPU seconds of one thread, exact and fast in turn, the fastest of {repeats} each. A row is prompt and response together; all rows have the
-same length, and nothing stops early. `forward` is a pass for log-probs, `update` a forward and a backward pass.
+CPU seconds of one thread, exact and fast in turn, the fastest of {repeats} each. A row is prompt and
+response together; all rows have the same length, and nothing stops early. `forward` is a pass for log-probs,
+`update` a forward and a backward pass.
 
 {price}
 """

@@ -43,9 +43,9 @@ HEAD = (
     "native against the best",
     "of the floor",
 )
-TEXT = """4.3 M parameters, prompts of {prompt} tokens, {group} responses each, at most {most} tokens. Tokens per second: medians of
-{rounds} rounds in turn, with the smallest and the largest. `life`: log-normal lengths, mean 0.4 of the maximum. "Of the floor": of what
-the matrix products alone would allow, at {rates}.
+TEXT = """4.3 M parameters, prompts of {prompt} tokens, {group} responses each, at most {most} tokens. Tokens
+per second: medians of {rounds} rounds in turn, with the smallest and the largest. `life`: log-normal
+lengths, mean 0.4 of the maximum. "Of the floor": of what the matrix products alone would allow, at {rates}.
 
 {table}
 

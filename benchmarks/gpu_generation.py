@@ -213,9 +213,9 @@ def main() -> None:
         for case in cases
         for side, why in case["failed"].items()
     )
-    text = f"""Prompts of {prompt} tokens, {new} new tokens; tokens per second of the whole call, medians of {options.rounds}.
-A copy reaches {bandwidth / 1e9:,.0f} GB/s (read and written). Roofline: the bytes of weights, keys and values of each step over that,
-against the call less its prefill.
+    text = f"""Prompts of {prompt} tokens, {new} new tokens; tokens per second of the whole call, medians of
+{options.rounds}. A copy reaches {bandwidth / 1e9:,.0f} GB/s (read and written). Roofline: the bytes of
+weights, keys and values of each step over that, against the call less its prefill.
 
 {kit.table(HEAD, [line_of(case) for case in cases])}
 

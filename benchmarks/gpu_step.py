@@ -141,15 +141,15 @@ def main() -> None:
         [case["size"], kit.spread(case["seconds"]), f"{case['first_s']:.1f}", f"{case['memory_gib']:.1f}"]
         for case in cases
     ]
-    text = f"""{shape["prompts"]} prompts and responses of {shape["length"]} tokens, mini-batches of {shape["mini"]},
-critic and reference; median (fastest–slowest) of {options.rounds} steps after the first.
+    text = f"""{shape["prompts"]} prompts and responses of {shape["length"]} tokens, mini-batches of
+{shape["mini"]}, critic and reference; median (fastest–slowest) of {options.rounds} steps after the first.
 
 {kit.table(("model", "s a step", "first step, s", "memory, GiB"), steps)}
 
 {kit.table(("model", "part", "s"), parts)}
 
-verl publishes {PUBLISHED:.0f} s for the step of its quickstart, on a machine of its own and with responses that may end early.
-Goal: at most 10 s."""
+verl publishes {PUBLISHED:.0f} s for the step of its quickstart, on a machine of its own and with responses
+that may end early. Goal: at most 10 s."""
     gpu.write(
         options, "gpu_step", gpu.facts(device) | {"cases": cases}, "A PPO step on one CUDA device", text
     )

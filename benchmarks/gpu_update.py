@@ -164,8 +164,9 @@ def main() -> None:
         with gpu.told_if_too_large(size):
             cases += measure(options, size, device, width, rate)
         gpu.free(device)
-    text = f"""Mini-batches of {MICRO_BATCHES} micro-batches of at most {options.tokens:,} packed tokens; medians of {options.rounds}.
-MFU: of the {rate / 1e12:,.0f} TFLOP/s that a large matrix product reaches here; "of the peak": of the data sheet's.
+    text = f"""Mini-batches of {MICRO_BATCHES} micro-batches of at most {options.tokens:,} packed tokens;
+medians of {options.rounds}. MFU: of the {rate / 1e12:,.0f} TFLOP/s that a large matrix product reaches here;
+"of the peak": of the data sheet's.
 
 {kit.table(HEAD, [line_of(case) for case in cases])}
 

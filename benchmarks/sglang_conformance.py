@@ -30,12 +30,13 @@ STUBBED = (
 DEADLINE = 2400
 TEXT = """# SGLang: what was run, and what came out
 
-{date} · `make test-sglang` ({command}) · {machine}, CPU, float32, one thread · sglang {sglang}, torch {torch}, transformers {transformers}
+{date} · `make test-sglang` ({command}) · {machine}, CPU, float32, one thread · sglang {sglang}, torch
+{torch}, transformers {transformers}
 
 {label}. Written by benchmarks/sglang_conformance.py; do not edit.
 
-{passed} passed, {failed} failed, {skipped} skipped. The conformance suite compares greedy tokens of 64 prompts with those of transformers'
-`generate`, and log-probs with those of its forward pass, within 1e-4.
+{passed} passed, {failed} failed, {skipped} skipped. The conformance suite compares greedy tokens of 64
+prompts with those of transformers' `generate`, and log-probs with those of its forward pass, within 1e-4.
 
 | test | result | s |
 |---|---|---|

@@ -221,14 +221,36 @@ def line(cells: Sequence[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def facts(packages: Sequence[str], command: str | None = None) -> dict[str, str]:
-    """Command, date, machine and versions of this run."""
+def verdict(met: bool) -> str:
+    """Whether a goal was met, for a page."""
+    return "met" if met else "**missed**"
+
+
+def ratio(one: Sequence[float], other: Sequence[float], meaning: str = "") -> str:
+    """Median of `one` over the median of `other`, then `meaning`, and a note where their ranges overlap."""
+    text = f"{statistics.median(one) / statistics.median(other):.2f} × {meaning}".rstrip()
+    if min(one) <= max(other) and min(other) <= max(one):
+        text += " (within the noise)"
+    return text
+
+
+NOISE = (
+    "Within the noise: the ranges of both sides, from the fastest round to the slowest, overlap, so that\n"
+    "another run may turn the order round."
+)
+
+
+def facts(
+    packages: Sequence[str], command: str | None = None, threads: object = "as shown"
+) -> dict[str, str]:
+    """Command, date, machine, threads and versions of this run."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
     return {
         "command": command
         or " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_anywhere, sys.argv[1:])]),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}",
+        "machine": f"{machine()}, Python {platform.python_version()}, {versions}",
+        "threads": str(threads),
     }
 
 
@@ -237,11 +259,26 @@ def _anywhere(argument: str) -> str:
     return "PATH" if Path(argument).is_absolute() else argument
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+def machine() -> str:
+    """The processor and how many cores this process sees.
+
+    The name alone may be that of a whole series, so family, model and stepping are told too, and the vector
+    instructions, by which kernels are chosen: figures and even rounding differ between them.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    known: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        known.setdefault(name.strip(), value.strip())
+    flags = known.get("flags", known.get("Features", "")).split()
+    vectors = [flag for flag in flags if flag.startswith(("avx", "amx", "sve", "asimd"))]
+    numbers = [f"{name} {known[name]}" for name in ("cpu family", "model", "stepping") if name in known]
+    details = ", ".join([*numbers, " ".join(vectors)]).strip(", ")
+    name = known.get("model name", platform.machine())
+    return f"{name} ({details}), {os.cpu_count()} cores" if details else f"{name}, {os.cpu_count()} cores"
 
 
 def write(name: str, result: Mapping[str, Any], title: str, text: str, *, dry: object = False) -> None:
@@ -249,12 +286,18 @@ def write(name: str, result: Mapping[str, Any], title: str, text: str, *, dry: o
     run does no more.
     """
     told = f"{result['date']} · `{result['command']}` · {result['machine']}"
-    page = f"# {title}\n\n{told}\n\nWritten by benchmarks/{name}.py; do not edit. {text}\n"
+    page = f"# {title}\n\n{told}\n\nWritten by benchmarks/{name}.py; do not edit.\n\n{text}\n"
     if not dry:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         (RESULTS / f"{name}.md").write_text(page)
     print(f"\n{page}", flush=True)
+
+
+def committed(name: str) -> dict[str, Any]:
+    """The result that is there, of which `--page` writes the page again."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
 
 
 def numbers(text: str) -> list[int]:
@@ -275,5 +318,8 @@ def arguments(document: str | None, *, rounds: int, quick_rounds: int = 1) -> ar
         const=quick_rounds,
         default=0,
         help="a dry run: one round, nothing is written",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="only write the page again, from the result that is there"
     )
     return parser

@@ -367,10 +367,11 @@ def main() -> None:
             cases += json.loads(into.read_text())
     result = kit.facts(["torch", "transformers", "trl"]) | {"cases": cases}
     apart = max(case["apart"] for case in cases)
-    text = f"""4.3 M parameters, {ROWS} rows of {kit.PROMPT} prompt tokens and at most {kit.MAX_TOKENS} more; seconds,
-medians (fastest–slowest) of {options.quick or options.rounds} in turn. The log-probs of all sides are within {apart:.0e}.
-`ours` computes a prompt once for its responses (`actor.use_prefix_grouper`, off by default), `ours-apart` does not. `trl-{ROWS}` and
-`trl-{PLAIN_ROWS}` have so many rows in a forward pass, padded to the longest; `plain` has {PLAIN_ROWS}, padded to the longest of these.
+    text = f"""4.3 M parameters, {ROWS} rows of {kit.PROMPT} prompt tokens and at most {kit.MAX_TOKENS} more;
+seconds, medians (fastest–slowest) of {options.quick or options.rounds} in turn. The log-probs of all sides
+are within {apart:.0e}. `ours` computes a prompt once for its responses (`actor.use_prefix_grouper`, off by
+default), `ours-apart` does not. `trl-{ROWS}` and `trl-{PLAIN_ROWS}` have so many rows in a forward pass,
+padded to the longest; `plain` has {PLAIN_ROWS}, padded to the longest of these.
 
 {kit.table(HEAD, [line for case in cases for line in lines_of(case)])}
 

@@ -56,9 +56,9 @@ PAGE = """# Transport of tensors
 
 {date} · `{command}` · {machine}
 
-Written by benchmarks/transport.py; do not edit. A batch of {megabytes} MB ({fields} float32 fields of {rows} rows), half to each of two
-workers and back, all three ways in turn; {rounds} rounds after {warm_up} of warm-up. Wanted: ours at least 3 times as fast as pickling,
-and at most 1.5 times the raw arrays.
+Written by benchmarks/transport.py; do not edit. A batch of {megabytes} MB ({fields} float32 fields of {rows}
+rows), half to each of two workers and back, all three ways in turn; {rounds} rounds after {warm_up} of
+warm-up. Wanted: ours at least 3 times as fast as pickling, and at most 1.5 times the raw arrays.
 
 | way | median s | fastest | slowest | against ours |
 |---|---|---|---|---|
@@ -70,8 +70,8 @@ and at most 1.5 times the raw arrays.
 |---|---|---|
 {leak}
 
-From step {first} to step {last} the driver's own memory (without what it shares) grew by {growth:.1f} MiB, while {moved:.0f} GB went
-there and back.
+From step {first} to step {last} the driver's own memory (without what it shares) grew by {growth:.1f} MiB,
+while {moved:.0f} GB went there and back.
 """
 
 

@@ -44,8 +44,9 @@ PAGE = """# All engines, one suite
 
 {date} · `{command}` · {machine} · torch {torch}, transformers {transformers}, vLLM {vllm}
 
-Written by benchmarks/vllm_conformance.py; do not edit. `tests/conformance` for each engine, float32 on a CPU. Greedy tokens of {prompts}
-prompts are compared with those of transformers' `generate`, log-probs with those of its forward pass (wanted: within {bar:.0e}).
+Written by benchmarks/vllm_conformance.py; do not edit. `tests/conformance` for each engine, float32 on a
+CPU. Greedy tokens of {prompts} prompts are compared with those of transformers' `generate`, log-probs with
+those of its forward pass (wanted: within {bar:.0e}).
 
 | engine | passed | failed | skipped | greedy prompts equal | log-probs, greedy: max difference | log-probs, sampled: max difference | s |
 |---|---|---|---|---|---|---|---|

@@ -55,8 +55,9 @@ PAGE = """# The demo with vLLM
 
 {date} · `{command}` · {machine} · vLLM {vllm}, torch {torch}
 
-Written by benchmarks/vllm_demo.py; do not edit. One warm model ({sft_steps} warm-up steps), seed {seed}; from it {steps} steps of the
-demo's GRPO with each engine. Accuracies are those of {questions} held-out questions.
+Written by benchmarks/vllm_demo.py; do not edit. One warm model ({sft_steps} warm-up steps), seed {seed};
+from it {steps} steps of the demo's GRPO with each engine. Accuracies are those of {questions} held-out
+questions.
 
 | engine | greedy before | greedy after | sampled before | sampled after | rollout against training, max nats | steps, s |
 |---|---|---|---|---|---|---|

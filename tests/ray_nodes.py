@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RAY = str(Path(sys.executable).with_name("ray"))
-START_SECONDS = 120.0  # on a busy machine
+START_SECONDS = 600.0  # on a busy machine
 # as the launch scripts of examples/cluster set them, but shorter
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "4",
 }
 

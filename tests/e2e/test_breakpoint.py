@@ -38,7 +38,7 @@ def test_breakpoint_in_a_reward_function(tmp_path: Path) -> None:
         input=typed,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=1100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -94,7 +94,7 @@ def test_quickstart_of_verl(inputs: Inputs, tmp_path: Path) -> None:
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=1100,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

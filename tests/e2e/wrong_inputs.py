@@ -174,7 +174,7 @@ def other_vocabulary(*more: str) -> Make:
 
 
 TWO_ROWS = ("data.train_max_samples=2", "data.shuffle=false", "data.train_batch_size=2", f"{ROLLOUT}.n=1")
-HANGING = ("reward.num_workers=1", "reward.timeout=0.5")
+HANGING = ("reward.num_workers=1", "reward.timeout=2.5")
 LONG = [{"role": "user", "content": "1 + 1 = ? " * 20}]
 
 

@@ -13,9 +13,9 @@ import difflib
 import math
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from hybridflow.config.tree import keys_of, to_tree, type_name
+from hybridflow.config.tree import keys_of, to_tree, type_hints, type_name
 from hybridflow.errors import ConfigError
 
 C = TypeVar("C")
@@ -78,7 +78,7 @@ def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list
             f"{prefix.rstrip('.') or 'configuration'}: got {_shown(tree)}, wanted a block of keys"
         )
         return base
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems.extend(unknown_key(f"{prefix}{name}", known) for name in tree if name not in fields)
     values: dict[str, Any] = {}

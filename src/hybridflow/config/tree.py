@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 C = TypeVar("C")
+
+type_hints = functools.cache(get_type_hints)
+"""The types of a class's fields, worked out once."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def keys_of(root: type[Any]) -> Mapping[str, KeyInfo]:
 
 
 def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     for f in dataclasses.fields(cls):
         path, value = f"{prefix}{f.name}", getattr(instance, f.name)
         if dataclasses.is_dataclass(hints[f.name]):

@@ -86,9 +86,9 @@ class RunFolder:
         path = self.path / "config.yaml"
         before: dict[str, Any] = {}
         if path.is_file():
-            before = dict(flatten(yaml.safe_load(path.read_text()) or {}))
+            before = dict(flatten(_read(path.read_text()) or {}))
         path.write_text(text)
-        now = dict(flatten(yaml.safe_load(text)))
+        now = dict(flatten(_read(text)))
         return [
             f"{key}: {before[key]} → {value}"
             for key, value in now.items()
@@ -102,3 +102,8 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the run's closing numbers."""
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _read(text: str) -> Any:
+    """The content of a YAML text, by libyaml where PyYAML has it: that is ten times as fast."""
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

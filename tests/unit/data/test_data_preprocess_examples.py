@@ -29,7 +29,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=60,
+        timeout=600,
         check=False,
     )
 

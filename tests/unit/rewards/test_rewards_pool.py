@@ -24,7 +24,7 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.dry_run import dry_run
 from hybridflow.rewards.pool import RewardPool
 
-TIMEOUT = 0.7
+TIMEOUT = 2.5
 
 BAD = """
 import asyncio, ctypes, os, re, subprocess, sys, time, json
@@ -37,11 +37,11 @@ BAD = {
     "sys_exit": lambda info: sys.exit(3),
     "stdin": lambda info: input(),
     "prints": lambda info: print("x" * 1_000_000) or 1.0,
-    "hangs": lambda info: time.sleep(60),
+    "hangs": lambda info: time.sleep(3600),
     "hangs_in_c": lambda info: re.match("(a+)+$", "a" * 60 + "b"),
     "kills": lambda info: os._exit(3),
     "segfault": lambda info: ctypes.string_at(0),
-    "child": lambda info: open(info["note"], "w").write(str(subprocess.Popen(["sleep", "60"]).pid)) and time.sleep(60),
+    "child": lambda info: open(info["note"], "w").write(str(subprocess.Popen(["sleep", "3600"]).pid)) and time.sleep(3600),
     "pid": lambda info: {"score": 1.0, "pid": os.getpid(), "torch": "torch" in sys.modules, "main": sys.modules["__main__"].__name__,
                          "threads": os.environ["OMP_NUM_THREADS"]},
     "slow": lambda info: time.sleep(0.05) or info["number"],
@@ -50,12 +50,19 @@ BAD = {
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return BAD[solution_str](extra_info)
 
+MET = []
+
 async def async_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "awaits":
         await asyncio.sleep(0.1)
         return extra_info["number"]
+    if solution_str == "meets":  # goes on when so many samples have begun, so one after the other never ends
+        MET.append(1)
+        while len(MET) < extra_info["together"]:
+            await asyncio.sleep(0.01)
+        return extra_info["number"]
     if solution_str == "awaits_forever":
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
     if solution_str == "own_timeout":
         raise TimeoutError("the judge is away")
     return BAD[solution_str](extra_info)
@@ -111,7 +118,7 @@ def request(response: str, number: float = 1.0, **info: Any) -> ScoreRequest:
     return ScoreRequest("mine", response, None, {"number": number, **info})
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -191,14 +198,12 @@ def test_large_requests_travel(pool: RewardPool) -> None:
 
 
 def test_async_samples_run_together_and_each_has_its_deadline(async_pool: RewardPool) -> None:
-    started = time.monotonic()
     outcomes = async_pool.score(
-        [request("awaits", float(number)) for number in range(20)]
+        [request("meets", float(number), together=20) for number in range(20)]
         + [request("awaits_forever"), request("own_timeout")]
     )
     assert [outcome.score for outcome in outcomes[:20]] == [float(number) for number in range(20)]
     assert [outcome.error for outcome in outcomes[20:]] == ["timeout", "TimeoutError"]
-    assert time.monotonic() - started < 1.5  # 20 in turn would take 2
 
 
 def test_an_async_worker_that_dies_is_tried_again_sample_by_sample(async_pool: RewardPool) -> None:
@@ -218,7 +223,7 @@ def test_what_a_blocked_async_worker_had_beside_the_blocking_sample_scores(async
 
 def test_async_in_process_keeps_its_deadline(bad_file: str) -> None:
     with build_reward_manager(
-        config_of(bad_file, "async_score", num_workers=0, timeout=0.3), seed=0
+        config_of(bad_file, "async_score", num_workers=0, timeout=2.0), seed=0
     ) as manager:
         outcomes = manager.outcomes([request("awaits", 4.0), request("awaits_forever"), request("raises")])
     assert [outcome.error for outcome in outcomes] == ["", "timeout", "ZeroDivisionError"]
@@ -294,7 +299,7 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_build(
 
 
 def test_a_worker_that_does_not_start_ends_in_a_named_refusal(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(3600)\n")
     with pytest.raises(
         RewardError, match=r"did not finish loading .*slow.py:compute_score within 0.5 seconds"
     ):
@@ -331,7 +336,7 @@ def test_workers_end_with_a_killed_parent_even_while_busy(bad_file: str, tmp_pat
     script = tmp_path / "parent.py"
     script.write_text(ORPHAN)
     parent = subprocess.run(
-        [sys.executable, str(script), bad_file], capture_output=True, text=True, timeout=30
+        [sys.executable, str(script), bad_file], capture_output=True, text=True, timeout=600
     )
     pids = [int(pid) for pid in parent.stdout.split()]
     assert parent.returncode == -signal.SIGKILL and len(pids) == 2

@@ -26,6 +26,7 @@ class FakeSession:
         max_rows: int = 1_000,
         seconds: float = 0.0,
         dies_at: int | None = None,
+        gated: bool = False,
     ) -> None:
         self.script, self.end, self.max_rows, self.seconds, self.dies_at = (
             script,
@@ -36,6 +37,9 @@ class FakeSession:
         )
         self.version = self.steps = self.num_added = self.num_copied = 0
         self.closed = False
+        self.gate = threading.Semaphore(0)
+        """Where `gated`: a step waits here for a `release` of its own."""
+        self.gated = gated
         self.threads: set[int] = set()
         self._rows: dict[int, tuple[GenerationRequest, list[int], list[int]]] = {}
         self._waiting: deque[GenerationRequest] = deque()
@@ -74,6 +78,8 @@ class FakeSession:
         self.steps += 1
         if self.dies_at == self.steps:
             raise RuntimeError("out of memory, as ordered")
+        if self.gated:
+            self.gate.acquire()
         time.sleep(self.seconds)
         while self._waiting and len(self._rows) < self.max_rows:
             request = self._waiting.popleft()

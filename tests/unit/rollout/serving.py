@@ -52,13 +52,13 @@ class Served:
 
     @property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=20)
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=600)
 
     @property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=TOKEN, max_retries=0, timeout=20)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=TOKEN, max_retries=0, timeout=600)
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def wait_idle(self, seconds: float = 600.0) -> None:
         """Until no response is in work anywhere."""
         ends = time.monotonic() + seconds
         while (
@@ -80,10 +80,10 @@ def serve_client(client: LLMClient, model: ServedModel, limits: Limits | None = 
     """A server over any client; it and the replicas end with the block."""
     service = Service(client, model, limits or Limits())
     bound = listen("127.0.0.1", 0)
-    server = DrainingServer(service, token=TOKEN, grace_s=5)
+    server = DrainingServer(service, token=TOKEN, grace_s=600)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 600
     while not server.started:
         assert time.monotonic() < ends, "the server did not start"
         time.sleep(0.005)
@@ -91,7 +91,7 @@ def serve_client(client: LLMClient, model: ServedModel, limits: Limits | None = 
         yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", service, server, thread, [])
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(600)
         bound.close()
         for replica in client.replicas:
             replica.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -12,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import forked
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
@@ -24,6 +25,7 @@ from hybridflow.rollout.push import transports
 from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
 from hybridflow.rollout.push.sender import Transport, address_towards, push
+from hybridflow.rollout.push.tunnel import TunnelEnd
 
 HERE = Receiver()
 HELD: dict[str, Tensor] = {}
@@ -43,7 +45,7 @@ def engine_has(_: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=forked()) as pool:
         yield pool
 
 
@@ -62,9 +64,9 @@ def send(
 ) -> None:
     def call(method: str, receipt: dict[str, Any]) -> list[Any]:
         assert method == "hybridflow_receive"
-        return [engine.submit(engine_receives, receipt).result(60)]
+        return [engine.submit(engine_receives, receipt).result(600)]
 
-    push(call, tensors, version, workers=1, transport=transport, bucket_bytes=8192, timeout=30)
+    push(call, tensors, version, workers=1, transport=transport, bucket_bytes=8192, timeout=600)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
@@ -74,7 +76,7 @@ def test_what_arrives_is_what_was_sent(
     monkeypatch.setattr(transports, "MEMORY", tmp_path)
     for version in (4, 5):
         send(engine, weights(version), version, transport)
-        found = engine.submit(engine_has, {}).result(60)
+        found = engine.submit(engine_has, {}).result(600)
         wanted = {name: int(bit_sum(tensor, Box.whole(tensor.shape))) for name, tensor in weights(version)}
         assert found == {"version": version, "sums": wanted, "checksums": wanted}
     assert not list(tmp_path.iterdir())
@@ -94,7 +96,7 @@ def test_a_changed_byte_is_found(engine: ProcessPoolExecutor, monkeypatch: pytes
         match=r"version 6 did not reach the engine: RolloutError: a did not arrive as it was sent",
     ):
         send(engine, weights(), 6)
-    assert engine.submit(engine_has, {}).result(60)["version"] == NOTHING
+    assert engine.submit(engine_has, {}).result(600)["version"] == NOTHING
 
 
 def test_a_push_that_is_cut_off_leaves_no_version(engine: ProcessPoolExecutor) -> None:
@@ -106,13 +108,13 @@ def test_a_push_that_is_cut_off_leaves_no_version(engine: ProcessPoolExecutor) -
 
     with pytest.raises(RolloutError, match="version 7 did not reach the engine"):
         send(engine, breaking(), 7)  # type: ignore[arg-type]
-    assert engine.submit(engine_has, {}).result(60)["version"] == NOTHING
+    assert engine.submit(engine_has, {}).result(600)["version"] == NOTHING
     with pytest.raises(
         RolloutError, match="2 tensors that an earlier push had are not in this one, such as half"
     ):
         send(engine, weights()[:4], 8)
     send(engine, weights(), 9)
-    assert engine.submit(engine_has, {}).result(60)["version"] == 9
+    assert engine.submit(engine_has, {}).result(600)["version"] == 9
 
 
 def test_an_engine_that_stops_reading_has_no_version() -> None:
@@ -126,9 +128,9 @@ def test_an_engine_that_stops_reading_has_no_version() -> None:
 
 def test_workers_that_do_not_come_are_reported() -> None:
     with pytest.raises(RolloutError, match="version 2 did not reach the engine: no such method"):
-        push(lambda method, receipt: [{"error": "no such method"}], weights(), 2, workers=1, timeout=30)
+        push(lambda method, receipt: [{"error": "no such method"}], weights(), 2, workers=1, timeout=600)
     with pytest.raises(RolloutError, match="0 of 1 workers of the engine came"):
-        push(lambda method, receipt: [{"version": 2}], weights(), 2, workers=1, timeout=30)
+        push(lambda method, receipt: [{"version": 2}], weights(), 2, workers=1, timeout=600)
 
 
 def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +142,8 @@ def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
         contextlib.closing(socket.create_connection(address)) as stranger,
     ):
         stranger.sendall(b"x" * 64)
-        own = Channel.connect(listener.host, listener.port, listener.token, 5)
-        (channel,) = listener.accept(1, timeout=5, failed=lambda: False)
+        own = Channel.connect(listener.host, listener.port, listener.token, 600)
+        (channel,) = listener.accept(1, timeout=600, failed=lambda: False)
         own.send({"hello": 1})
         assert channel.receive() == {"hello": 1} and stranger.recv(1) == b""
         own.close()
@@ -149,3 +151,42 @@ def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
             channel.receive()
     listener.close()
     assert address_towards("127.0.0.1", 9) == "127.0.0.1" and receiving.NOTHING == -1
+
+
+def test_silent_strangers_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers that say nothing are waited for side by side with those that have the token, not before them."""
+    monkeypatch.setattr(channels, "_TOKEN_S", 1e6)  # with one after the other this would never end
+    monkeypatch.setattr(channels, "_MAX_PENDING", 8)
+    listener = Listener("127.0.0.1")
+    address = (listener.host, listener.port)
+    with contextlib.ExitStack() as silent:
+        early = [silent.enter_context(socket.create_connection(address)) for _ in range(3)]
+        first = Channel.connect(listener.host, listener.port, listener.token, 60)
+        late = [silent.enter_context(socket.create_connection(address)) for _ in range(7)]
+        second = Channel.connect(listener.host, listener.port, listener.token, 60)
+        received = listener.accept(2, timeout=60, failed=lambda: False)
+        for number, channel in enumerate((first, second)):
+            channel.send({"number": number})
+        assert sorted(channel.receive()["number"] for channel in received) == [0, 1]
+        assert early[0].recv(1) == b"", "the oldest stranger makes room for the ninth"
+        assert late[-1].recv(1) == b"", "and the others go when all have come"
+        for channel in (first, second, *received):
+            channel.close()
+    listener.close()
+
+
+def test_the_store_of_a_process_group_takes_no_strangers() -> None:
+    """It cannot be reached by the address that receivers get, nor through the tunnel without the token."""
+    writer = transports.GroupWriter(64, torch.device("cpu"), host="127.0.0.2", receivers=1, timeout=60)
+    facts = writer.facts(0)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", writer._store.port), timeout=60)
+    with contextlib.closing(socket.create_connection((facts["host"], facts["port"]), timeout=60)) as stranger:
+        stranger.sendall(b"\x00" * 64)
+        assert stranger.recv(1) == b""
+    end = TunnelEnd(facts["host"], facts["port"], facts["token"], 60)
+    store = TCPStore(end.host, end.port, 2, is_master=False)
+    store.set("key", "value")
+    assert writer._store.get("key") == b"value"
+    end.close()
+    writer.close()

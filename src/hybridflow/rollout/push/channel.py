@@ -12,10 +12,12 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.errors import RolloutError
@@ -23,6 +25,10 @@ from hybridflow.errors import RolloutError
 _LENGTH = struct.Struct("!I")
 _TOKEN_BYTES = 64
 _TOKEN_S = 5.0
+"""Seconds that a connection may take to send its token."""
+_MAX_PENDING = 256
+"""Connections without a token that are kept at a time; one more ends the oldest of them."""
+_POLL_S = 0.2
 
 
 class Channel:
@@ -35,10 +41,8 @@ class Channel:
 
     @classmethod
     def connect(cls, host: str, port: int, token: str, timeout: float) -> Channel:
-        """The receiver's end."""
-        connection = socket.create_connection((host, port), timeout=timeout)
-        connection.sendall(token.encode())
-        return cls(connection, timeout)
+        """Connect to a `Listener` as one of its receivers."""
+        return cls(connect(host, port, token, timeout), timeout)
 
     def send(self, frame: Any) -> None:
         """Send one frame; RolloutError where the other side is gone."""
@@ -49,61 +53,135 @@ class Channel:
             raise RolloutError(f"the other side of a push of weights is gone: {error}") from error
 
     def receive(self) -> Any:
-        """The next frame; RolloutError where the other side closes first, or says nothing for too long."""
+        """Return the next frame; RolloutError where the other side closes first or stays silent for too long."""
         (size,) = _LENGTH.unpack(read_exactly(self._connection, _LENGTH.size))
         return json.loads(read_exactly(self._connection, size))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
 
+@dataclass
+class _Pending:
+    """A connection that has not sent its whole token yet."""
+
+    connection: socket.socket
+    ends: float
+    """Time, on the monotonic clock, at which it is closed."""
+    data: bytearray = field(default_factory=bytearray)
+
+
 class Listener:
-    """Waits for receivers on a free port of `host`; only those that bring its token come in."""
+    """A free port of `host` where receivers connect; only those that send its token are let in.
+
+    Tokens are read from all connections side by side, so a silent one delays nobody.
+    """
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         self._socket = socket.create_server((host, 0))
-        self.host, self.port = host, int(self._socket.getsockname()[1])
+        self._socket.setblocking(False)
+        self.host = host
+        self.port = int(self._socket.getsockname()[1])
 
     def accept(self, count: int, *, timeout: float, failed: Callable[[], bool]) -> list[Channel]:
-        """The channels of `count` receivers; RolloutError where they do not come, or once `failed` says that
-        none will.
+        """Return the channels of `count` receivers.
+
+        RolloutError where they do not come within `timeout` seconds, or once `failed` returns true: then none
+        will come.
         """
         channels: list[Channel] = []
-        self._socket.settimeout(0.2)
         end = time.monotonic() + timeout
+        arrivals = self.arrivals(lambda: failed() or time.monotonic() > end)
         while len(channels) < count:
-            if failed() or time.monotonic() > end:
+            connection = next(arrivals, None)
+            if connection is None:
                 for channel in channels:
                     channel.close()
                 raise RolloutError(
                     f"{len(channels)} of {count} workers of the engine came to fetch weights within "
                     f"{timeout:.0f} s"
                 )
-            try:
-                connection, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            # whoever has it sends it at once: a stranger's silence must not hold the others up
-            connection.settimeout(_TOKEN_S)
-            try:
-                known = hmac.compare_digest(read_exactly(connection, _TOKEN_BYTES), self.token.encode())
-            except RolloutError:
-                known = False
-            if known:
-                channels.append(Channel(connection, timeout))
-            else:
-                connection.close()
+            channels.append(Channel(connection, timeout))
+        arrivals.close()
         return channels
+
+    def arrivals(self, stopped: Callable[[], bool]) -> Iterator[socket.socket]:
+        """Yield each connection that has sent the token, until `stopped` returns true."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            pending: dict[int, _Pending] = {}
+            try:
+                while not stopped():
+                    for key, _ in selector.select(_POLL_S):
+                        if key.fileobj is self._socket:
+                            self._greet(selector, pending)
+                            continue
+                        visitor = pending.get(key.fd)
+                        if visitor is None:  # another one's arrival has just ended it
+                            continue
+                        known = self._knows(visitor)
+                        if known is None:
+                            continue
+                        selector.unregister(visitor.connection)
+                        del pending[key.fd]
+                        if known:
+                            visitor.connection.setblocking(True)
+                            yield visitor.connection
+                        else:
+                            visitor.connection.close()
+                    self._drop_late(selector, pending)
+            finally:
+                for visitor in pending.values():
+                    visitor.connection.close()
+
+    def _greet(self, selector: selectors.BaseSelector, pending: dict[int, _Pending]) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # it has gone again
+            return
+        connection.setblocking(False)
+        if len(pending) >= _MAX_PENDING:
+            oldest = next(iter(pending))
+            selector.unregister(pending[oldest].connection)
+            pending.pop(oldest).connection.close()
+        pending[connection.fileno()] = _Pending(connection, time.monotonic() + _TOKEN_S)
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _knows(self, visitor: _Pending) -> bool | None:
+        """Read what a connection has sent: whether that is the token, or None while a part is missing."""
+        try:
+            part = visitor.connection.recv(_TOKEN_BYTES - len(visitor.data))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return False
+        visitor.data += part
+        if part and len(visitor.data) < _TOKEN_BYTES:
+            return None
+        return hmac.compare_digest(bytes(visitor.data), self.token.encode())
+
+    def _drop_late(self, selector: selectors.BaseSelector, pending: dict[int, _Pending]) -> None:
+        now = time.monotonic()
+        for number in [number for number, visitor in pending.items() if now > visitor.ends]:
+            selector.unregister(pending[number].connection)
+            pending.pop(number).connection.close()
 
     def close(self) -> None:
         """Take no more connections."""
         self._socket.close()
 
 
+def connect(host: str, port: int, token: str, timeout: float) -> socket.socket:
+    """Connect to a `Listener` and send its token."""
+    connection = socket.create_connection((host, port), timeout=timeout)
+    connection.sendall(token.encode())
+    return connection
+
+
 def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes; RolloutError where the connection ends before."""
+    """Read `size` bytes; RolloutError where the connection ends before."""
     data = bytearray()
     while len(data) < size:
         try:

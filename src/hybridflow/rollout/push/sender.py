@@ -24,6 +24,7 @@ from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.transports import (
     ALIGNMENT,
+    LOOPBACK,
     CudaIpcWriter,
     Entry,
     GroupWriter,
@@ -36,7 +37,6 @@ _CACHED_BYTES = 16 * 2**20
 """Of a buffer in shared memory, which is written and read again and again: a larger one costs more in page
 faults than it saves.
 """
-LOOPBACK = "127.0.0.1"
 
 Transport = Literal["shared_memory", "cuda_ipc", "process_group"]
 CallWorkers = Callable[[str, dict[str, Any]], list[Any]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import mmap
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from hybridflow.errors import RolloutError
+from hybridflow.rollout.push.tunnel import LOOPBACK, Tunnel, TunnelEnd
 
 MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
@@ -170,25 +172,40 @@ def _uuid(device: torch.device) -> str:
 
 
 class GroupWriter:
-    """Rank 0 of a process group made for one push; gloo for CPU tensors, NCCL for CUDA tensors."""
+    """Rank 0 of a process group made for one push; gloo for CPU tensors, NCCL for CUDA tensors.
+
+    The ranks find each other by a TCPStore that listens on this machine's loopback alone; readers come to it
+    through a `Tunnel`, with the token that their facts hold.
+    """
 
     def __init__(self, size: int, device: torch.device, *, host: str, receivers: int, timeout: float) -> None:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self._host, self._world, self._timeout = host, receivers + 1, timeout
-        self._store = TCPStore(
-            host, 0, self._world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-        )
+        self._host = host
+        self._world = receivers + 1
+        self._timeout = timeout
+        with socket.create_server((LOOPBACK, 0)) as listening:
+            port = int(listening.getsockname()[1])
+            self._store = TCPStore(
+                LOOPBACK,
+                port,
+                self._world,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+                master_listen_fd=listening.detach(),
+            )
+        self._tunnel = Tunnel(host, port)
         self._group: Any = None
 
     def facts(self, receiver: int) -> dict[str, Any]:
-        kind, device = "process_group", self.buffer.device.type
         return {
-            "kind": kind,
+            "kind": "process_group",
             "host": self._host,
-            "port": self._store.port,
+            "port": self._tunnel.port,
+            "token": self._tunnel.token,
             "rank": receiver + 1,
             "world": self._world,
-            "device": device,
+            "device": self.buffer.device.type,
             "size": len(self.buffer),
             "timeout": self._timeout,
         }
@@ -201,26 +218,27 @@ class GroupWriter:
 
     def close(self) -> None:
         self._group = None
+        self._tunnel.close()
 
 
 class GroupReader:
     """Another rank of that group."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
+        timeout = facts["timeout"]
+        self._tunnel = TunnelEnd(facts["host"], facts["port"], facts["token"], timeout)
         store = TCPStore(
-            facts["host"],
-            facts["port"],
+            self._tunnel.host,
+            self._tunnel.port,
             facts["world"],
             is_master=False,
-            timeout=timedelta(seconds=facts["timeout"]),
+            timeout=timedelta(seconds=timeout),
         )
-        device = (
-            torch.device(facts["device"], torch.cuda.current_device())
-            if facts["device"] == "cuda"
-            else torch.device("cpu")
-        )
+        device = torch.device(facts["device"])
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
         self._buffer = torch.empty(facts["size"], dtype=torch.uint8, device=device)
-        self._group: Any = _group(store, facts["rank"], facts["world"], device.type, facts["timeout"])
+        self._group: Any = _group(store, facts["rank"], facts["world"], device.type, timeout)
 
     def fetch(self, size: int) -> Tensor:
         _broadcast(self._group, self._buffer[:size])
@@ -228,6 +246,7 @@ class GroupReader:
 
     def close(self) -> None:
         self._group = None
+        self._tunnel.close()
 
 
 def _group(store: Any, rank: int, world: int, device: str, timeout: float) -> Any:

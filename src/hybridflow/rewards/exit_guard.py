@@ -32,7 +32,7 @@ class ExitGuard:
         """Put the guard in place of `os._exit`."""
         self._real = os._exit
         self._process = os.getpid()
-        os._exit = self._guarded  # type: ignore[assignment]
+        os._exit = self._guarded
 
     def remove(self) -> None:
         """Put back what stood there before `install`."""

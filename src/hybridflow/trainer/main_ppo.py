@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.data.early_checks import check_data
 from hybridflow.observability.logging_setup import setup_logging
+from hybridflow.rewards.early_checks import check_reward
 from hybridflow.rollout.installed import check_installed
 from hybridflow.trainer.command import ends_in_status
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 def run(config: PPOConfig) -> dict[str, float]:
     """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics."""
     check_installed(config.actor_rollout_ref.rollout)
+    check_reward(config, check_data(config))
     if config.trainer.controller == "ray":
         from hybridflow.controller.ray.preflight import look_ahead
 

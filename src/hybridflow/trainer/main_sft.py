@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from hybridflow.config import SFTConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.data.early_checks import check_data
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.command import ends_in_status
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 def run(config: SFTConfig) -> int:
     """Build the parts of a prepared run, train, and clean up; gives the number of steps done."""
+    check_data(config)
     if config.trainer.controller == "ray":
         from hybridflow.controller.ray.preflight import look_ahead
 

@@ -46,6 +46,9 @@ class DataConfig:
     prompt_key: str = key(
         "prompt", "column with the prompt: a list of messages, or a string that is already templated"
     )
+    wrap_prompts: bool = key(
+        False, "make a prompt that is a string a user's message, rendered by the chat template"
+    )
     reward_fn_key: str = key("data_source", "column that names the source and so chooses the built-in reward")
     max_prompt_length: int = key(512, "longest prompt, in tokens", minimum=1)
     max_response_length: int = key(512, "longest response, in tokens", minimum=1)
@@ -90,6 +93,9 @@ class SFTDataConfig:
     messages_key: str = key("messages", "column with the list of messages")
     prompt_key: str = key("prompt", "column with the prompt where there is no messages column")
     response_key: str = key("response", "column with the response where there is no messages column")
+    wrap_prompts: bool = key(
+        False, "make a prompt that is a string a user's message, rendered by the chat template"
+    )
     train_max_samples: int = key(-1, "use at most this many training rows; -1: all", minimum=-1)
     val_max_samples: int = key(-1, "use at most this many validation rows; -1: all", minimum=-1)
     shuffle: bool = key(True, "shuffle the rows anew each epoch, seeded")

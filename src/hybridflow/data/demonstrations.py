@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.loader import MapDataset
-from hybridflow.data.prompts import PromptRow, check_messages
+from hybridflow.data.messages import SHAREGPT, check_messages
+from hybridflow.data.prompts import PromptRow
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.sft import encode_conversation, encode_pair
@@ -69,6 +70,8 @@ def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataCo
     TypeError or ValueError where it holds neither, or other messages than the prompt's.
     """
     value = prompt.row.get(config.demonstration_key)
+    if value is None:
+        value = prompt.row.get(SHAREGPT)
     asked = prompt.row.get("raw_prompt")
     if value is None:
         raise ValueError(f"no answer in the column {config.demonstration_key}: set data.demonstration_key")

@@ -1,7 +1,7 @@
 """Data files: addresses in, one table of rows out.
 
-train_files ──local_file──► parquet: an Arrow table, rows made on access · json, jsonl: a list of objects ──►
-Rows
+train_files ──local_file──► parquet: an Arrow table, rows made on access ─┐
+                          └► json, jsonl: a list of objects ──────────────┴─► Rows
 """
 
 from __future__ import annotations
@@ -10,27 +10,35 @@ import bisect
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from hybridflow.data.messages import MEDIA, media_message
 from hybridflow.data.remote import local_file
 from hybridflow.errors import DataError
 
 Row = dict[str, Any]
+
+_UNREADABLE = (ValueError, ArithmeticError, pa.ArrowException)
+"""What Arrow raises on making Python objects: text that is not UTF-8, times that Python's own do not hold."""
+
+PARQUET = (".parquet", ".pq")
+JSON_LINES = (".jsonl", ".ndjson")
 
 READ_ROWS = 1024
 """Arrow rows turned into Python objects together when a table is read through."""
 
 
 class Rows(Sequence[Row]):
-    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change
-    it.
+    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change it.
 
     `columns` are the names that any of the files has; a row holds those of its own file. `source` says where
-    the rows came from.
+    the rows came from. Raises DataError for a row whose values cannot be read.
     """
 
     def __init__(self, parts: Sequence[pa.Table | Sequence[Mapping[str, Any]]], source: str = "rows") -> None:
@@ -40,7 +48,7 @@ class Rows(Sequence[Row]):
         self.columns = list(dict.fromkeys(name for part in parts for name in _column_names(part)))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return sum(self._ends[-1:])
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -52,17 +60,37 @@ class Rows(Sequence[Row]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         index %= len(self)
-        which = bisect.bisect_right(self._ends, index)
-        part, at = self._parts[which], index - (self._ends[which - 1] if which else 0)
-        return part.slice(at, 1).to_pylist()[0] if isinstance(part, pa.Table) else dict(part[at])
+        which, start = self._locate(index)
+        part = self._parts[which]
+        if not isinstance(part, pa.Table):
+            return dict(part[index - start])
+        return self._read(part, index - start, 1, index)[0]
 
     def __iter__(self) -> Iterator[Row]:
+        first = 0
         for part in self._parts:
             if isinstance(part, pa.Table):
                 for start in range(0, len(part), READ_ROWS):
-                    yield from part.slice(start, READ_ROWS).to_pylist()
+                    yield from self._read(part, start, READ_ROWS, first + start)
             else:
                 yield from (dict(row) for row in part)
+            first += len(part)
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """The part that holds row `index`, and the number of its first row."""
+        which = bisect.bisect_right(self._ends, index)
+        return which, sum(self._ends[which - 1 : which])
+
+    def _read(self, table: pa.Table, start: int, count: int, number: int) -> list[Row]:
+        """Rows of an Arrow table; `number` is the number of the first of them in this sequence."""
+        try:
+            rows: list[Row] = table.slice(start, count).to_pylist()
+            return rows
+        except _UNREADABLE as error:
+            for place in range(start, min(start + count, len(table))):
+                if reason := _why_unreadable(table, place):
+                    raise DataError(f"{self.source}, row {number + place - start}: {reason}") from error
+            raise
 
     def take(self, indices: Sequence[int]) -> Rows:
         """The rows at `indices`, in that order."""
@@ -70,28 +98,81 @@ class Rows(Sequence[Row]):
         for which, group in itertools.groupby(
             indices, key=lambda index: bisect.bisect_right(self._ends, index)
         ):
-            part, start = self._parts[which], self._ends[which - 1] if which else 0
+            part = self._parts[which]
+            start = sum(self._ends[which - 1 : which])
             local = [index - start for index in group]
-            parts.append(part.take(local) if isinstance(part, pa.Table) else [part[i] for i in local])
+            if isinstance(part, pa.Table):
+                parts.append(part.take(local))
+            else:
+                parts.append([part[place] for place in local])
         return Rows(parts, self.source)
+
+    def refuse_media(self) -> None:
+        """Raise DataError where a row has images or videos: they would be left out without a word."""
+        for column in MEDIA:
+            if column in self.columns:
+                row = self._first_filled(column)
+                if row is not None:
+                    raise DataError(media_message(self.source, column, row))
+
+    def _first_filled(self, column: str) -> int | None:
+        """The first row whose value in `column` is neither null nor empty."""
+        first = 0
+        for part in self._parts:
+            if isinstance(part, pa.Table):
+                place = first_filled(part, column)
+            else:
+                place = next((number for number, row in enumerate(part) if row.get(column)), None)
+            if place is not None:
+                return first + place
+            first += len(part)
+        return None
 
     def require(self, *columns: str, hint: str = "") -> None:
         """Raise DataError where a column is missing, naming those present."""
         missing = [name for name in columns if name not in self.columns]
         if missing:
             present = ", ".join(self.columns) or "none"
-            raise DataError(
-                f"{self.source} has no column {', '.join(missing)}; its columns: {present}"
-                + (f"; {hint}" if hint else "")
-            )
+            text = f"{self.source} has no column {', '.join(missing)}; its columns: {present}"
+            raise DataError("; ".join(filter(None, [text, hint])))
 
 
 def _column_names(part: pa.Table | Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    return (
-        part.column_names
-        if isinstance(part, pa.Table)
-        else dict.fromkeys(name for row in part for name in row)
-    )
+    if isinstance(part, pa.Table):
+        return cast("list[str]", part.column_names)
+    return dict.fromkeys(name for row in part for name in row)
+
+
+def first_filled(table: pa.Table, column: str) -> int | None:
+    """The first row of an Arrow table whose value in `column` is neither null nor empty; None without such a row."""
+    if column not in table.column_names:
+        return None
+    values = table.column(column)
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        filled = pc.greater(pc.fill_null(pc.list_value_length(values), 0), 0)
+    elif pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        filled = pc.greater(pc.fill_null(pc.binary_length(values), 0), 0)
+    else:
+        filled = pc.is_valid(values)
+    place = pc.index(filled, True).as_py()
+    if place < 0:
+        return None
+    return int(place)
+
+
+def _why_unreadable(table: pa.Table, place: int) -> str:
+    """The column and the error of the row at `place`; empty where it can be read."""
+    for name in table.column_names:
+        try:
+            table.column(name).slice(place, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            return (
+                f"column {name} holds text that is not UTF-8 ({error.reason} at byte {error.start}): the file is "
+                "damaged, write it anew"
+            )
+        except _UNREADABLE as error:
+            return f"column {name} cannot be read ({type(error).__name__}: {error})"
+    return ""
 
 
 def as_list(files: str | Sequence[str]) -> list[str]:
@@ -129,47 +210,81 @@ def count_rows(files: str | Sequence[str]) -> int | None:
 
 
 def _count(address: str, path: Path) -> int:
-    if Path(address).suffix.lower() in (".parquet", ".pq"):
-        try:
+    if Path(address).suffix.lower() in PARQUET:
+        with unreadable_parquet(address):
             return int(pq.read_metadata(path).num_rows)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{address} is no readable parquet file: {error}") from error
     return len(_load_file(address, path))
+
+
+def refuse_no_bytes(address: str, path: Path) -> None:
+    """Raise DataError for a file without a byte."""
+    if path.stat().st_size == 0:
+        raise DataError(f"{address} is empty: it has 0 bytes")
 
 
 def _load_file(address: str, path: Path) -> pa.Table | list[Row]:
     suffix = Path(address).suffix.lower()
-    if path.stat().st_size == 0:
-        raise DataError(f"{address} is empty: it has 0 bytes")
-    if suffix in (".parquet", ".pq"):
-        try:
-            return pq.read_table(path)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{address} is no readable parquet file: {error}") from error
-    if suffix in (".jsonl", ".ndjson"):
+    refuse_no_bytes(address, path)
+    if suffix in PARQUET:
+        return read_parquet(address, path)
+    if suffix in JSON_LINES:
         return _read_json_lines(address, path)
     if suffix == ".json":
         return _read_json(address, path)
     raise DataError(f"{address}: got the ending {suffix or '(none)'!r}, wanted .parquet, .json or .jsonl")
 
 
+@contextmanager
+def unreadable_parquet(address: str) -> Iterator[None]:
+    """Turn what pyarrow raises on a damaged file into a DataError that names it."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{address} is no readable parquet file: {error}") from error
+
+
+def read_parquet(address: str, path: Path) -> pa.Table:
+    """A parquet file as an Arrow table. Raises DataError, naming the row, where its text is not UTF-8."""
+    with unreadable_parquet(address):
+        table = pq.read_table(path)
+    try:
+        table.validate(full=True)
+    except pa.ArrowException:
+        for _ in Rows([table], source=address):
+            pass  # reading it all raises the DataError that names the row, unless Python is content with it
+    return table
+
+
 def _read_json_lines(address: str, path: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(_text(address, path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{address}, line {number}: not JSON ({error.msg} at column {error.colno})"
-            ) from error
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{address}, line {number}: got {type(row).__name__}, wanted an object {{...}} on each line"
-            )
-        rows.append(row)
+        if line.strip():
+            rows.append(parse_line(address, number, line))
     return rows
+
+
+def parse_line(address: str, number: int, line: str) -> Row:
+    """The object in line `number` of a jsonl file. Raises DataError for a line that is none."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{address}, line {number}: not JSON ({error.msg} at column {error.colno})"
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{address}, line {number}: {_json_reason(error)}") from error
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{address}, line {number}: got {type(row).__name__}, wanted an object {{...}} on each line"
+        )
+    return row
+
+
+def _json_reason(error: Exception) -> str:
+    """In words: valid JSON that Python's parser does not take."""
+    if isinstance(error, RecursionError):
+        return "lists or objects nest too deeply to be read"
+    return f"a number cannot be read ({str(error).partition(';')[0]})"
 
 
 def _read_json(address: str, path: Path) -> list[Row]:
@@ -182,6 +297,8 @@ def _read_json(address: str, path: Path) -> list[Row]:
         raise DataError(
             f"{address}, line {error.lineno}: not JSON ({error.msg} at column {error.colno})"
         ) from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{address}, entry {_bad_entry(text)}: {_json_reason(error)}") from error
     if not isinstance(rows, list):
         raise DataError(
             f"{address}: got {type(rows).__name__}, wanted a list of objects [{{...}}, ...] (or .jsonl: one "
@@ -191,6 +308,22 @@ def _read_json(address: str, path: Path) -> list[Row]:
         if not isinstance(row, dict):
             raise DataError(f"{address}, entry {number}: got {type(row).__name__}, wanted an object {{...}}")
     return rows
+
+
+def _bad_entry(text: str) -> int:
+    """The number of the first entry of a JSON list that Python's parser does not take."""
+    decoder = json.JSONDecoder()
+    place = text.find("[") + 1
+    number = 0
+    while place < len(text):
+        while place < len(text) and text[place] in " \t\r\n,":
+            place += 1
+        try:
+            _, place = decoder.raw_decode(text, place)
+        except (RecursionError, ValueError):
+            break
+        number += 1
+    return number
 
 
 def _text(address: str, path: Path) -> str:

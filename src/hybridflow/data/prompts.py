@@ -16,21 +16,21 @@ from dataclasses import dataclass
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.files import Row, Rows
+from hybridflow.data.messages import Message, check_messages, choose_column
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import SHOWN, RowReport
+from hybridflow.data.row_schema import complete_row, note_missing_columns
 from hybridflow.data.tokenizer import (
-    Message,
     Tokenizer,
     encode_prompt,
     encode_rendered,
+    has_unused_template,
     render_chat,
     require_chat_template,
 )
 from hybridflow.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-UNKNOWN_SOURCE = "unknown"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PromptDataset:
 
     def __getitem__(self, position: int) -> PromptRow:
         index = self._kept[position]
-        row = self._complete(self.rows[index], index)
+        row = complete_row(self.rows[index], index, self.config)
         return PromptRow(self._ids[position % len(self)], row, row["index"])
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
@@ -87,9 +87,11 @@ class PromptDataset:
             if not prompt:
                 raise ValueError("the prompt is an empty string")
             return encode_prompt(self.tokenizer, prompt)
-        messages = check_messages(prompt)
         text = render_chat(
-            self.tokenizer, messages, self.config.apply_chat_template_kwargs, add_generation_prompt=True
+            self.tokenizer,
+            check_messages(prompt),
+            self.config.apply_chat_template_kwargs,
+            add_generation_prompt=True,
         )
         return encode_rendered(self.tokenizer, text)
 
@@ -97,24 +99,22 @@ class PromptDataset:
         config = self.config
         if not len(self.rows):
             raise DataError(f"{self.rows.source} has no rows")
-        self.rows.require(config.prompt_key, hint="set data.prompt_key")
-        if config.reward_fn_key not in self.rows.columns:
-            if config.reward_fn_key != "data_source":
-                self.rows.require(config.reward_fn_key, hint="set data.reward_fn_key")
-            logger.warning(
-                "%s has no column data_source (data.reward_fn_key): its rows count as %r",
-                self.rows.source,
-                UNKNOWN_SOURCE,
-            )
-        if "reward_model" not in self.rows.columns:
-            where = (
-                "the column answer is the ground truth"
-                if "answer" in self.rows.columns
-                else "the rows have no ground truth"
-            )
-            logger.warning("%s has no column reward_model: %s", self.rows.source, where)
-        if not isinstance(self.rows[0][config.prompt_key], str):
+        column = choose_column(self.rows.columns, config.prompt_key)
+        self.rows.require(column, hint="set data.prompt_key")
+        self.rows.refuse_media()
+        if config.reward_fn_key != "data_source":
+            self.rows.require(config.reward_fn_key, hint="set data.reward_fn_key")
+        note_missing_columns(self.rows.source, self.rows.columns, config)
+        first = self.rows[0].get(column)
+        if not isinstance(first, str) or config.wrap_prompts:
             require_chat_template(self.tokenizer)
+        elif has_unused_template(self.tokenizer, first):
+            logger.warning(
+                "the prompts of %s are plain text and go to the model as they stand, without the chat template "
+                "of the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
+                "each a user's message",
+                self.rows.source,
+            )
 
     def _encode_all(self) -> None:
         limit, overlong = self.config.max_prompt_length, []
@@ -122,8 +122,7 @@ class PromptDataset:
         for index, row in enumerate(self.rows):
             self.report.seen(index)
             try:
-                ids = self.encode(row[self.config.prompt_key])
-                self._complete(row, index)
+                ids = self.encode(complete_row(row, index, self.config)["raw_prompt"])
             except (
                 Exception
             ) as error:  # templates are the tokenizer's own code, and rows are the user's: counted and shown
@@ -167,57 +166,6 @@ class PromptDataset:
             )
         else:
             logger.warning("%s: cut (data.truncation=%s)", text, self.config.truncation)
-
-    def _complete(self, row: Row, index: int) -> Row:
-        """The row with every field of the schema present and of the right kind."""
-        source = row.get(self.config.reward_fn_key)
-        row["data_source"] = UNKNOWN_SOURCE if source is None else str(source)
-        reward_model = row.get("reward_model")
-        if reward_model is None:
-            reward_model = {"style": "rule", "ground_truth": row.get("answer")}
-        if not isinstance(reward_model, dict):
-            raise TypeError(
-                f"reward_model is {type(reward_model).__name__}, wanted an object with style and ground_truth"
-            )
-        extra_info = row.get("extra_info")
-        if extra_info is not None and not isinstance(extra_info, dict):
-            raise TypeError(f"extra_info is {type(extra_info).__name__}, wanted an object")
-        extra_info = dict(extra_info or {})
-        if extra_info.get("index") is None:
-            extra_info["index"] = index
-        row |= {"reward_model": reward_model, "extra_info": extra_info, "index": extra_info["index"]}
-        row["raw_prompt"] = row[self.config.prompt_key]
-        return row
-
-
-def check_messages(messages: object) -> list[Message]:
-    """`messages` as chat messages, without the keys that a columnar file fills with nulls.
-
-    Raises TypeError or ValueError where it is not a non-empty list of objects with a role and a content.
-    """
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(f"got {type(messages).__name__}, wanted a list of messages or a templated string")
-    if not messages:
-        raise ValueError("the list of messages is empty")
-    cleaned: list[Message] = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise TypeError(
-                f"message {number} is {type(message).__name__}, wanted an object with role and content"
-            )
-        if not isinstance(message.get("role"), str):
-            raise TypeError(
-                f"message {number} has role {message.get('role')!r}, wanted a string such as user"
-            )
-        kind = type(message.get("content")).__name__
-        if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
-            raise TypeError(
-                f"message {number} ({message['role']}) has content of type {kind}, wanted a string"
-            )
-        cleaned.append(
-            {key: value for key, value in message.items() if value is not None or key == "content"}
-        )
-    return cleaned
 
 
 def truncate_middle(ids: list[int], limit: int) -> list[int]:

@@ -18,14 +18,14 @@ from typing import Any
 
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.files import Row, Rows
-from hybridflow.data.prompts import check_messages
+from hybridflow.data.messages import Message, check_messages, messages_column, prompt_of
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import SHOWN, RowReport
 from hybridflow.data.tokenizer import (
-    Message,
     Tokenizer,
     encode_prompt,
     encode_rendered,
+    has_unused_template,
     render_chat,
     require_chat_template,
 )
@@ -75,15 +75,25 @@ class SFTDataset:
         config = self.config
         if not len(self.rows):
             raise DataError(f"{self.rows.source} has no rows")
-        self.by_messages = config.messages_key in self.rows.columns
-        if not self.by_messages:
+        keys = (config.messages_key, config.prompt_key, config.response_key)
+        self.messages_column = messages_column(self.rows.columns, *keys)
+        if self.messages_column is None:
             hint = (
                 f"wanted data.messages_key={config.messages_key}, or both data.prompt_key and "
                 "data.response_key"
             )
             self.rows.require(config.prompt_key, config.response_key, hint=hint)
-        if self.by_messages or not isinstance(self.rows[0][config.prompt_key], str):
+        self.rows.refuse_media()
+        first = self.rows[0].get(config.prompt_key)
+        if self.messages_column is not None or not isinstance(first, str) or config.wrap_prompts:
             require_chat_template(self.tokenizer)
+        elif has_unused_template(self.tokenizer, first):
+            logger.warning(
+                "the prompts of %s are plain text and are learned as they stand, without the chat template of "
+                "the tokenizer: where they are not templated already, set data.wrap_prompts=true to make each "
+                "a user's message",
+                self.rows.source,
+            )
 
     def _encode_all(self) -> None:
         overlong, longest, limit = [], 0, self.config.max_length
@@ -144,16 +154,18 @@ class SFTDataset:
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
         """Token ids and loss mask of one row; TypeError or ValueError where it is no conversation."""
         config = self.config
-        if self.by_messages:
-            return encode_conversation(
-                self.tokenizer, check_messages(row[config.messages_key]), config.apply_chat_template_kwargs
-            )
-        prompt, response = row[config.prompt_key], row[config.response_key]
+        if self.messages_column is not None:
+            messages = check_messages(row[self.messages_column])
+            return encode_conversation(self.tokenizer, messages, config.apply_chat_template_kwargs)
+        response = row[config.response_key]
         if not isinstance(response, str):
             raise TypeError(f"{config.response_key} is {type(response).__name__}, wanted a string")
+        if row[config.prompt_key] == "" and not config.wrap_prompts:
+            return encode_pair(self.tokenizer, "", response)
+        prompt = prompt_of(row[config.prompt_key], wrap=config.wrap_prompts)
         if isinstance(prompt, str):
             return encode_pair(self.tokenizer, prompt, response)
-        messages = [*check_messages(prompt), {"role": "assistant", "content": response}]
+        messages = [*prompt, {"role": "assistant", "content": response}]
         return encode_conversation(self.tokenizer, messages, config.apply_chat_template_kwargs)
 
 

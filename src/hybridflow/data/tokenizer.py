@@ -18,13 +18,13 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from hybridflow.data.messages import Message
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import DataError, ModelError
 
 logger = logging.getLogger(__name__)
 
 Tokenizer = PreTrainedTokenizerBase
-Message = Mapping[str, Any]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -95,6 +95,13 @@ def require_chat_template(tokenizer: Tokenizer) -> None:
             "(data.tokenizer=...), put a chat_template.jinja beside it, or give prompts as strings that are "
             "already templated"
         )
+
+
+def has_unused_template(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the tokenizer has a chat template and `text` holds none of the special tokens it could have written."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    return not any(token and token in text for token in tokenizer.all_special_tokens)
 
 
 def render_chat(

@@ -4,6 +4,8 @@ is allocated.
 
 from __future__ import annotations
 
+from functools import partial
+
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.request import Scorer
@@ -23,7 +25,8 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
 
         scorer = RewardPool(config, seed)
     else:
-        from hybridflow.rewards.in_process import InProcessScorer
+        from hybridflow.rewards.in_process import InProcessScorer, load_guarded
 
-        scorer = InProcessScorer(resolve(config, seed), config.timeout)
+        function, guard = load_guarded(partial(resolve, config, seed))
+        scorer = InProcessScorer(function, config.timeout, guard)
     return RewardManager(scorer, on_error=config.on_error, function=describe(config))

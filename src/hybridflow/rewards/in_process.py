@@ -1,7 +1,7 @@
 """Scoring in this process (`reward.num_workers=0`): for debugging, and for rewards that cost next to nothing.
 
-A sync function has no deadline here: one that hangs hangs the run, one that ends its process ends the run.
-`breakpoint()` works. An async function keeps its deadline as long as it awaits.
+A sync function has no deadline here, so one that hangs hangs the run; `os._exit` in it is an error of that
+sample (`exit_guard.py`). `breakpoint()` works. An async function keeps its deadline as long as it awaits.
 """
 
 from __future__ import annotations
@@ -9,35 +9,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybridflow.rewards.call import call, call_async
+from hybridflow.rewards.exit_guard import ExitGuard
 from hybridflow.rewards.load import is_async
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.table import RewardFunction
 
 logger = logging.getLogger(__name__)
 
-NUM_CONCURRENT = 32  # async calls under way at once
+NUM_CONCURRENT = 32
+"""Async calls under way at once."""
 
 
 class InProcessScorer:
-    """Calls the reward function here, one row after another (async ones NUM_CONCURRENT at a time)."""
+    """Calls the reward function here, one row after another (async ones NUM_CONCURRENT at a time).
 
-    def __init__(self, function: RewardFunction, timeout: float) -> None:
+    `guard` is in place already where the function was loaded under it.
+    """
+
+    def __init__(self, function: RewardFunction, timeout: float, guard: ExitGuard | None = None) -> None:
         self._function = function
         self._timeout = timeout
-        logger.info(
-            "reward.num_workers=0: scoring in this process, where reward.timeout does not bound a function"
-        )
+        self._guard = guard or ExitGuard()
+        if guard is None:
+            self._guard.install()
+        logger.info("reward.num_workers=0: scoring in this process, where reward.timeout has no effect")
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """The outcomes, in the order of the requests."""
         if not is_async(self._function):
-            return [call(self._function, request) for request in requests]
+            with self._guard.scoring():
+                return [call(self._function, request) for request in requests]
         outcomes: list[Outcome] = []
+
+        def run() -> None:
+            with self._guard.scoring():
+                outcomes.extend(asyncio.run(self._score_async(requests)))
+
         # a thread of its own: the caller may itself run inside an event loop, where asyncio.run is refused
-        thread = threading.Thread(target=lambda: outcomes.extend(asyncio.run(self._score_async(requests))))
+        thread = threading.Thread(target=run)
         thread.start()
         thread.join()
         assert len(outcomes) == len(requests), f"{len(requests)} requests, {len(outcomes)} outcomes"
@@ -53,4 +65,17 @@ class InProcessScorer:
         return await asyncio.gather(*(one(request) for request in requests))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Put back `os._exit`; no process is to be ended."""
+        self._guard.remove()
+
+
+def load_guarded(load: Callable[[], RewardFunction]) -> tuple[RewardFunction, ExitGuard]:
+    """Load a reward function while `os._exit` is guarded; what `load` raises passes through."""
+    guard = ExitGuard()
+    guard.install()
+    try:
+        with guard.scoring():
+            return load(), guard
+    except BaseException:
+        guard.remove()
+        raise

@@ -1,14 +1,13 @@
-"""Scoring in processes of our own, which may be killed: a deadline for each sample, whatever the function
-does.
+"""Scoring in processes of our own, which may be killed: a deadline for each sample, whatever the function does.
 
-    score(requests) ─► hand out ─► worker (pipe) ─► collect ─► past the deadline? kill, count, start anew ─►
-    outcomes in order
+    score(requests) ─► hand out ─► worker (socket) ─► collect ─► past the deadline? kill, count, start anew
+                                                                 ─► outcomes in the order of the requests
 
 The workers are fresh interpreters that import only this room and the reward function: they neither fork the
-trainer (threads, CUDA) nor run its main module again. Each leads its own process group, so that killing it
-also ends what the function started. A sync function gets one sample at a time. An async function gets
-several; when such a worker dies or blocks, its samples are tried once more one by one, so that the right one
-is blamed.
+trainer (threads, CUDA) nor run its main module again. Each has a keeper (`keeper.py`) as its parent, so that
+ending it also ends every process that the function started. A sync function gets one sample at a time. An
+async function gets several; when such a worker dies or blocks, the samples that it had begun are tried once
+more one by one, so that the right one is blamed.
 """
 
 from __future__ import annotations
@@ -16,57 +15,79 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import pickle
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards.answers import decode, outcome_of
 from hybridflow.rewards.call import failure, timed_out
+from hybridflow.rewards.channel import Channel, ChannelBroken
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.resolve import describe
 from hybridflow.rewards.worker import TICKET_BYTES
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT = 120.0  # seconds a worker may take to import the reward function
-ASYNC_SLOTS = 32  # async samples under way in one worker
-ASYNC_GRACE = 0.5  # seconds an async worker has beyond the deadline to cancel a sample itself
-MAX_IDLE_DEATHS = 10  # workers that end without having had a sample, in a row
-LONGEST_WAIT = 1.0  # seconds between two looks at processes that died without closing their pipe
+START_TIMEOUT = 120.0
+"""Seconds a worker may take to import the reward function."""
+ASYNC_SLOTS = 32
+"""Async samples under way in one worker."""
+ASYNC_GRACE = 0.5
+"""Seconds beyond the deadline that an async worker has to cancel a sample itself."""
+KEEPER_SECONDS = 15.0
+"""Seconds a keeper may take to kill what is below it before it is killed itself."""
+MAX_IDLE_DEATHS = 10
+"""Workers in a row that may end without having begun a sample."""
+LONGEST_WAIT = 1.0
+"""Seconds between two looks at processes that died without closing their socket."""
 
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.worker import "
-    "main; main(int(sys.argv[2]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.keeper import "
+    "main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
 
 @dataclass
+class _Flight:
+    """One sample that was given to a worker."""
+
+    position: int  # in the batch
+    started: float  # when it was handed out, by the monotonic clock
+    taken: bool = False  # the worker has begun to score it
+
+
+@dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
-    pipe: Connection
+    keeper: subprocess.Popen[bytes]
+    channel: Channel
     start_deadline: float
     slots: int = 0  # samples it takes at once; 0: not ready yet
-    # ticket -> position in the batch, time handed out
-    in_flight: dict[bytes, tuple[int, float]] = field(default_factory=dict)
+    process_id: int = 0  # of the worker itself; 0: not ready yet
+    in_flight: dict[int, _Flight] = field(default_factory=dict)  # by ticket
     alone: bool = False  # its one sample is a second try: give it no other
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.pipe.close()
+        """End the worker and every process below its keeper."""
+        self.keeper.terminate()
+        try:
+            self.keeper.wait(KEEPER_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.keeper.kill()
+            self.keeper.wait()
+        self.channel.close()
 
 
 @dataclass
@@ -111,8 +132,7 @@ class RewardPool:
             raise
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """Score the requests; a function that fails, hangs or kills its worker gives an Outcome with an
-        error.
+        """Score the requests; a function that fails, hangs or kills its worker gives an Outcome with an error.
 
         Raises RewardError if workers can no longer be started.
         """
@@ -137,23 +157,25 @@ class RewardPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """The workers' process ids, as they are now."""
-        return [worker.process.pid for worker in self._workers]
+        """The process ids of the workers that are ready."""
+        return [worker.process_id for worker in self._workers if worker.slots]
 
     def _launch(self) -> _Worker:
-        ours, theirs = multiprocessing.Pipe()
+        ours, theirs = socket.socketpair()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        words = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())],
+            keeper = subprocess.Popen(
+                [sys.executable, "-c", _START, *words],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **threads},
                 start_new_session=True,
             )
+        worker = _Worker(keeper, Channel(ours), time.monotonic() + self._start_timeout)
         with contextlib.suppress(OSError):  # it died already: found by the next look at it
-            ours.send_bytes(self._setup)
-        return _Worker(process, ours, time.monotonic() + self._start_timeout)
+            worker.channel.send(self._setup)
+        return worker
 
     def _replace(self, worker: _Worker) -> None:
         worker.kill()
@@ -167,7 +189,7 @@ class RewardPool:
             given = False
             # one each in turn, so that async samples spread over the workers
             for worker in list(self._workers):
-                if not worker.in_flight and worker.slots and worker.process.poll() is not None:
+                if not worker.in_flight and worker.slots and worker.keeper.poll() is not None:
                     self._died_idle(worker)
                 elif batch.second_try and worker.slots and not worker.in_flight:
                     worker.alone = True
@@ -184,80 +206,119 @@ class RewardPool:
             batch.outcomes[position] = failure(error, 0.0)
             worker.alone = False
             return
-        ticket = self._next_ticket.to_bytes(TICKET_BYTES, "big")
+        ticket = self._next_ticket
         self._next_ticket += 1
-        worker.in_flight[ticket] = (position, time.monotonic())
-        try:
-            worker.pipe.send_bytes(ticket + payload)
-        except OSError:  # it died before it could see the sample, which is not to blame
-            worker.in_flight.pop(ticket)
-            batch.waiting.appendleft(position)
-            if worker.in_flight:
-                self._died(worker, batch)
-            else:
-                self._died_idle(worker)
+        worker.in_flight[ticket] = _Flight(position, time.monotonic())
+        with contextlib.suppress(OSError):  # it is gone, which the next look at it tells
+            worker.channel.send(ticket.to_bytes(TICKET_BYTES, "big") + payload)
 
     def _turn(self, batch: _Batch) -> None:
         """Wait for the next event (an answer, a death, a deadline) and deal with all that happened."""
         now = time.monotonic()
         deadlines = [self._deadline(worker) for worker in self._workers]
         pause = min([LONGEST_WAIT, *(max(0.0, deadline - now) for deadline in deadlines)])
-        answered = wait([worker.pipe for worker in self._workers], pause)
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                events = selectors.EVENT_READ
+                if worker.channel.unsent:
+                    events |= selectors.EVENT_WRITE
+                selector.register(worker.channel, events, worker)
+            ready = {id(each.data): events for each, events in selector.select(pause)}
         for worker in list(self._workers):
-            if worker.pipe in answered:
+            events = ready.get(id(worker), 0)
+            if events & selectors.EVENT_WRITE:
+                with contextlib.suppress(OSError):  # the next read tells how it ended
+                    worker.channel.flush()
+            if events & selectors.EVENT_READ:
                 self._receive(worker, batch)
-            elif worker.process.poll() is not None and (worker.in_flight or not worker.slots):
-                self._died(worker, batch)  # something it started still holds the pipe open
+            elif worker.keeper.poll() is not None and (worker.in_flight or not worker.slots):
+                self._died(worker, batch)  # something it started still holds the socket open
             elif time.monotonic() >= self._deadline(worker):
                 self._expired(worker, batch)
 
     def _deadline(self, worker: _Worker) -> float:
         if not worker.slots:
             return worker.start_deadline
-        limit = self._config.timeout + (ASYNC_GRACE if worker.slots > 1 else 0.0)
-        return min((started + limit for _, started in worker.in_flight.values()), default=float("inf"))
+        limit = self._config.timeout
+        if worker.slots > 1:
+            limit += ASYNC_GRACE
+        started = [flight.started for flight in worker.in_flight.values()]
+        return min(started, default=float("inf")) + limit
 
     def _receive(self, worker: _Worker, batch: _Batch) -> None:
         try:
-            while worker.pipe.poll():
-                message = pickle.loads(worker.pipe.recv_bytes())
-                if not worker.slots:
-                    self._started(worker, *message)
-                    continue
-                ticket, outcome = message
-                position, _ = worker.in_flight.pop(ticket)
-                worker.alone = False
-                self._idle_deaths = 0
-                batch.outcomes[position] = outcome
-        except (EOFError, OSError):
+            messages, closed = worker.channel.receive()
+            for message in messages:
+                self._read(worker, batch, decode(message))
+        except OSError:
+            closed = True
+        except (ChannelBroken, ValueError, KeyError, TypeError) as error:
+            self._spoilt(worker, batch, error)
+            return
+        if closed:
             self._died(worker, batch)
 
-    def _started(self, worker: _Worker, state: str, detail: Any, text: str) -> None:
-        if state == "ready":
-            worker.slots = ASYNC_SLOTS if detail else 1
-        elif detail == ConfigError.__name__:
-            raise ConfigError(text)
+    def _read(self, worker: _Worker, batch: _Batch, message: dict[str, Any]) -> None:
+        """Act on one message of a worker. Raises ValueError, KeyError or TypeError for one that is no answer."""
+        state = message["state"]
+        if not worker.slots:
+            self._started(worker, message)
+        elif state == "taken":
+            worker.in_flight[message["ticket"]].taken = True
+        elif state == "scored":
+            outcome = outcome_of(message)
+            position = worker.in_flight.pop(message["ticket"]).position
+            worker.alone = False
+            self._idle_deaths = 0
+            batch.outcomes[position] = outcome
         else:
-            raise RewardError(f"{describe(self._config)} could not be loaded by a reward worker:\n{text}")
+            raise ValueError(f"a message with the state {state!r}")
+
+    def _started(self, worker: _Worker, message: dict[str, Any]) -> None:
+        if message["state"] == "ready":
+            worker.slots = 1
+            if message["is_async"]:
+                worker.slots = ASYNC_SLOTS
+            worker.process_id = message["process_id"]
+        elif message["error"] == ConfigError.__name__:
+            raise ConfigError(message["detail"])
+        else:
+            raise RewardError(
+                f"{describe(self._config)} could not be loaded by a reward worker:\n{message['detail']}"
+            )
 
     def _died(self, worker: _Worker, batch: _Batch) -> None:
         if not worker.slots and not self._has_started:
             raise RewardError(
-                f"a reward worker {_ending(worker.process)} while it loaded {describe(self._config)}"
+                f"a reward worker {_ending(worker.keeper)} while it loaded {describe(self._config)}"
             )
+        # samples that the worker had not begun are not to blame
+        untaken = [ticket for ticket, flight in worker.in_flight.items() if not flight.taken]
+        batch.waiting.extendleft(worker.in_flight.pop(ticket).position for ticket in reversed(untaken))
         if not worker.in_flight:
             self._died_idle(worker)
             return
-        detail = f"the process of the reward function {_ending(worker.process)} while it scored this sample"
+        detail = f"the process of the reward function {_ending(worker.keeper)} while it scored this sample"
+        self._blame(worker, batch, lambda seconds: Outcome(error="died", detail=detail, seconds=seconds))
+
+    def _spoilt(self, worker: _Worker, batch: _Batch, error: Exception) -> None:
+        """End a worker that sent bytes which are no answer, as one that died."""
+        what = f"wrote bytes of its own into the socket of its process, which only the library writes to ({error})"
+        if not worker.in_flight:
+            if not worker.slots and not self._has_started:
+                raise RewardError(f"{describe(self._config)} {what} while it was loaded")
+            logger.warning("%s %s; its process is replaced", describe(self._config), what)
+            self._died_idle(worker)
+            return
+        detail = f"the reward function {what}"
         self._blame(worker, batch, lambda seconds: Outcome(error="died", detail=detail, seconds=seconds))
 
     def _died_idle(self, worker: _Worker) -> None:
         self._idle_deaths += 1
         if self._idle_deaths > MAX_IDLE_DEATHS:
             raise RewardError(
-                f"{self._idle_deaths} reward workers in a row ended before they took a sample (the last one "
-                f"{_ending(worker.process)}): "
-                f"look for code that ends the process in {describe(self._config)}"
+                f"{self._idle_deaths} reward workers in a row ended before they began a sample (the last one "
+                f"{_ending(worker.keeper)}): look for code that ends the process in {describe(self._config)}"
             )
         self._replace(worker)
 
@@ -265,31 +326,32 @@ class RewardPool:
         if not worker.slots:
             raise RewardError(
                 f"a reward worker did not finish loading {describe(self._config)} within "
-                f"{self._start_timeout:g} seconds: "
-                "keep the file's imports light, or load inside the function what it needs"
+                f"{self._start_timeout:g} seconds: keep the file's imports light, or load inside the function "
+                "what it needs"
             )
         self._blame(worker, batch, lambda seconds: timed_out(self._config.timeout, seconds))
 
-    def _blame(self, worker: _Worker, batch: _Batch, outcome_after: Any) -> None:
-        """End the worker and start another; its sample, if it had one alone, gets the outcome, several are
-        tried one by one.
+    def _blame(self, worker: _Worker, batch: _Batch, outcome_after: Callable[[float], Outcome]) -> None:
+        """End the worker and start another.
+
+        Its sample, if it had one alone, gets the outcome; several are tried again one by one.
         """
         self._replace(worker)
         flights = list(worker.in_flight.values())
         self._idle_deaths = 0
         if len(flights) == 1:
-            position, started = flights[0]
-            batch.outcomes[position] = outcome_after(time.monotonic() - started)
+            flight = flights[0]
+            batch.outcomes[flight.position] = outcome_after(time.monotonic() - flight.started)
         else:
-            batch.second_try.extend(position for position, _ in flights)
+            batch.second_try.extend(flight.position for flight in flights)
 
 
-def _ending(process: subprocess.Popen[bytes]) -> str:
-    """How the process ended, as the end of a sentence."""
+def _ending(keeper: subprocess.Popen[bytes]) -> str:
+    """How the worker ended, as the end of a sentence; its keeper ends as it did."""
     try:
-        code = process.wait(1.0)
+        code = keeper.wait(1.0)
     except subprocess.TimeoutExpired:
-        return "closed its pipe"
+        return "closed its socket"
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
@@ -297,6 +359,8 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def _kill_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.keeper.terminate()  # all at once, before any is waited for
     for worker in workers:
         worker.kill()
     workers.clear()

@@ -1,4 +1,7 @@
-"""What a reward function may return, and its one form: (score: float, extras: dict of plain values)."""
+"""The results that a reward function may return, and their one form: (score: float, extras: dict of plain values).
+
+Plain are None, bool, int, float, str, and lists and dicts of them: what JSON can carry from a worker.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,28 @@ from hybridflow.errors import RewardError
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 WANTED = 'wanted a finite number, or a dict with "score": a finite number'
+MAX_DEPTH = 20
+"""Levels of lists and dicts that a value of the result may have."""
+
+_INT_LIMIT = 2**1023
+"""Integers from here on are beyond float64, in which columns of numbers are kept."""
 
 
 def normalize_result(result: Any) -> tuple[float, dict[str, Any]]:
     """The score and the extra columns of a function's result.
 
-    Raises RewardError if the result is neither a finite number (int, float, bool, numpy scalar, tensor of one
-    element) nor a dict whose "score" is one.
+    The score is a number that float32 can hold: int, float, bool, numpy scalar, array or tensor of one element.
+    Arrays, tensors and numpy scalars among the other values become lists and numbers. Raises RewardError if the
+    score is missing, not finite or beyond float32, or a value is none that JSON can carry; it names the key.
     """
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise RewardError(
-                f'the reward function returned a dict without "score" (keys: {sorted(map(str, result))}); '
-                f"{WANTED}"
-            )
-        extras = {str(name): _plain(value) for name, value in result.items() if name != "score"}
-        return _number(result["score"], 'as "score" '), extras
-    return _number(result, ""), {}
+    if not isinstance(result, Mapping):
+        return _number(result, ""), {}
+    if "score" not in result:
+        raise RewardError(
+            f'the reward function returned a dict without "score" (keys: {sorted(map(str, result))}); {WANTED}'
+        )
+    extras = {str(name): _plain(value, str(name), 0) for name, value in result.items() if name != "score"}
+    return _number(result["score"], 'as "score" '), extras
 
 
 def _number(value: Any, where: str) -> float:
@@ -35,25 +43,61 @@ def _number(value: Any, where: str) -> float:
         with contextlib.suppress(ValueError, RuntimeError, TypeError):  # more than one element: refused below
             value = value.item()  # numpy scalars, and arrays or tensors of one element
     if not isinstance(value, (bool, int, float)):
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise RewardError(f"the reward function returned {where}{shown} ({type(value).__name__}); {WANTED}")
-    number = float(value)
-    if not abs(number) <= FLOAT32_MAX:  # also where it is nan
-        limit = f" (in float32, at most {FLOAT32_MAX:.4g})" if math.isfinite(number) else ""
-        raise RewardError(f"the reward function returned {where}{number}; {WANTED}{limit}")
+        raise RewardError(
+            f"the reward function returned {where}{_shown(value)} ({type(value).__name__}); {WANTED}"
+        )
+    limit = f"{WANTED} (in float32, at most {FLOAT32_MAX:.4g})"
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise RewardError(
+            f"the reward function returned {where}an integer beyond float64; {limit}"
+        ) from error
+    if not math.isfinite(number):
+        raise RewardError(f"the reward function returned {where}{number}; {WANTED}")
+    if abs(number) > FLOAT32_MAX:
+        raise RewardError(f"the reward function returned {where}{number}; {limit}")
     return number
 
 
-def _plain(value: Any) -> Any:
-    """The value as something JSON knows; what JSON does not know becomes its text."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+def _plain(value: Any, key: str, depth: int) -> Any:
+    """The value of `key` as exactly a type that JSON knows: a subclass of float becomes a float."""
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        number = int.__int__(value)
+        if abs(number) >= _INT_LIMIT:
+            raise _refusal(key, "an integer beyond float64")
+        return number
+    if depth >= MAX_DEPTH:
+        raise _refusal(key, f"lists or dicts more than {MAX_DEPTH} levels deep")
     # numpy scalars and arrays, tensors: known by their method, so that a worker need not import numpy
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return _plain(value.tolist(), key, depth + 1)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, key, depth + 1) for item in value]
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return str(value)
+        return {str(name): _plain(item, f"{key}.{name}", depth + 1) for name, item in value.items()}
+    raise _refusal(key, f"{_shown(value)} ({type(value).__name__})")
+
+
+def _refusal(key: str, got: str) -> RewardError:
+    return RewardError(
+        f"the reward function returned under {key!r} {got}; wanted a number, a text, true, false, None, an "
+        "array, or a list or dict of these: convert it, for example by str(), or leave it out"
+    )
+
+
+def _shown(value: Any) -> str:
+    """The value's repr, shortened."""
+    try:
+        text = repr(value)
+    except Exception:  # a user's class
+        return "an object"
+    if len(text) <= 80:
+        return text
+    return text[:77] + "..."

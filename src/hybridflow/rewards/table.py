@@ -47,8 +47,23 @@ DATA_SOURCES: dict[str, str] = {
     "reasoning_gym": "reasoning_gym",
 }
 
-# How a bare answer has to be written for its function to find it; {} is the answer. Others take it as it is.
 ANSWER_FORMS: dict[str, str] = {"gsm8k": "#### {}", "arithmetic_chain": "#### {}", "math": "\\boxed{{{}}}"}
+"""The text in which a function finds a bare answer; {} is the answer. Others take it as it is."""
+
+RETURNED: dict[str, tuple[str, ...]] = {
+    "exact_match": ("acc",),
+    "gsm8k": ("acc",),
+    "math": ("acc",),
+    "arithmetic_chain": ("acc", "format"),
+    "reasoning_gym": ("acc",),
+    "format": (),
+    "length": (),
+    "random": (),
+}
+"""The keys that each built-in function returns for every row, besides `score`."""
+
+NEEDS_TRUTH = ("exact_match", "gsm8k", "math", "arithmetic_chain")
+"""The built-in functions that fail on a row without a ground truth."""
 
 _STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")
 

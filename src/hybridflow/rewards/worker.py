@@ -1,109 +1,123 @@
-"""The scoring process: loads the reward function, then answers requests until its pipe closes.
+"""The scoring process: it loads the reward function, then answers requests until its socket closes.
 
-    parent ──setup: (RewardConfig, seed)──► worker ──("ready", is_async) or ("failed", error type, text)──►
-    parent ──(ticket, request)────────────► worker ──(ticket, Outcome)────────────────────────────────────►
+    trainer ──setup: (RewardConfig, seed)──► worker ──ready or failed────────────► trainer
+    trainer ──(ticket, request)────────────► worker ──taken, then scored: JSON───► trainer
 
-Messages are pickles between two processes of one run. A thread reads the pipe at all times, so a parent never
-blocks on a busy worker, and a worker whose parent is gone ends at once, with every process that the reward
-function started.
+Requests are pickles, made by the trainer of its own rows. Answers are JSON (`answers.py`): the reward function
+makes the values, so the trainer must not run what it reads. A thread reads the socket at all times; where the
+trainer closes it, the worker ends, and its keeper ends every process that the reward function started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import os
 import pickle
-import signal
+import socket
 import threading
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
+from hybridflow.rewards.answers import encode, encode_outcome
 from hybridflow.rewards.call import call, call_async, failure
+from hybridflow.rewards.channel import frame, take_messages
 from hybridflow.rewards.load import is_async
 from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.resolve import resolve
 from hybridflow.rewards.table import RewardFunction
 
 TICKET_BYTES = 8
-ORPHAN_GRACE = 10.0  # seconds past the deadline after which a worker that nobody killed ends itself
+_CHUNK = 1 << 20
+
+
+class _TrainerEnd:
+    """The worker's end of the socket: blocking writes, and a thread that reads into `inbox`."""
+
+    def __init__(self, file_descriptor: int) -> None:
+        # otherwise a process that the reward function starts would hold the socket open
+        os.set_inheritable(file_descriptor, False)
+        self._socket = socket.socket(fileno=file_descriptor)
+        self._socket.setblocking(True)
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self.inbox: SimpleQueue[bytes] = SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def write(self, payload: bytes) -> None:
+        """Send one message; end the process where the trainer is gone."""
+        if os.getpid() != self._process:
+            os._exit(1)  # a fork that the reward function made and let return: only the worker answers
+        try:
+            with self._lock:
+                self._socket.sendall(frame(payload))
+        except OSError:
+            os._exit(1)
+
+    def _read(self) -> None:
+        buffer = bytearray()
+        try:
+            while chunk := self._socket.recv(_CHUNK):
+                buffer += chunk
+                for message in take_messages(buffer):
+                    self.inbox.put(message)
+        finally:  # the trainer closed the socket or is dead, or the reward function closed it
+            os._exit(1)
 
 
 def main(file_descriptor: int) -> None:
     """Serve on the inherited socket `file_descriptor`; returns only if the reward function cannot be loaded."""
-    # else a process that the reward function starts would hold the pipe open
-    os.set_inheritable(file_descriptor, False)
-    pipe = Connection(file_descriptor)
-    config, seed = pickle.loads(pipe.recv_bytes())
-    inbox: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_read, args=(pipe, inbox), daemon=True).start()
+    trainer = _TrainerEnd(file_descriptor)
+    config, seed = pickle.loads(trainer.inbox.get())
     try:
         function = resolve(config, seed)
     except BaseException as error:  # the user's file is imported here
         outcome = failure(error, 0.0)
-        _send(pipe, ("failed", outcome.error, outcome.detail))
+        trainer.write(encode({"state": "failed", "error": outcome.error, "detail": outcome.detail}))
         return
-    _send(pipe, ("ready", is_async(function), ""))
-    if is_async(function):
-        asyncio.run(_serve_async(pipe, inbox, function, config.timeout))
-    _serve(pipe, inbox, function, config.timeout)
+    asynchronous = is_async(function)
+    trainer.write(encode({"state": "ready", "is_async": asynchronous, "process_id": os.getpid()}))
+    if asynchronous:
+        asyncio.run(_serve_async(trainer, function, config.timeout))
+    _serve(trainer, function)
 
 
-def _read(pipe: Connection, inbox: SimpleQueue[bytes]) -> None:
-    try:
-        while True:
-            inbox.put(pipe.recv_bytes())
-    except (EOFError, OSError):  # the parent closed the pipe, or is dead
-        _end_group()
-
-
-def _end_group() -> None:
-    """End this process and what the reward function started (they share its process group)."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(0)
-
-
-def _serve(pipe: Connection, inbox: SimpleQueue[bytes], function: RewardFunction, timeout: float) -> None:
+def _serve(trainer: _TrainerEnd, function: RewardFunction) -> None:
     while True:
-        message = inbox.get()
-        # Should the parent die while a function hangs inside C code, the reader thread never runs: this timer
-        # needs no interpreter.
-        faulthandler.dump_traceback_later(min(timeout, 1e6) + ORPHAN_GRACE, exit=True, file=2)
-        request = _decode(message)
-        outcome = call(function, request) if isinstance(request, ScoreRequest) else request
-        faulthandler.cancel_dump_traceback_later()
-        _send(pipe, (message[:TICKET_BYTES], outcome))
+        message = trainer.inbox.get()
+        ticket = _take(trainer, message)
+        request = _request(message)
+        if isinstance(request, ScoreRequest):
+            trainer.write(encode_outcome(ticket, call(function, request)))
+        else:
+            trainer.write(encode_outcome(ticket, request))
 
 
-async def _serve_async(
-    pipe: Connection, inbox: SimpleQueue[bytes], function: RewardFunction, timeout: float
-) -> None:
+async def _serve_async(trainer: _TrainerEnd, function: RewardFunction, timeout: float) -> None:
     async def answer(message: bytes) -> None:
-        request = _decode(message)
-        outcome = (
-            await call_async(function, request, timeout) if isinstance(request, ScoreRequest) else request
-        )
-        _send(pipe, (message[:TICKET_BYTES], outcome))
+        ticket = _take(trainer, message)
+        outcome = _request(message)
+        if isinstance(outcome, ScoreRequest):
+            outcome = await call_async(function, outcome, timeout)
+        trainer.write(encode_outcome(ticket, outcome))
 
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
     while True:
-        task = loop.create_task(answer(await loop.run_in_executor(None, inbox.get)))
+        task = loop.create_task(answer(await loop.run_in_executor(None, trainer.inbox.get)))
         tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(tasks.discard)
 
 
-def _decode(message: bytes) -> ScoreRequest | Outcome:
+def _take(trainer: _TrainerEnd, message: bytes) -> int:
+    """The ticket of a request, after telling the trainer that its scoring begins."""
+    ticket = int.from_bytes(message[:TICKET_BYTES], "big")
+    trainer.write(encode({"state": "taken", "ticket": ticket}))
+    return ticket
+
+
+def _request(message: bytes) -> ScoreRequest | Outcome:
+    """The request in a message, or the error of a request that this process cannot read."""
     try:
         request: ScoreRequest = pickle.loads(message[TICKET_BYTES:])
     except Exception as error:  # a ground truth of a class that this process cannot import
         return failure(error, 0.0)
     return request
-
-
-def _send(pipe: Connection, message: tuple[object, ...]) -> None:
-    try:
-        pipe.send_bytes(pickle.dumps(message))
-    except OSError:  # the parent is gone
-        _end_group()

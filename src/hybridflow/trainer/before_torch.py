@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.data.early_checks import check_data
 from hybridflow.observability.trackers.build import check_trackers
+from hybridflow.rewards.early_checks import check_reward
 from hybridflow.trainer.run_folder import RunFolder
 
 
 def check_before_torch(config: PPOConfig | SFTConfig) -> None:
-    """Raise ConfigError for a tracker that is not installed, a run folder that cannot be written, and a cluster
-    that does not answer or is too small.
+    """Raise an error of the user's for what can be seen now and would stop the run later.
+
+    That is data or a reward that do not fit each other, a tracker that is not installed, a run folder that cannot
+    be written, and a cluster that does not answer or is too small.
     """
+    splits = check_data(config)
+    if isinstance(config, PPOConfig):
+        check_reward(config, splits)
     check_trackers(config.trainer.logger)
     RunFolder(config.trainer.default_local_dir).check_writable()
     if config.trainer.controller == "ray":

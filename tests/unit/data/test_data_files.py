@@ -154,3 +154,57 @@ def test_modelscope(monkeypatch: pytest.MonkeyPatch) -> None:
         hub_folder("owner/name")
     monkeypatch.delenv("HYBRIDFLOW_USE_MODELSCOPE")
     assert hub_folder("owner/name") == "owner/name"
+
+
+def test_a_flipped_byte_in_text_names_file_row_and_column(tmp_path: Path) -> None:
+    rows = [{"n": i, "prompt": [{"role": "user", "content": f"question number {i}"}]} for i in range(2000)]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"question number 1234") + 3] = 0xFF
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet, row 1234: column prompt holds text that is not UTF-8"):
+        load_rows(str(path))
+    rows_as_they_are = Rows([pq.read_table(path)], source="a.parquet")
+    for read in (lambda: rows_as_they_are[1234], lambda: list(rows_as_they_are)):
+        with pytest.raises(DataError, match=r"a\.parquet, row 1234"):
+            read()
+    assert rows_as_they_are[1233]["n"] == 1233
+
+
+def test_times_that_python_cannot_hold_name_their_row() -> None:
+    table = pa.table({"n": [1, 2], "at": pa.array([0, 2**62], pa.timestamp("s"))})
+    with pytest.raises(DataError, match=r"rows, row 1: column at cannot be read"):
+        list(Rows([table]))
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+LONG_NUMBER = "7" * 5000
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(NESTED, "nest too deeply"), (LONG_NUMBER, "a number cannot be read")]
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_json_that_python_does_not_take_names_its_row(
+    tmp_path: Path, suffix: str, value: str, said: str
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    good, bad = '{"a": [1]}', f'{{"a": {value}}}'
+    if suffix == "jsonl":
+        path.write_text("\n".join([good, good, bad, good]))
+        place = "line 3"
+    else:
+        path.write_text(f"[{good},\n {good} , {bad}]")
+        place = "entry 2"
+    with pytest.raises(DataError, match=rf"a\.{suffix}, {place}: .*{said}"):
+        load_rows(str(path))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("column", ["images", "videos"])
+def test_rows_with_images_are_refused(tmp_path: Path, suffix: str, column: str) -> None:
+    rows = [{"prompt": "a", column: []}, {"prompt": "b", column: None}, {"prompt": "c", column: ["c.png"]}]
+    load_rows(write(tmp_path / f"a{suffix}", [*rows[:2], {"prompt": "d", column: []}])).refuse_media()
+    with pytest.raises(DataError, match=rf"has a column {column}, filled in row 2: .*trains on text only"):
+        load_rows(write(tmp_path / f"b{suffix}", rows)).refuse_media()

@@ -229,6 +229,19 @@ def test_terms_are_summed_and_kept(tmp_path: Path) -> None:
     assert result == {"acc": 1.0, "gsm8k": 1.0, "length": 1.0, "form": 1.0, "please": 2.0, "score": 22.5}
 
 
+def test_where_two_terms_return_a_column_the_earlier_ones_stands(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(
+        "def a(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1, 'acc': 0.25, 'own': 1}\n"
+        "def b(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1, 'acc': 0.75, 'a': 7}\n"
+    )
+    first, second = ({"name": f"{tmp_path}/two.py:{name}"} for name in "ab")
+    columns = {"own": 1, "a": 1.0, "b": 1.0}  # a term's own value stands before a column of that name
+    assert score_of(RewardConfig(terms=[first, second]), "")[1] == {"acc": 0.25, **columns}
+    assert score_of(RewardConfig(terms=[second, first]), "")[1] == {"acc": 0.75, **columns}
+
+
 USER_FILE = """
 def compute_reward(data_source, solution_str, ground_truth, extra_info=None, scale=1):
     return scale * float(solution_str == ground_truth)
@@ -294,10 +307,8 @@ def test_results_that_are_scores(result: Any) -> None:
 
 
 def test_extra_values_become_plain() -> None:
-    _, extras = normalize_result(
-        {"score": 0, "a": np.int64(3), "b": np.array([1, 2]), "c": {"d": (1, None)}, "e": {1}}
-    )
-    assert extras == {"a": 3, "b": [1, 2], "c": {"d": [1, None]}, "e": "{1}"} and type(extras["a"]) is int
+    _, extras = normalize_result({"score": 0, "a": np.int64(3), "b": np.array([1, 2]), "c": {"d": (1, None)}})
+    assert extras == {"a": 3, "b": [1, 2], "c": {"d": [1, None]}} and type(extras["a"]) is int
 
 
 @pytest.mark.parametrize(

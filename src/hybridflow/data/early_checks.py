@@ -1,0 +1,213 @@
+"""The checks of the data files that need neither torch nor a tokenizer, in about a second, before a run begins.
+
+    data.train_files, data.val_files ──schema, first rows, sources──► check_data ──► DataError, or SplitFacts
+
+Whatever takes longer is left to the datasets, which read every row: remote files, large json files, rows beyond
+the first. A user's own dataset class (`data.custom_cls`) reads its files itself, so nothing is checked for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybridflow.config.data import DataConfig, SFTDataConfig, TaskConfig
+from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.data.files import (
+    JSON_LINES,
+    PARQUET,
+    Row,
+    Rows,
+    as_list,
+    load_rows,
+    parse_line,
+    refuse_no_bytes,
+    unreadable_parquet,
+)
+from hybridflow.data.messages import check_messages, choose_column, messages_column, prompt_of
+from hybridflow.data.remote import local_file
+from hybridflow.data.row_schema import UNKNOWN_SOURCE, complete_row
+from hybridflow.errors import DataError
+
+FIRST_ROWS = 64
+"""Rows of each file whose prompts are looked at."""
+
+WHOLE_BYTES = 16 << 20
+"""Largest json or jsonl file that is read whole."""
+
+SOURCE_ROWS = 2_000_000
+"""Largest parquet file, in rows, whose column of sources is read whole."""
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """What the files of one split hold, as far as it could be told quickly."""
+
+    key: str
+    """data.train_files, data.val_files, or data.task.name"""
+    source: str
+    """The files' addresses, or the task's name."""
+    columns: list[str]
+    sources: list[str]
+    """The different data sources of the rows that were looked at."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    rows: Rows
+    """The first rows; its `columns` are those of the whole file."""
+    num_rows: int | None
+    """Of the whole file; None where that is not known."""
+    sources: list[str]
+
+
+def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
+    """Look into the local data files of a run.
+
+    Returns the facts of each split that could be read. Raises DataError for a file that cannot be read, a missing
+    column, first rows that cannot be used, images or videos, or too few rows for one batch.
+    """
+    data = config.data
+    if data.task.name:
+        return _task_facts(data.task)
+    if isinstance(data, DataConfig) and data.custom_cls.path:
+        return []
+    found = []
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        looks = [look for address in as_list(files) if address and (look := _look(address, data))]
+        if not looks or len(looks) < len(as_list(files)):
+            continue
+        source = ", ".join(look.rows.source for look in looks)
+        columns = list(dict.fromkeys(name for look in looks for name in look.rows.columns))
+        _check_columns(Rows([[dict.fromkeys(columns)]], source), data)
+        for look in looks:
+            look.rows.refuse_media()
+            _check_first_rows(look.rows, data)
+        if key == "data.train_files":
+            _check_number(source, looks, config)
+        sources = list(dict.fromkeys(name for look in looks for name in look.sources))
+        found.append(SplitFacts(key, source, columns, sources))
+    return found
+
+
+def _task_facts(task: TaskConfig) -> list[SplitFacts]:
+    """What the built-in tasks give; nothing is known of a user's own."""
+    name = str(task.name)
+    if name != "arithmetic_chain" and not name.startswith("reasoning_gym:"):
+        return []
+    columns = ["data_source", "prompt", "reward_model", "extra_info"]
+    return [SplitFacts("data.task.name", name, columns, [name])]
+
+
+def _look(address: str, data: DataConfig | SFTDataConfig) -> _Look | None:
+    """The first rows of a file and what is known of the rest; None for a file that would take long to read."""
+    if "://" in address:
+        return None
+    path = local_file(address)
+    refuse_no_bytes(address, path)
+    suffix = Path(address).suffix.lower()
+    if suffix in PARQUET:
+        return _look_into_parquet(address, path, data)
+    if path.stat().st_size <= WHOLE_BYTES:
+        rows = load_rows(address)
+        return _Look(rows, len(rows), _sources(rows, data))
+    if suffix in JSON_LINES:
+        first = list(itertools.islice(_lines(address, path), FIRST_ROWS))
+        rows = Rows([first], address)
+        return _Look(rows, None, _sources(rows, data))
+    return None
+
+
+def _look_into_parquet(address: str, path: Path, data: DataConfig | SFTDataConfig) -> _Look:
+    key = getattr(data, "reward_fn_key", "")
+    with unreadable_parquet(address), pq.ParquetFile(path) as file:
+        num_rows = file.metadata.num_rows
+        batches = list(itertools.islice(file.iter_batches(FIRST_ROWS), 1))
+        first = pa.Table.from_batches(batches, file.schema_arrow)
+        sources = first
+        if key in first.column_names and num_rows <= SOURCE_ROWS:
+            sources = pa.table({key: file.read(columns=[key]).column(key).unique()})
+    if not num_rows:
+        raise DataError(f"{address} is empty: it has no rows")
+    return _Look(Rows([first], address), num_rows, _sources(Rows([sources], address), data))
+
+
+def _lines(address: str, path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield parse_line(address, number, line)
+
+
+def _sources(rows: Rows, data: DataConfig | SFTDataConfig) -> list[str]:
+    """The different data sources of the rows, as `complete_row` names them."""
+    if isinstance(data, SFTDataConfig):
+        return []
+    values = (row.get(data.reward_fn_key) for row in rows)
+    return list(dict.fromkeys(UNKNOWN_SOURCE if value is None else str(value) for value in values))
+
+
+def _check_columns(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
+    if isinstance(data, DataConfig):
+        rows.require(choose_column(rows.columns, data.prompt_key), hint="set data.prompt_key")
+        if data.reward_fn_key != "data_source":
+            rows.require(data.reward_fn_key, hint="set data.reward_fn_key")
+    elif messages_column(rows.columns, data.messages_key, data.prompt_key, data.response_key) is None:
+        hint = f"wanted data.messages_key={data.messages_key}, or both data.prompt_key and data.response_key"
+        rows.require(data.prompt_key, data.response_key, hint=hint)
+
+
+def _check_first_rows(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
+    """Raise DataError where none of the first rows can be used; some that cannot are the dataset's to count."""
+    reasons = []
+    for index, row in enumerate(rows[:FIRST_ROWS]):
+        try:
+            if isinstance(data, DataConfig):
+                complete_row(row, index, data)
+            else:
+                _check_conversation(row, rows.columns, data)
+            return
+        except KeyError as error:
+            reasons.append(f"no column {error}")
+        except (TypeError, ValueError) as error:
+            reasons.append(str(error))
+    if reasons:
+        raise DataError(
+            f"{rows.source}: none of the first {len(reasons)} rows can be used; row 0: {reasons[0]}"
+        )
+
+
+def _check_conversation(row: Row, columns: list[str], data: SFTDataConfig) -> None:
+    column = messages_column(columns, data.messages_key, data.prompt_key, data.response_key)
+    if column is not None:
+        check_messages(row[column])
+        return
+    if row[data.prompt_key] != "":
+        prompt_of(row[data.prompt_key], wrap=data.wrap_prompts)
+    response = row[data.response_key]
+    if not isinstance(response, str):
+        raise TypeError(f"{data.response_key} is {type(response).__name__}, wanted a string")
+
+
+def _check_number(source: str, looks: list[_Look], config: PPOConfig | SFTConfig) -> None:
+    """Raise DataError where the training files hold fewer rows than one batch, before any is left out."""
+    data = config.data
+    if isinstance(data, DataConfig) and data.sampler.class_path:
+        return
+    numbers = [look.num_rows for look in looks if look.num_rows is not None]
+    if len(numbers) < len(looks):
+        return
+    key = "train_batch_size"
+    if isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable and config.data.gen_batch_size:
+        key = "gen_batch_size"
+    size = getattr(data, key)
+    total = sum(numbers)
+    if total < size:
+        raise DataError(
+            f"{source}: {total} rows, fewer than data.{key}={size}: set data.{key}={total} or less, or add data"
+        )

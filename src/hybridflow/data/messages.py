@@ -1,0 +1,137 @@
+"""Chat messages in the rows of the data, checked and in one form: {"role": ..., "content": ...}.
+
+    [{"role": "user", "content": "Hi"}]            as chat templates take them
+    [{"from": "human", "value": "Hi"}]             ShareGPT's form, translated
+
+A row's prompt is found here too, so that the checks before a run (which import neither torch nor transformers)
+and the datasets read it in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Message = Mapping[str, Any]
+
+SHAREGPT = "conversations"
+"""The column of ShareGPT's conversations; read where the configured column is missing."""
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+"""Roles by the names that ShareGPT's `from` may have."""
+
+MEDIA = ("images", "videos", "image", "video")
+"""Columns of data sets that are not text alone."""
+
+TEXT_ONLY = "this version trains on text only"
+
+
+def check_messages(messages: object) -> list[Message]:
+    """`messages` as chat messages, without the keys that a columnar file fills with nulls.
+
+    Raises TypeError or ValueError where it is not a non-empty list of objects with a role and a content (or with
+    ShareGPT's `from` and `value`), or where a content holds something other than text.
+    """
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"got {type(messages).__name__}, wanted a list of messages or a templated string")
+    if not messages:
+        raise ValueError("the list of messages is empty")
+    return [_checked(number, message) for number, message in enumerate(messages)]
+
+
+def _checked(number: int, message: object) -> Message:
+    if not isinstance(message, dict):
+        raise TypeError(
+            f"message {number} is {type(message).__name__}, wanted an object with role and content"
+        )
+    if message.get("role") is None and message.get("from") is not None:
+        message = _from_sharegpt(number, message)
+    role = message.get("role")
+    content = message.get("content")
+    if not isinstance(role, str):
+        raise TypeError(f"message {number} has role {role!r}, wanted a string such as user")
+    if not isinstance(content, (str, list)) and not message.get("tool_calls"):
+        raise TypeError(
+            f"message {number} ({role}) has content of type {type(content).__name__}, wanted a string"
+        )
+    if isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict) and part.get("type", "text") != "text":
+                raise ValueError(
+                    f"message {number} ({role}) has a part of type {part['type']!r}: {TEXT_ONLY}"
+                )
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def _from_sharegpt(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    sender = message["from"]
+    if sender not in ROLES:
+        raise ValueError(f"message {number} is from {sender!r}, wanted one of {', '.join(ROLES)}")
+    return {"role": ROLES[sender], "content": message.get("value")}
+
+
+def is_sharegpt(messages: object) -> bool:
+    """Whether `messages` is a list of messages in ShareGPT's form."""
+    if not isinstance(messages, (list, tuple)) or not messages or not isinstance(messages[0], dict):
+        return False
+    return messages[0].get("role") is None and messages[0].get("from") is not None
+
+
+def choose_column(columns: Iterable[str], key: str) -> str:
+    """The column `key`, or `conversations` where there is no column `key` and there is that one."""
+    names = set(columns)
+    if key not in names and SHAREGPT in names:
+        return SHAREGPT
+    return key
+
+
+def messages_column(
+    columns: Iterable[str], messages_key: str, prompt_key: str, response_key: str
+) -> str | None:
+    """The column with whole conversations for supervised fine-tuning.
+
+    It is `messages_key`, or ShareGPT's `conversations` where there are neither that column nor a prompt and a
+    response. None where prompts and responses stand in columns of their own.
+    """
+    names = set(columns)
+    if messages_key in names:
+        return messages_key
+    if SHAREGPT in names and not {prompt_key, response_key} <= names:
+        return SHAREGPT
+    return None
+
+
+def prompt_of(value: object, *, wrap: bool) -> str | list[Message]:
+    """The prompt in a row's prompt column: messages, or a string.
+
+    With `wrap` a string becomes a user's message. A ShareGPT conversation that ends in an answer is the prompt
+    up to that answer. Raises TypeError or ValueError where the value is neither a string nor messages.
+    """
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("the prompt is an empty string")
+        return [{"role": "user", "content": value}] if wrap else value
+    messages = check_messages(value)
+    if is_sharegpt(value) and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+        if not messages:
+            raise ValueError("the conversation is one answer, with no prompt before it")
+    return messages
+
+
+def media_message(source: str, column: str, row: int) -> str:
+    """What to say of data that is not text alone."""
+    return (
+        f"{source} has a column {column}, filled in row {row}: {TEXT_ONLY}; use another data set, or take the "
+        "column out to train on the text without it"
+    )

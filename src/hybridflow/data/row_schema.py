@@ -1,0 +1,54 @@
+"""The fields that every row of prompts has, whatever its file left out; needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from hybridflow.config.data import DataConfig
+from hybridflow.data.files import Row
+from hybridflow.data.messages import choose_column, prompt_of
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_SOURCE = "unknown"
+
+
+def complete_row(row: Row, index: int, config: DataConfig) -> Row:
+    """The row with every field of the schema present and of the right kind.
+
+    These are data_source, reward_model, extra_info, index and raw_prompt (see `PromptRow`). Raises TypeError,
+    ValueError or KeyError where a field is of another kind or the row has no prompt.
+    """
+    source = row.get(config.reward_fn_key)
+    row["data_source"] = UNKNOWN_SOURCE if source is None else str(source)
+    reward_model = row.get("reward_model")
+    if reward_model is None:
+        reward_model = {"style": "rule", "ground_truth": row.get("answer")}
+    if not isinstance(reward_model, dict):
+        raise TypeError(
+            f"reward_model is {type(reward_model).__name__}, wanted an object with style and ground_truth"
+        )
+    extra_info = row.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise TypeError(f"extra_info is {type(extra_info).__name__}, wanted an object")
+    extra_info = dict(extra_info or {})
+    if extra_info.get("index") is None:
+        extra_info["index"] = index
+    row |= {"reward_model": reward_model, "extra_info": extra_info, "index": extra_info["index"]}
+    row["raw_prompt"] = prompt_of(row[choose_column(row, config.prompt_key)], wrap=config.wrap_prompts)
+    return row
+
+
+def note_missing_columns(source: str, columns: Sequence[str], config: DataConfig) -> None:
+    """Log what follows from columns that the data lacks and need not have."""
+    if config.reward_fn_key not in columns:
+        logger.warning(
+            "%s has no column data_source (data.reward_fn_key): its rows count as %r", source, UNKNOWN_SOURCE
+        )
+    if "reward_model" in columns:
+        return
+    if "answer" in columns:
+        logger.warning("%s has no column reward_model: the column answer is the ground truth", source)
+    else:
+        logger.warning("%s has no column reward_model: the rows have no ground truth", source)

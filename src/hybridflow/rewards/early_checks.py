@@ -1,0 +1,129 @@
+"""The checks of the reward against the data that need no model: sources, ground truth and the keys that it returns.
+
+    SplitFacts of the data files, reward.*, algorithm.* ──check_reward──► RewardError or ConfigError, or nothing
+
+A user's own function is not looked into: nothing is known of the keys that it returns or of what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.config.reward import RewardConfig
+from hybridflow.config.root import PPOConfig
+from hybridflow.data.early_checks import SplitFacts
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.rewards.table import DATA_SOURCES, NEEDS_TRUTH, RETURNED, name_for_source
+
+SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
+"""Names of `algorithm.filter_groups.metric` for the score itself."""
+
+
+def check_reward(config: PPOConfig, splits: Sequence[SplitFacts]) -> None:
+    """Raise RewardError or ConfigError for what would stop the run when the first responses are scored.
+
+    That is a data source that `auto` knows no reward for, rows without the ground truth that a built-in reward
+    compares with, and keys of `algorithm` that no built-in reward returns.
+    """
+    for split in splits:
+        _check_sources(config.reward, split)
+        _check_truth(config.reward, split)
+    sources = [name for split in splits if split.key != "data.val_files" for name in split.sources]
+    _check_keys(config, sources)
+
+
+def names_of(reward: RewardConfig) -> list[str]:
+    """The built-in functions that the run scores with, `auto` among them, and the paths of the user's own."""
+    if reward.terms:
+        return [str(term.get("name")) for term in reward.terms if isinstance(term, dict)]
+    return [reward.custom_reward_function.path or reward.function]
+
+
+def _check_sources(reward: RewardConfig, split: SplitFacts) -> None:
+    if "auto" not in names_of(reward):
+        return
+    unknown: dict[str, RewardError] = {}
+    for source in split.sources:
+        try:
+            name_for_source(source)
+        except RewardError as error:
+            unknown[source] = error
+    # rows of an unknown source are errors that reward.on_error may forgive, but not all of them
+    if unknown and (reward.on_error == "raise" or len(unknown) == len(split.sources)):
+        first = next(iter(unknown.values()))
+        others = ""
+        if len(unknown) > 1:
+            others = f" (and {len(unknown) - 1} more unknown sources)"
+        raise RewardError(f"{split.source}: {first}{others}")
+
+
+def _check_truth(reward: RewardConfig, split: SplitFacts) -> None:
+    names = set(names_of(reward))
+    if "auto" in names:
+        names |= _functions_of(split.sources)
+    needing = sorted(names & set(NEEDS_TRUTH))
+    if needing and not {"reward_model", "answer"} & set(split.columns) and split.columns:
+        raise RewardError(
+            f"{split.source} has neither a column reward_model with a ground_truth in it nor a column answer, and "
+            f"the reward {needing[0]} compares the response with the ground truth: add one, or choose a reward "
+            "that needs none (its columns: "
+            f"{', '.join(split.columns)})"
+        )
+
+
+def _functions_of(sources: Sequence[str]) -> set[str]:
+    """The built-in functions that `auto` takes for the sources that it knows."""
+    found = set()
+    for source in sources:
+        name = DATA_SOURCES.get(source) or DATA_SOURCES.get(source.partition(":")[0])
+        if name is not None:
+            found.add(name)
+    return found
+
+
+def returned_keys(reward: RewardConfig, sources: Sequence[str]) -> tuple[set[str], set[str]] | None:
+    """The keys that the reward returns for some rows and those for all rows, besides `score`; None if not known."""
+    some: set[str] = set()
+    every: set[str] = set()
+    for position, name in enumerate(names_of(reward)):
+        functions = {name}
+        if name == "auto":
+            functions = _functions_of(sources) or set(RETURNED)
+        if not functions <= set(RETURNED):
+            return None
+        returned = [set(RETURNED[function]) for function in functions]
+        some |= set.union(*returned)
+        every |= set.intersection(*returned)
+        if reward.terms:
+            column = str(reward.terms[position].get("key", name))
+            some.add(column)
+            every.add(column)
+    return some, every
+
+
+def _check_keys(config: PPOConfig, sources: Sequence[str]) -> None:
+    known = returned_keys(config.reward, sources)
+    if known is None:
+        return
+    some, every = known
+    if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
+        some.add("overlong_reward")
+        every.add("overlong_reward")
+    what = f"the reward ({' + '.join(names_of(config.reward))}) returns"
+    wanted = config.algorithm.gdpo_reward_keys
+    # where the sources are not known, a key that some function returns may be one of every row
+    allowed = every
+    if "auto" in names_of(config.reward) and not sources:
+        allowed = some
+    if missing := [key for key in wanted if key != "score" and key not in allowed]:
+        raise ConfigError(
+            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which {what} not for every row; it "
+            f"returns {', '.join(['score', *sorted(allowed)])}: name some of these, or add a term that returns "
+            "the key (reward.terms)"
+        )
+    filters = config.algorithm.filter_groups
+    if filters.enable and filters.metric not in SCORE_NAMES and filters.metric not in some:
+        raise ConfigError(
+            f"algorithm.filter_groups.metric={filters.metric}: {what} no such key; it returns "
+            f"{', '.join(['score', *sorted(some)])}: set algorithm.filter_groups.metric to one of these"
+        )

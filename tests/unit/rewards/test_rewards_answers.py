@@ -1,0 +1,240 @@
+"""What comes back from a reward worker: JSON between framed messages, whatever the function returns or writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.errors import RewardError
+from hybridflow.rewards import ScoreRequest
+from hybridflow.rewards.answers import MAX_ANSWER, decode, encode_outcome, outcome_of
+from hybridflow.rewards.build import build_reward_manager
+from hybridflow.rewards.channel import MARK, ChannelBroken, frame, take_messages
+from hybridflow.rewards.exit_guard import ExitGuard
+from hybridflow.rewards.request import Outcome
+from hybridflow.rewards.result import normalize_result
+
+FUNCTION = """
+import collections, os, sys
+import numpy as np
+
+class Trap(float):
+    def __reduce__(self):
+        return open, (os.environ["TRAP"], "w")
+
+def sockets():
+    for number in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                yield number
+        except OSError:
+            pass
+
+def noise(text):
+    for number in sockets():
+        os.write(number, text)
+
+def forks():
+    if os.fork() == 0:
+        return 3.0  # the child goes on in the library's code
+    os.wait()
+    return 1.0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "trap":
+        return {"score": Trap(1.0), "extra": Trap(2.0), "list": [Trap(3.0)]}
+    if solution_str == "numpy":
+        return {"score": np.float32(1), "flag": np.bool_(True), "many": np.arange(3), "one": np.int64(4)}
+    if solution_str == "object":
+        return {"score": 1.0, "pattern": object()}
+    if solution_str == "huge":
+        return {"score": 1.0, "small": 1, "text": "x" * (70 << 20)}
+    if solution_str == "noise":
+        noise(b"progress: 10 %\\n")
+    if solution_str == "short noise":
+        noise(b"\\n")
+    if solution_str == "length":
+        noise((1 << 20).to_bytes(4, "big"))
+    if solution_str == "pickle":
+        import pickle
+        noise(pickle.dumps(Trap(1.0)))
+    if solution_str == "closes":
+        os.closerange(3, 256)
+    if solution_str == "stdout":
+        os.write(1, b"to stdout\\n")
+        print("more", flush=True)
+    if solution_str == "forks":
+        return forks()
+    return 1.0
+"""
+
+
+@pytest.fixture
+def scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "odd.py").write_text(FUNCTION)
+    monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
+    config = RewardConfig(
+        custom_reward_function=CustomRewardConfig(str(tmp_path / "odd.py")), num_workers=1, timeout=60
+    )
+    with build_reward_manager(config, seed=0) as manager:
+        yield lambda *texts: manager.outcomes([ScoreRequest("x", text, None) for text in texts])
+
+
+def test_a_value_with_reduce_runs_no_code_in_the_trainer(scored: Any, tmp_path: Path) -> None:
+    (outcome,) = scored("trap")
+    assert not (tmp_path / "sprung").exists()
+    assert outcome.score == 1.0 and outcome.extras == {"extra": 2.0, "list": [3.0]}
+    assert [type(outcome.score), type(outcome.extras["extra"])] == [float, float]
+
+
+def test_numpy_values_arrive_as_numbers_and_lists(scored: Any) -> None:
+    (outcome,) = scored("numpy")
+    assert outcome.score == 1.0 and outcome.extras == {"flag": True, "many": [0, 1, 2], "one": 4}
+
+
+def test_what_cannot_be_sent_names_its_key_and_type(scored: Any) -> None:
+    unsendable, huge, fine = scored("object", "huge", "plain")
+    assert unsendable.error == "RewardError" and "'pattern'" in unsendable.detail
+    assert "(object)" in unsendable.detail
+    assert huge.error == "RewardError" and "'text'" in huge.detail and f"{MAX_ANSWER:,}" in huge.detail
+    assert fine.score == 1.0
+
+
+@pytest.mark.parametrize("text", ["noise", "short noise", "length", "pickle", "closes"])
+def test_bytes_in_the_workers_socket_end_that_sample_as_died(scored: Any, text: str, tmp_path: Path) -> None:
+    spoilt, after = scored(text, "plain")
+    assert spoilt.error == "died" and after.score == 1.0
+    assert "closed" in spoilt.detail or "ended" in spoilt.detail or "bytes of its own" in spoilt.detail
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_stdout_and_forks_do_no_harm(scored: Any) -> None:
+    assert [outcome.score for outcome in scored("stdout", "forks", "plain")] == [1.0, 1.0, 1.0]
+
+
+def test_frames_are_taken_whole_and_stray_bytes_refused() -> None:
+    buffer = bytearray()
+    taken = []
+    for byte in frame(b"one") + frame(b"") + frame(b"x" * 5000):
+        buffer.append(byte)
+        taken += take_messages(buffer)
+    assert taken == [b"one", b"", b"x" * 5000] and not buffer
+    spoilt = bytearray(frame(b"one"))
+    spoilt[-1] ^= 1
+    for stray in (b"H!", b"\n", MARK + b"\xff" * 12, bytes(spoilt)):
+        with pytest.raises(ChannelBroken):
+            take_messages(bytearray(stray))
+
+
+def test_an_outcome_survives_its_way() -> None:
+    outcome = Outcome(
+        0.25, {"acc": True, "nan": float("inf"), "text": "\ud800ä", "deep": {"a": [None]}}, "", "", 0.5
+    )
+    message = decode(encode_outcome(7, outcome))
+    assert outcome_of(message) == outcome and message["ticket"] == 7
+    for odd in (b"[1]", b"{", b"[" * 100_000):
+        with pytest.raises(ValueError):
+            decode(odd)
+    with pytest.raises(ValueError, match="another type"):
+        outcome_of(message | {"extras": [1]})
+
+
+@pytest.mark.parametrize(
+    "result",
+    [1e300, -1e300, 3.5e38, np.float64(1e39), 10**400, {"score": 1e300}],
+    ids=["1e300", "-1e300", "3.5e38", "numpy", "int", "dict"],
+)
+def test_a_score_beyond_float32_is_refused(result: Any) -> None:
+    with pytest.raises(RewardError, match=r"wanted a finite number.*\(in float32, at most 3.403e\+38\)"):
+        normalize_result(result)
+    assert normalize_result(3.4028234e38)[0] == 3.4028234e38
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        ({1}, r"under 'k' \{1\} \(set\)"),
+        (b"x", r"\(bytes\)"),
+        ({"a": {"b": 1j}}, r"under 'k.a.b' 1j \(complex\)"),
+        (10**400, "an integer beyond float64"),
+    ],
+    ids=["set", "bytes", "nested", "huge"],
+)
+def test_a_value_that_json_lacks_names_key_and_type(value: Any, got: str) -> None:
+    with pytest.raises(RewardError, match=got):
+        normalize_result({"score": 1.0, "k": value})
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(RewardError, match="under 'k' lists or dicts more than 20 levels deep"):
+        normalize_result({"score": 1.0, "k": endless})
+
+
+EXITING = """
+import os, threading
+from os import _exit
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "thread":
+        thread = threading.Thread(target=os._exit, args=(0,))
+        thread.start()
+        thread.join()
+    if solution_str == "fork":
+        child = os.fork()
+        if child == 0:
+            os._exit(5)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (os._exit if solution_str == "os" else _exit)(0)
+async def asynchronous(data_source, solution_str, ground_truth, extra_info):
+    os._exit(0)
+"""
+RUN = """
+import sys
+from hybridflow.config.reward import CustomRewardConfig, RewardConfig
+from hybridflow.rewards import ScoreRequest
+from hybridflow.rewards.build import build_reward_manager
+config = RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1], sys.argv[2]), num_workers=0)
+with build_reward_manager(config, seed=0) as manager:
+    print(manager.outcomes([ScoreRequest("x", sys.argv[3], None)])[0])
+    manager.score([ScoreRequest("x", sys.argv[3], None)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("compute_score", "os", "called os._exit(0), which would have ended the run"),
+        ("compute_score", "imported", "called os._exit(0), which would have ended the run"),
+        ("asynchronous", "", "called os._exit(0), which would have ended the run"),
+        ("compute_score", "thread", "the run ends with status 1"),
+    ],
+)
+def test_os_exit_in_the_runs_own_process_is_no_success(
+    name: str, text: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "exiting.py").write_text(EXITING)
+    words = [sys.executable, "-c", RUN, str(tmp_path / "exiting.py"), name, text]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 1 and said in run.stderr, run.stderr
+    if text != "thread":
+        assert "Outcome(score=0.0" in run.stdout and "RewardError: " in run.stderr
+
+
+def test_the_exit_guard_lets_forks_end_and_goes_away(tmp_path: Path) -> None:
+    real = os._exit
+    (tmp_path / "exiting.py").write_text(EXITING)
+    config = RewardConfig(
+        custom_reward_function=CustomRewardConfig(str(tmp_path / "exiting.py")), num_workers=0
+    )
+    with build_reward_manager(config, seed=0) as manager:
+        assert manager.outcomes([ScoreRequest("x", "fork", None)])[0].score == 5.0
+    assert os._exit is real
+    guard = ExitGuard()
+    guard.install()
+    guard.remove()
+    assert os._exit is real

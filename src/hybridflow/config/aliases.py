@@ -1,5 +1,5 @@
-"""Other names of keys: those of older documents, of secondary documents, and short forms. A run prints one line
-for each that it meets.
+"""Other names of keys: those of older documents, of secondary documents, and short forms. A run prints one
+line for each that it meets.
 
     "reward_model.reward_fn.path" ──rewrite──► "reward.custom_reward_function.path"
     "algorithm.adv_estimator", "grpo_vectorized" ──rewrite_value──► "grpo"
@@ -152,7 +152,9 @@ def rewrite(root: type[Any], path: str, value: Any) -> str | None:
 
 
 def rewrite_value(path: str, value: Any) -> Any:
-    """Return the value that now stands for `value` at a key of the schema; `value` itself where it is no alias."""
+    """Return the value that now stands for `value` at a key of the schema; `value` itself where it is no
+    alias.
+    """
     if not isinstance(value, (str, bool, type(None))):
         return value
     return VALUE_ALIASES.get(path, {}).get(value, value)

@@ -1,11 +1,11 @@
-"""The fate of each key that verl documents: native, alias of another key, without effect here, or refused with a
-way out.
+"""The fate of each key that verl documents: native, alias of another key, without effect here, or refused
+with a way out.
 
     status(PPOConfig, "actor_rollout_ref.rollout.name", "trtllm") ──► KeyStatus("refused", …, "…: use native")
 
-The fate may depend on the value: the key of a feature that is off is accepted, and the value that would switch
-the feature on is refused. Nothing that changes results is ever ignored. A key that is in no table is unknown.
-The tables are `verl_rules.py` and `aliases.py`; `load.py` acts on the answer.
+The fate may depend on the value: the key of a feature that is off is accepted, and the value that would
+switch the feature on is refused. Nothing that changes results is ever ignored. A key that is in no table is
+unknown. The tables are `verl_rules.py`, `verl_rules_sft.py` and `aliases.py`; `load.py` acts on the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any, Literal
 from hybridflow.config.aliases import rewrite, rewrite_value
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import blocks_of, is_native
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES, Rule
+from hybridflow.config.verl_rule import Rule
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
+from hybridflow.config.verl_rules_sft import SFT_RULES
 
 Kind = Literal["native", "alias", "no effect", "refused", "unknown"]
 
@@ -78,7 +80,9 @@ def _refused_value(path: str, value: Any) -> str:
 
 
 def _same(value: Any, accepted: Any) -> bool:
-    """Whether a value is one that a rule accepts: `True` is no number, and a text may match a pattern with `*`."""
+    """Whether a value is one that a rule accepts: `True` is no number, and a text may match a pattern with
+    `*`.
+    """
     if isinstance(value, str) and isinstance(accepted, str):
         return fnmatch.fnmatchcase(value.lower(), accepted.lower())
     if isinstance(value, bool) != isinstance(accepted, bool):

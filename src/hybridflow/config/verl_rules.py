@@ -1,5 +1,5 @@
-"""The keys that verl documents and the schema does not have, as data: accepted values with the reason, and the
-refusal of all others.
+"""The keys of verl's reinforcement learning that the schema does not have, as data: accepted values with the
+reason, and the refusal of all others.
 
 `verl_keys.status` reads the tables. A pattern is a regular expression of a whole dotted path. The first rule
 that matches counts, so the key that switches a feature on stands before the other keys of that feature.
@@ -8,87 +8,59 @@ that matches counts, so the key that switches a feature on stands before the oth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-
-@dataclass(frozen=True)
-class Rule:
-    """Keys outside the schema. A value in `accepted` (None: every value) has no effect, because `why`; every
-    other value is refused with `refusal`.
-
-    A text in `accepted` may hold `*`, and upper and lower case count the same. `True` is not `1`, and `False`
-    is not `0`.
-    """
-
-    pattern: str
-    accepted: tuple[Any, ...] | None
-    why: str
-    refusal: str = ""
-
+from hybridflow.config.verl_rule import (
+    FLOAT32,
+    FSDP,
+    FSDP2,
+    FUSED_ALWAYS,
+    FUSED_BACKEND,
+    HYDRA,
+    LATER,
+    OFF,
+    OFF_OR_ONE,
+    OPTIMIZER,
+    PROFILERS,
+    RESULTS_SAME,
+    Rule,
+    ignored,
+    off,
+    seed,
+)
 
 ROLLOUT = r"actor_rollout_ref\.rollout\."
 ACTOR = r"actor_rollout_ref\.actor\."
 CORRECTION = r"algorithm\.rollout_correction\."
-FSDP = r"(fsdp_config|fsdp)"
-OFF: tuple[Any, ...] = (None, False, 0, "null", "none", "", [], {})
-OFF_OR_ONE: tuple[Any, ...] = (*OFF, 1, -1)
-FLOAT32: tuple[Any, ...] = (None, "float32", "fp32")
-FSDP2: tuple[Any, ...] = (None, "fsdp", "fsdp2")
-
 SERVER_ENGINES = (
-    "this version does not have this engine: use actor_rollout_ref.rollout.name=native, which generates with the "
-    "module that trains, or vllm or sglang"
+    "this version does not have this engine: use actor_rollout_ref.rollout.name=native, which generates "
+    "with the module that trains, or vllm or sglang"
 )
 DISTILLATION = "set algorithm.adv_estimator=on_policy_distillation and distillation.teacher_model.path"
 DISTILLATION_LOSS = (
     "distillation here is an advantage estimator, the reverse KL of each sampled token (k1 as a policy "
     f"gradient), and has no other loss: {DISTILLATION}, and leave distillation.distillation_loss out"
 )
-RESULTS_SAME = "it changes memory or speed in verl, and never results"
-LATER = "this version does not have it: leave it out"
-SEED = "set trainer.seed, which seeds every draw of the run"
 SYNCHRONOUS = (
-    "the trainer of this version is synchronous, and asynchronous training is not in it: leave it out, or set "
-    "trainer.v1.trainer_mode=sync"
+    "the trainer of this version is synchronous, and asynchronous training is not in it: leave it out, or "
+    "set trainer.v1.trainer_mode=sync"
 )
-ONE_MODEL_LAYOUT = "this model is sharded as the actor is: set the key in actor_rollout_ref.actor.fsdp_config, or leave it out"
-
-
-def ignored(pattern: str, why: str) -> Rule:
-    """Return the rule of keys that have no effect, whatever their value."""
-    return Rule(pattern, None, why)
-
-
-def off(pattern: str, refusal: str) -> Rule:
-    """Return the rule of a feature that this version does not have: only values that leave it off pass."""
-    return Rule(pattern, OFF, "the feature is off", refusal)
-
-
-def seed(pattern: str) -> Rule:
-    """Return the rule of a seed apart from the run's: verl's defaults pass, any other choice is refused."""
-    return Rule(pattern, (None, 42, 1, 0), "trainer.seed seeds every draw of the run", SEED)
-
-
-FUSED_ALWAYS = (
-    "it is always on: the head and the log-probs are one function over a chunk of tokens, and whole logits never "
-    "exist"
+ONE_MODEL_LAYOUT = (
+    "this model is sharded as the actor is: set the key in "
+    "actor_rollout_ref.actor.fsdp_config, or leave it out"
 )
-FUSED_BACKEND = Rule(
-    r".+\.fused_kernel_options\.impl_backend",
-    (None, "torch"),
-    FUSED_ALWAYS,
-    "set torch, which never holds whole logits: Liger's fused cross-entropy in Triton gives no entropy of the "
-    "tokens",
-)
+
+
 NO_ENGINE = "this version does not have this engine: use actor_rollout_ref.actor.strategy=fsdp2"
 
 # Values of native keys that verl knows and this version does not.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "actor_rollout_ref.rollout.name": {
         **dict.fromkeys(("trtllm", "tgi", "naive"), SERVER_ENGINES),
-        "openai": "the weights of an endpoint cannot be trained: use actor_rollout_ref.rollout.name=native; for "
-        "evaluation and judges there is hybridflow.rollout.openai.engine.OpenAIEngine (docs/rollout/engines.md)",
+        "openai": (
+            "the weights of an endpoint cannot be trained: use actor_rollout_ref.rollout.name=native; for "
+            "evaluation and judges there is hybridflow.rollout.openai.engine.OpenAIEngine "
+            "(docs/rollout/engines.md)"
+        ),
     },
     "actor_rollout_ref.actor.strategy": dict.fromkeys(
         ("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE
@@ -119,40 +91,6 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# The run folder and the log of Hydra itself, which nothing here starts.
-HYDRA: tuple[Rule, ...] = (
-    ignored(
-        r"hydra\.(run|sweep|job_logging|hydra_logging|help|hydra_help)(\..+)?|hydra\.(output_subdir|verbose)"
-        r"|hydra\.job\.(name|config)(\..+)?",
-        "Hydra's own folders and logs are not made: the run folder is trainer.default_local_dir",
-    ),
-    ignored(
-        r"hydra\.searchpath",
-        "the names of a `defaults` list are looked up beside the file and among the recipes",
-    ),
-    Rule(
-        r"hydra\.job\.chdir", OFF, "the working directory stays", "the working directory stays: leave it out"
-    ),
-    Rule(
-        r"hydra\.mode",
-        (None, "RUN"),
-        "one run is the default",
-        "run several with `hybridflow train --multirun key=1,2`",
-    ),
-    off(
-        r"hydra(\..+)?",
-        "the command is not run by Hydra, so this has nothing to act on: leave it out (environment variables are "
-        "set before the command; several runs are `hybridflow train --multirun key=1,2`)",
-    ),
-    Rule(
-        r"(.+\.)?_target_",
-        (None, "verl.*"),
-        "each block of keys has one class here",
-        "a block of keys has one class here: leave it out; your own code has keys of its own, such as "
-        "reward.custom_reward_function, data.custom_cls and algorithm.adv_estimator",
-    ),
-)
-
 MODEL: tuple[Rule, ...] = (
     ignored(
         r"(actor_rollout_ref|critic|reward)\.(\w+\.)?use_remove_padding",
@@ -170,8 +108,8 @@ MODEL: tuple[Rule, ...] = (
     ignored(r".+\.use_shm", RESULTS_SAME),
     off(
         r".+\.tiled_mlp\.(enable|enabled)",
-        "this version does not cut the MLP into tiles: to save memory set enable_gradient_checkpointing=true or "
-        "enable_activation_offload=true in the model's block",
+        "this version does not cut the MLP into tiles: to save memory set "
+        "enable_gradient_checkpointing=true or enable_activation_offload=true in the model's block",
     ),
     ignored(r".+\.tiled_mlp\..+", "it is read only with tiled_mlp.enabled, which is off"),
     off(r".+\.custom_chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
@@ -189,7 +127,8 @@ MODEL: tuple[Rule, ...] = (
         r"actor_rollout_ref\.ref\.model(\..+)?",
         OFF,
         "the reference is the actor's first weights",
-        "the reference is the actor's first weights, and one of its own comes in a later version: leave it out",
+        "the reference is the actor's first weights, and one of its own comes in a later version: leave it "
+        "out",
     ),
 )
 
@@ -217,7 +156,8 @@ ENGINE: tuple[Rule, ...] = (
     Rule(
         rf".+\.{FSDP}\.model_dtype",
         FLOAT32,
-        "the optimizer keeps float32 weights whatever the model computes in (fsdp_config.mixed_precision.param_dtype)",
+        "the optimizer keeps float32 weights whatever the model computes in "
+        "(fsdp_config.mixed_precision.param_dtype)",
         "set bfloat16 or float32, or the `dtype` key of the model (actor_rollout_ref.model.dtype, "
         "critic.model.dtype)",
     ),
@@ -238,8 +178,8 @@ ENGINE: tuple[Rule, ...] = (
     Rule(rf".+\.{FSDP}\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
     off(
         r".+\.megatron\.(param|grad|optimizer)_offload",
-        "the training engine is FSDP2: set fsdp_config.param_offload or fsdp_config.optimizer_offload of the same "
-        "role",
+        "the training engine is FSDP2: set fsdp_config.param_offload or fsdp_config.optimizer_offload of "
+        "the same role",
     ),
     Rule(
         r".+\.megatron\..+",
@@ -260,36 +200,10 @@ ENGINE: tuple[Rule, ...] = (
         r"actor_rollout_ref\.hybrid_engine",
         (None, True),
         "it is always on",
-        "generation shares the processes of training; trainer.placement.rollout gives it a pool of its own: leave "
-        "it out",
+        "generation shares the processes of training; trainer.placement.rollout gives it a pool of its own: "
+        "leave it out",
     ),
     ignored(r".+\.nccl_timeout", "trainer.worker_timeout bounds every call"),
-)
-
-OPTIMIZER: tuple[Rule, ...] = (
-    Rule(
-        r"(.+\.)?optim\.optimizer",
-        (None, "AdamW"),
-        "AdamW is the optimizer",
-        "AdamW is the optimizer: set AdamW",
-    ),
-    Rule(
-        r"(.+\.)?optim\.optimizer_impl",
-        (None, "torch.optim"),
-        "AdamW is torch's",
-        "the optimizer is torch's AdamW: set torch.optim",
-    ),
-    off(
-        r"(.+\.)?optim\.override_optimizer_config(\..+)?",
-        "set betas, eps and weight_decay of the optim block",
-    ),
-    Rule(
-        r"(.+\.)?optim\.zero_indexed_step",
-        (None, False),
-        "the schedule counts optimizer steps from 1",
-        "the schedule counts optimizer steps from 1, so that no step of a warm-up has learning rate 0: leave it out",
-    ),
-    off(r"(.+\.)?optim\.init_lr_ratio", "a warm-up starts at lr / lr_warmup_steps: leave it out"),
 )
 
 ROLLOUTS: tuple[Rule, ...] = (
@@ -384,8 +298,8 @@ DATA: tuple[Rule, ...] = (
     off(r"data\.mm_processor_kwargs(\..+)?", "models are text models in this version: leave it out"),
     off(
         r"data\.datagen\.(path|name)",
-        "data that is made during the run comes in a later version; data.custom_cls and data.sampler take your own "
-        "classes",
+        "data that is made during the run comes in a later version; data.custom_cls and data.sampler take "
+        "your own classes",
     ),
     off(r"data\.tool_config_path", "tools come in a later version: leave it out"),
     off(r"data\.chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
@@ -408,9 +322,9 @@ REWARD: tuple[Rule, ...] = (
     Rule(
         r"reward\.reward_manager\.name",
         (*OFF, "naive", "dapo", "gdpo", "prime"),
-        "one manager scores all rewards: reward.function, reward.terms or reward.custom_reward_function decide, "
-        "with reward.reward_kwargs.overlong_buffer_cfg for dapo, algorithm.gdpo_reward_keys for gdpo and "
-        "reward.num_workers for prime",
+        "one manager scores all rewards: reward.function, reward.terms or reward.custom_reward_function "
+        "decide, with reward.reward_kwargs.overlong_buffer_cfg for dapo, algorithm.gdpo_reward_keys for "
+        "gdpo and reward.num_workers for prime",
         "use reward.function, reward.terms or reward.custom_reward_function",
     ),
     Rule(
@@ -432,8 +346,8 @@ ALGORITHM: tuple[Rule, ...] = (
         CORRECTION + r"rollout_is_mode",
         (*OFF, "truncate"),
         "one number as rollout_is_threshold truncates",
-        "set algorithm.rollout_correction.rollout_is_threshold to two numbers as lo_hi, which sets weights outside "
-        "to 0",
+        "set algorithm.rollout_correction.rollout_is_threshold to two numbers as lo_hi, which sets weights "
+        "outside to 0",
     ),
     off(CORRECTION + r"rollout_is_level", "set algorithm.rollout_correction.rollout_is=token or sequence"),
     off(
@@ -464,11 +378,6 @@ TRAINER: tuple[Rule, ...] = (
     off(r"trainer\.(profile_steps|npu_profile\..+)", "profilers come in a later version: leave it out"),
     off(r"global_profiler\.(tool|steps)", "profilers come in a later version: leave it out"),
     ignored(r"global_profiler\..+", "it is read only with global_profiler.tool, which is off"),
-)
-
-PROFILERS: tuple[Rule, ...] = (
-    off(r"(.+\.)?profiler\.(enable|tool)", "profilers come in a later version: leave it out"),
-    ignored(r"(.+\.)?profiler\..+", "it is read only with profiler.enable, which is off"),
 )
 
 REST: tuple[Rule, ...] = (
@@ -525,63 +434,4 @@ PPO_RULES: tuple[Rule, ...] = (
     *TRAINER,
     *PROFILERS,
     *REST,
-)
-
-SFT_RULES: tuple[Rule, ...] = (
-    *HYDRA,
-    ignored(
-        r"(data\.|model\.)?(use_dynamic_bsz|use_remove_padding)",
-        "sequences are always packed up to the token limit",
-    ),
-    Rule(
-        r"data\.pad_mode",
-        (None, "no_padding"),
-        "sequences are always packed",
-        "sequences are always packed: leave it out",
-    ),
-    Rule(
-        r"data\.(multiturn\.)?(tools_key|enable_thinking_key)",
-        (*OFF, "tools", "enable_thinking"),
-        "such columns are not read in this version",
-        "columns of tools and of thinking are not read in this version: leave it out",
-    ),
-    ignored(
-        r"data\.multiturn\..+",
-        "rows with a column of messages (data.messages_key) are always conversations of several turns",
-    ),
-    ignored(r"data\.use_shm", RESULTS_SAME),
-    ignored(
-        r"data\.ignore_input_ids_mismatch",
-        "a conversation is encoded as a whole, so there are no turns whose tokens could differ",
-    ),
-    off(
-        r"data\.custom_cls\.(path|name)",
-        "supervised runs read files with messages, or with a prompt and a response: leave it out",
-    ),
-    off(r"data\.chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
-    Rule(r"engine\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
-    Rule(
-        r"engine\.model_dtype",
-        FLOAT32,
-        "the optimizer keeps float32 weights whatever the model computes in (engine.mixed_precision.param_dtype)",
-        "set bfloat16 or float32, or model.dtype",
-    ),
-    seed(r"engine\.seed"),
-    ignored(r"engine\.wrap_policy(\..+)?", "each transformer block is one unit of sharding"),
-    Rule(
-        r"engine\.mixed_precision\.buffer_dtype",
-        FLOAT32,
-        "buffers are float32",
-        "buffers (rotary positions) stay in float32: leave it out",
-    ),
-    ignored(r"engine\.use_orig_params", "FSDP2 always keeps the original parameters"),
-    Rule(r"engine\..+", OFF_OR_ONE, "the feature is off", LATER),
-    FUSED_BACKEND,
-    ignored(r"model\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),
-    ignored(r"model\.use_shm", RESULTS_SAME),
-    Rule(r"model\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
-    *OPTIMIZER,
-    ignored(r"checkpoint\.mbridge_config\..+", "it is read only with Megatron, and the engine is FSDP2"),
-    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
-    *PROFILERS,
 )

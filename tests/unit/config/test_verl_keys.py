@@ -20,7 +20,9 @@ from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES, VALUE_ALIASES
 from hybridflow.config.load import load_config
 from hybridflow.config.tree import flatten, get_value, is_native, keys_of
 from hybridflow.config.verl_keys import _ruled, status
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES, Rule
+from hybridflow.config.verl_rule import Rule
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
+from hybridflow.config.verl_rules_sft import SFT_RULES
 from hybridflow.errors import ConfigError
 
 BOTH = {**keys_of(PPOConfig), **keys_of(SFTConfig)}

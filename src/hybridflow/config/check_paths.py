@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridflow.config.data import TaskConfig
-from hybridflow.config.model import ModelConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
@@ -63,24 +62,6 @@ def data_problems(
                 )
             elif local(file).suffix.lower() not in DATA_SUFFIXES:
                 yield f"{key}={file}: wanted a file that ends in {', '.join(DATA_SUFFIXES)}"
-
-
-def model_problem(model: ModelConfig, key: str) -> list[str]:
-    """A model path that is missing, or that is written as a local folder and is none."""
-    if not model.path:
-        return [
-            f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
-            f"{key}.path=Qwen/Qwen2.5-0.5B-Instruct"
-        ]
-    problems = []
-    for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
-        if path and not is_remote(path) and not local(path).exists() and _written_as_path(path):
-            problems.append(f"{key}.{name}: there is no folder {path}")
-    return list(dict.fromkeys(problems[:1])) if model.tokenizer_path == model.path else problems
-
-
-def _written_as_path(path: str) -> bool:
-    return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
 
 
 def plugin_problem(
@@ -135,8 +116,8 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             _look_at(local(folder))
         except OSError as error:
             yield (
-                f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that "
-                "you may write"
+                f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you "
+                "may write"
             )
 
 

@@ -15,7 +15,9 @@ from typing import Any
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES
 from hybridflow.config.tree import KeyInfo, keys_of, type_name
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES, Rule
+from hybridflow.config.verl_rule import Rule
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
+from hybridflow.config.verl_rules_sft import SFT_RULES
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

@@ -15,8 +15,7 @@ from hybridflow.trainer.command import ends_in_status
 
 FIRST_STEPS = (
     "First steps: `hybridflow doctor`, `hybridflow demo`, then `hybridflow config --explain --recipe grpo "
-    "key=value …` and the same with "
-    "`train`. `hybridflow COMMAND --help` has the options of a command."
+    "key=value …` and the same with `train`. `hybridflow COMMAND --help` has the options of a command."
 )
 RECIPE = "a recipe by name (grpo, ppo, dapo, …), or a YAML file"
 OVERRIDES = "key=value, as in `data.train_batch_size=256`; `hybridflow config` alone lists all keys"
@@ -58,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
         run = words.add_parser(word, help=text)
         run.add_argument("--recipe", help=RECIPE)
         run.add_argument(
+            "-m",
             "--multirun",
             action="store_true",
             help="run every combination of comma-separated values, one after another",
@@ -149,7 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = grammar.parse_known_args(arguments)
     # argparse takes the overrides before an option or those after it, not both: the rest are overrides too
     if odd := [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]:
-        grammar.error(f"unrecognized arguments: {' '.join(odd)}")
+        hint = "; keys are given as key=value, and a YAML file of your own as --recipe PATH"
+        grammar.error(f"unrecognized arguments: {' '.join(odd)}{hint if hasattr(options, 'recipe') else ''}")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return int(options.body(options) or 0)

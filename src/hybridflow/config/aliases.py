@@ -1,5 +1,5 @@
-"""Other names under which a key is known: older documents, secondary documents, short forms. One printed line
-each.
+"""Other names of keys: those of older documents, of secondary documents, and short forms. A run prints one
+line for each that it meets.
 
     "reward_model.reward_fn.path" ──rewrite──► "reward.custom_reward_function.path"
     "algorithm.adv_estimator", "grpo_vectorized" ──rewrite_value──► "grpo"
@@ -42,6 +42,10 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
         r"actor_rollout_ref\.rollout\.multi_turn\.tool_server",
         r"actor_rollout_ref.rollout.multi_turn.tool_config_path",
     ),
+    (
+        r"actor_rollout_ref\.rollout\.checkpoint_engine\.update_weights_bucket_megabytes",
+        r"actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+    ),
     (r"trainer\.prometheus\.(.+)", r"actor_rollout_ref.rollout.prometheus.\1"),
     (r"actor_rollout_ref\.rollout\.response_length", r"data.max_response_length"),
     (r"actor_rollout_ref\.rollout\.prompt_length", r"data.max_prompt_length"),
@@ -57,6 +61,10 @@ PPO_ALIASES: tuple[tuple[str, str], ...] = (
     (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp\.(.+)", r"\1.fsdp_config.\2"),
     (r"critic\.model\.fsdp_config\.(.+)", r"critic.fsdp_config.\1"),
     (r"(actor_rollout_ref\.(?:actor|ref)|critic)\.use_torch_compile", r"\1.fsdp_config.use_torch_compile"),
+    (
+        r"(actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config\.dtype",
+        r"\1.fsdp_config.mixed_precision.param_dtype",
+    ),
     (r"ray_init\.(.+)", r"ray_kwargs.ray_init.\1"),
     # sizes over all devices, deprecated; taken as the sizes per device, which they are with one
     (r"(actor_rollout_ref\.actor|critic)\.ppo_micro_batch_size", r"\1.ppo_micro_batch_size_per_gpu"),
@@ -87,6 +95,7 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
         for block in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
         for name in ("param_dtype", "reduce_dtype")
     },
+    **{f"engine.mixed_precision.{name}": _DTYPES for name in ("param_dtype", "reduce_dtype")},
     "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
     "algorithm.filter_groups.metric": {None: "acc"},
     "algorithm.gdpo_reward_keys": {None: []},
@@ -98,6 +107,10 @@ VALUE_ALIASES: Mapping[str, Mapping[Any, Any]] = {
 SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"ulysses_sequence_parallel_size", r"engine.ulysses_sequence_parallel_size"),
     (r"model\.fsdp_config\.(.+)", r"engine.\1"),
+    (r"engine\.cpu_offload", r"engine.offload_policy"),
+    (r"engine\.offload_params", r"engine.param_offload"),
+    (r"engine\.dtype", r"engine.mixed_precision.param_dtype"),
+    (r"data\.balance_dp_token", r"trainer.balance_batch"),
     (r"trainer\.n_gpus", r"trainer.n_gpus_per_node"),
     (r"optim\.(?:warmup_style|lr_scheduler)", r"optim.lr_scheduler_type"),
     (r"optim\.(?:warmup_steps_proportion|warmup_steps_ratio)", r"optim.lr_warmup_steps_ratio"),
@@ -109,6 +122,16 @@ SFT_ALIASES: tuple[tuple[str, str], ...] = (
     (r"trainer\.checkpoint\.(save_contents|load_contents)", r"checkpoint.\1"),
 )
 
+# (regular expression of the whole path, the values with which it is another key, that key).
+ALIASES_BY_VALUE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (r"actor_rollout_ref\.rollout\.dtype", ("fp8",), r"actor_rollout_ref.rollout.quantization"),
+    (
+        r"((?:actor_rollout_ref\.(?:actor|ref)|critic)\.fsdp_config|engine)\.model_dtype",
+        ("bf16", "bfloat16"),
+        r"\1.mixed_precision.param_dtype",
+    ),
+)
+
 _COMPILED = {
     PPOConfig: [(re.compile(pattern), new) for pattern, new in PPO_ALIASES],
     SFTConfig: [(re.compile(pattern), new) for pattern, new in SFT_ALIASES],
@@ -116,9 +139,11 @@ _COMPILED = {
 
 
 def rewrite(root: type[Any], path: str, value: Any) -> str | None:
-    """The key that now stands for `path`, or None where `path` is no alias."""
-    if root is PPOConfig and path == "actor_rollout_ref.rollout.dtype" and value == "fp8":
-        return "actor_rollout_ref.rollout.quantization"
+    """Return the key that now stands for `path` with this value, or None where `path` is no alias."""
+    for text, values, new in ALIASES_BY_VALUE:
+        match = re.fullmatch(text, path)
+        if match and value in values:
+            return match.expand(new)
     for pattern, new in _COMPILED[root]:
         match = pattern.fullmatch(path)
         if match:
@@ -126,7 +151,10 @@ def rewrite(root: type[Any], path: str, value: Any) -> str | None:
     return None
 
 
-def rewrite_value(root: type[Any], path: str, value: Any) -> Any:
-    """What now stands for `value` of a key of the schema; `value` itself where it is no alias."""
-    aliases = VALUE_ALIASES.get(path, {}) if root is PPOConfig else {}
-    return aliases.get(value, value) if isinstance(value, (str, bool, type(None))) else value
+def rewrite_value(path: str, value: Any) -> Any:
+    """Return the value that now stands for `value` at a key of the schema; `value` itself where it is no
+    alias.
+    """
+    if not isinstance(value, (str, bool, type(None))):
+        return value
+    return VALUE_ALIASES.get(path, {}).get(value, value)

@@ -19,11 +19,11 @@ from hybridflow.config.check_cluster import (
 )
 from hybridflow.config.check_engine import engine_problems
 from hybridflow.config.check_kernels import kernel_problems
+from hybridflow.config.check_model import model_problem, tokenizer_problems
 from hybridflow.config.check_notes import has_validation, ppo_notes
 from hybridflow.config.check_paths import (
     data_problems,
     folder_problems,
-    model_problem,
     plugin_problem,
     resume_problems,
 )
@@ -64,6 +64,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             ),
             *model_problem(config.actor_rollout_ref.model, "actor_rollout_ref.model"),
             *_other_models(config),
+            *tokenizer_problems(config),
             *_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim"),
             *_optim(config.critic.optim, "critic.optim"),
             *_optim(config.reward.process_reward_model.optim, f"{PROCESS}.optim"),
@@ -77,6 +78,7 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
             *kernel_problems(config),
             *data_problems(config.data.train_files, config.data.val_files, config.data.task),
             *model_problem(config.model, "model"),
+            *tokenizer_problems(config),
             *_optim(config.optim, "optim"),
             *_trainer(config.trainer),
             *sft_cluster_problems(config),
@@ -88,12 +90,10 @@ def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[
 
 def _other_models(config: PPOConfig) -> Iterator[str]:
     """Models of the roles that the run builds; one that follows the actor's is not looked at twice."""
-    actor, critic, process = (
-        config.actor_rollout_ref.model.path,
-        config.critic,
-        config.reward.process_reward_model,
-    )
-    if critic.enable and critic.model.path:
+    actor = config.actor_rollout_ref.model.path
+    critic = config.critic
+    process = config.reward.process_reward_model
+    if critic.enable and critic.model.path and critic.model.path != actor:
         yield from model_problem(critic.model, "critic.model")
     if process.enable and process.model.path and process.model.path != actor:
         yield from model_problem(process.model, f"{PROCESS}.model")
@@ -109,14 +109,13 @@ def _sizes(config: PPOConfig) -> Iterator[str]:
     for role, mini in roles.items():
         if mini > batch:
             yield (
-                f"{role}.ppo_mini_batch_size={mini} prompts is more than data.train_batch_size={batch}: "
-                f"set it to {batch} or a divisor, or leave it out"
+                f"{role}.ppo_mini_batch_size={mini} prompts is more than data.train_batch_size={batch}: set "
+                f"it to {batch} or a divisor, or leave it out"
             )
         elif batch % mini:
             yield (
                 f"data.train_batch_size={batch} × {ROLLOUT}.n={n} = {batch * n} sequences cannot be split "
-                "into "
-                f"{role}.ppo_mini_batch_size={mini} prompts: use a divisor of {batch}, for example "
+                f"into {role}.ppo_mini_batch_size={mini} prompts: use a divisor of {batch}, for example "
                 f"{_near_divisor(batch, mini)}"
             )
 
@@ -156,9 +155,8 @@ def _token_limits(config: PPOConfig) -> Iterator[str]:
     if roles.rollout.max_num_batched_tokens < data.max_prompt_length:
         yield (
             f"{ROLLOUT}.max_num_batched_tokens={roles.rollout.max_num_batched_tokens} cannot hold one "
-            "prompt of "
-            f"data.max_prompt_length={data.max_prompt_length} tokens: set it to {data.max_prompt_length} or "
-            "more"
+            f"prompt of data.max_prompt_length={data.max_prompt_length} tokens: set it to "
+            f"{data.max_prompt_length} or more"
         )
 
 
@@ -167,10 +165,8 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
     if not rollout.do_sample and rollout.temperature != 1.0:
         yield (
             f"{ROLLOUT}.do_sample=false with {ROLLOUT}.temperature={rollout.temperature}: greedy tokens "
-            "keep their log-probs at "
-            f"temperature 1, and training would compare them with those at {rollout.temperature}: leave "
-            f"{ROLLOUT}.temperature out, "
-            f"or set {ROLLOUT}.do_sample=true"
+            "keep their log-probs at temperature 1, and training would compare them with those at "
+            f"{rollout.temperature}: leave {ROLLOUT}.temperature out, or set {ROLLOUT}.do_sample=true"
         )
     others = {
         f"{ACTOR}.use_prefix_grouper": config.actor_rollout_ref.actor.use_prefix_grouper,
@@ -179,8 +175,7 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
     if rollout.exact is True and (processes := sum(pool_sizes(config.trainer, "actor"))) > 1:
         yield (
             f"{ROLLOUT}.exact=true with an actor on {processes} processes, which compute with parts of the "
-            "model: give it one "
-            f"(trainer.placement.actor), or leave {ROLLOUT}.exact out"
+            f"model: give it one (trainer.placement.actor), or leave {ROLLOUT}.exact out"
         )
     for key in (key for key, asked in others.items() if asked and rollout.exact is True):
         yield (
@@ -198,13 +193,13 @@ def _validation(config: PPOConfig) -> Iterator[str]:
     if sampling.do_sample and sampling.temperature == 0:
         path = f"{ROLLOUT}.val_kwargs"
         yield (
-            f"{path}.do_sample=true with {path}.temperature=0: set a temperature above 0, for example "
-            "1.0, or do_sample=false for greedy"
+            f"{path}.do_sample=true with {path}.temperature=0: set a temperature above 0, for example 1.0, "
+            "or do_sample=false for greedy"
         )
     if config.trainer.val_only and not has_validation(config):
         yield (
-            "trainer.val_only=true without validation data: set data.val_files, or data.task.val_size "
-            "with data.task.name"
+            "trainer.val_only=true without validation data: set data.val_files, or data.task.val_size with "
+            "data.task.name"
         )
 
 
@@ -255,8 +250,9 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         and trainer.critic_warmup >= trainer.total_training_steps
     ):
         yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} leaves no step of trainer.total_training_steps="
-            f"{trainer.total_training_steps} in which the actor trains: set it lower"
+            f"trainer.critic_warmup={trainer.critic_warmup} leaves no step of "
+            f"trainer.total_training_steps={trainer.total_training_steps} in which the actor trains: set it "
+            "lower"
         )
 
 
@@ -264,8 +260,8 @@ def _sft_sizes(config: SFTConfig) -> Iterator[str]:
     data = config.data
     if data.max_token_len_per_gpu < data.max_length:
         yield (
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens cannot hold one conversation of "
-            f"data.max_length={data.max_length} tokens: set it to {data.max_length} or more"
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} tokens cannot hold one conversation "
+            f"of data.max_length={data.max_length} tokens: set it to {data.max_length} or more"
         )
     if data.messages_key == data.prompt_key == data.response_key:
         yield (

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from hybridflow.config.algorithm_names import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.check_correction import correction_problems
-from hybridflow.config.check_paths import model_problem
+from hybridflow.config.check_model import model_problem
 from hybridflow.config.needs import estimator_facts
 from hybridflow.config.root import PPOConfig
 
@@ -57,26 +57,22 @@ def _needs(config: PPOConfig) -> Iterator[str]:
     if facts.group and n < 2:
         yield (
             f"algorithm.adv_estimator={name} compares the responses of a prompt, and {ROLLOUT}.n={n} gives "
-            "one: "
-            f"set {ROLLOUT}.n to 2 or more, for example 8"
+            f"one: set {ROLLOUT}.n to 2 or more, for example 8"
         )
     if facts.critic and config.critic.enable is False:
         yield (
             f"algorithm.adv_estimator={name} needs the critic, and critic.enable=false: leave critic.enable "
-            "out, or set an estimator "
-            "without one, for example adv_estimator=grpo"
+            "out, or set an estimator without one, for example adv_estimator=grpo"
         )
     if facts.process_rewards and config.reward.process_reward_model.enable is False:
         yield (
             f"algorithm.adv_estimator={name} reads process rewards, and {PROCESS}.enable=false: leave "
-            f"{PROCESS}.enable out, or set "
-            "adv_estimator=rloo, which reads the outcome alone"
+            f"{PROCESS}.enable out, or set adv_estimator=rloo, which reads the outcome alone"
         )
     if facts.teacher and not config.distillation.teacher_model.path:
         yield (
             f"algorithm.adv_estimator={name} needs a teacher, and {TEACHER}.path is not set: give a Hugging "
-            "Face folder or a hub name "
-            "of a model with the same tokenizer"
+            "Face folder or a hub name of a model with the same tokenizer"
         )
     elif facts.teacher:
         yield from model_problem(config.distillation.teacher_model, TEACHER)
@@ -106,14 +102,12 @@ def _pairs(config: PPOConfig) -> Iterator[str]:
     if loss.dpo_loss == "ipo" and loss.dpo_label_smoothing:
         yield (
             f"{path}.dpo_label_smoothing={loss.dpo_label_smoothing} has no meaning with "
-            f"{path}.dpo_loss=ipo: set it to 0, or "
-            f"{path}.dpo_loss=sigmoid"
+            f"{path}.dpo_loss=ipo: set it to 0, or {path}.dpo_loss=sigmoid"
         )
     if config.algorithm.use_pf_ppo:
         yield (
             f"algorithm.use_pf_ppo=true draws single rows, and {LOSS}=dpo needs the two rows of a pair: set "
-            "algorithm.use_pf_ppo=false, or "
-            "another loss"
+            "algorithm.use_pf_ppo=false, or another loss"
         )
 
 
@@ -123,14 +117,14 @@ def _gdpo(config: PPOConfig) -> Iterator[str]:
     if algorithm.adv_estimator == "gdpo" and not keys:
         yield (
             "algorithm.adv_estimator=gdpo normalises several rewards one by one, and "
-            "algorithm.gdpo_reward_keys is empty: set it to keys "
-            "that the reward function returns, for example [acc,format]"
+            "algorithm.gdpo_reward_keys is empty: set it to keys that the reward function returns, for "
+            "example [acc,format]"
         )
     if weights and len(weights) != len(keys):
         yield (
             f"algorithm.gdpo_reward_weights={weights} has {len(weights)} weights, and "
-            f"algorithm.gdpo_reward_keys={keys} has {len(keys)} "
-            "keys: give one weight for each key, or leave the weights out"
+            f"algorithm.gdpo_reward_keys={keys} has {len(keys)} keys: give one weight for each key, or "
+            "leave the weights out"
         )
     if len(set(keys)) != len(keys):
         yield (
@@ -148,14 +142,13 @@ def _max_rl(config: PPOConfig) -> Iterator[str]:
     if config.algorithm.use_kl_in_reward:
         yield (
             "algorithm.adv_estimator=max_rl takes scores of 0 or more, and algorithm.use_kl_in_reward=true "
-            "lowers them below 0: "
-            f"set {ACTOR}.use_kl_loss=true in its place"
+            f"lowers them below 0: set {ACTOR}.use_kl_loss=true in its place"
         )
     if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
         yield (
             "algorithm.adv_estimator=max_rl takes scores of 0 or more, and "
-            "reward.reward_kwargs.overlong_buffer_cfg.enable=true lowers "
-            "them below 0: set algorithm.overlong_filtering=true in its place"
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=true lowers them below 0: set "
+            "algorithm.overlong_filtering=true in its place"
         )
 
 
@@ -164,15 +157,14 @@ def _clip_bounds(config: PPOConfig) -> Iterator[str]:
     if actor.policy_loss.loss_mode in RATIO_CLIPS and actor.clip_low > 1:
         name = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
         yield (
-            f"{ACTOR}.{name}={actor.clip_low} lets the ratio fall below 0: set it to 1 or less, for "
-            "example 0.2"
+            f"{ACTOR}.{name}={actor.clip_low} lets the ratio fall below 0: set it to 1 or less, for example "
+            "0.2"
         )
     loss = actor.policy_loss
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield (
             f"{ACTOR}.policy_loss.clip_cov_lb={loss.clip_cov_lb} is not below "
-            f"clip_cov_ub={loss.clip_cov_ub}: no token lies between them; "
-            "set for example 1.0 and 5.0"
+            f"clip_cov_ub={loss.clip_cov_ub}: no token lies between them; set for example 1.0 and 5.0"
         )
 
 
@@ -198,8 +190,7 @@ def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
     if groups.min_mean is not None and groups.max_mean is not None and groups.min_mean > groups.max_mean:
         yield (
             f"{path}.min_mean={groups.min_mean} is more than {path}.max_mean={groups.max_mean}: no group "
-            "would be kept; "
-            "set for example 0.2 and 0.8"
+            "would be kept; set for example 0.2 and 0.8"
         )
     if not groups.enable:
         return
@@ -218,8 +209,7 @@ def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
     if batches and batches * prompts < wanted:
         yield (
             f"{path}.max_num_gen_batches={batches} × data.gen_batch_size={prompts} = {batches * prompts} "
-            "prompts can never fill "
-            f"data.train_batch_size={wanted}: raise one of the first two"
+            f"prompts can never fill data.train_batch_size={wanted}: raise one of the first two"
         )
 
 
@@ -229,7 +219,6 @@ def _overlong(config: PPOConfig) -> Iterator[str]:
     if buffer.enable and buffer.len > longest:
         yield (
             f"{path}.overlong_buffer_cfg.len={buffer.len} is more than {path}.max_resp_len={longest} "
-            "(data.max_response_length="
-            f"{config.data.max_response_length} where it is left out): set it to a part of that, for "
-            f"example {max(1, longest // 5)}"
+            f"(data.max_response_length={config.data.max_response_length} where it is left out): set it to "
+            f"a part of that, for example {max(1, longest // 5)}"
         )

@@ -102,8 +102,7 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     if roles.actor.use_prefix_grouper and cut > 1:
         yield (
             f"actor_rollout_ref.actor.use_prefix_grouper=true with ulysses_sequence_parallel_size={cut}: "
-            "ranks that share rows hold each "
-            "prompt as often as it has responses; leave one of them out"
+            "ranks that share rows hold each prompt as often as it has responses; leave one of them out"
         )
     actor = sum(pool_sizes(trainer, "actor"))
     spreads = [
@@ -142,9 +141,8 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     if needs_reference(config) and config.algorithm.ref_update_freq and spreads[0].cut != spreads[1].cut:
         yield (
             f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}: a rank of the reference takes "
-            "over what the same rank of the "
-            f"actor holds, but the actor has {spreads[0]} and the reference {spreads[1]}: make them equal, "
-            "or set ref_update_freq=0"
+            f"over what the same rank of the actor holds, but the actor has {spreads[0]} and the reference "
+            f"{spreads[1]}: make them equal, or set ref_update_freq=0"
         )
     width = roles.rollout.tensor_model_parallel_size if roles.rollout.name == "native" else 1
     for processes in pool_sizes(trainer, "rollout"):
@@ -240,8 +238,7 @@ def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
         )
         yield (
             f"trainer.controller=local hosts every role in this process, but {named} ask for {processes}: "
-            "set trainer.controller=ray or "
-            "auto, or trainer.nnodes=1 and trainer.n_gpus_per_node=1"
+            "set trainer.controller=ray or auto, or trainer.nnodes=1 and trainer.n_gpus_per_node=1"
         )
 
 
@@ -269,7 +266,6 @@ def _lora(config: PPOConfig) -> Iterator[str]:
     if (model.lora_rank or model.lora_adapter_path) and config.algorithm.ref_update_freq:
         yield (
             f"algorithm.ref_update_freq={config.algorithm.ref_update_freq} with "
-            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: the "
-            "reference is the actor without its adapter and has no weights of its own to renew; set "
-            "ref_update_freq=0 or lora_rank=0"
+            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: the reference is the actor without its "
+            "adapter and has no weights of its own to renew; set ref_update_freq=0 or lora_rank=0"
         )

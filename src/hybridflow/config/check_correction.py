@@ -47,9 +47,8 @@ def correction_problems(config: PPOConfig) -> Iterator[str]:
     if correction.bypass_mode and config.algorithm.adv_estimator in NEEDS_THE_ACTORS_PASS:
         yield (
             f"{PATH}.bypass_mode=true leaves out the actor's pass over the batch, and "
-            "algorithm.adv_estimator="
-            f"{config.algorithm.adv_estimator} needs Σπ² from it: set {PATH}.bypass_mode=false, or another "
-            "estimator, for example rloo"
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs Σπ² from it: set "
+            f"{PATH}.bypass_mode=false, or another estimator, for example rloo"
         )
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if (
@@ -60,10 +59,9 @@ def correction_problems(config: PPOConfig) -> Iterator[str]:
     ):
         yield (
             f"{PATH}.rollout_is={correction.rollout_is} with bypass_mode=true and loss_type=ppo_clip leaves "
-            "the weights to the ratio of "
-            f"the loss, and actor_rollout_ref.actor.policy_loss.loss_mode={loss} has none: set "
-            f"{PATH}.loss_type=reinforce, or "
-            "bypass_mode=false"
+            "the weights to the ratio of the loss, and "
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={loss} has none: set "
+            f"{PATH}.loss_type=reinforce, or bypass_mode=false"
         )
 
 
@@ -76,8 +74,8 @@ def _weights(correction: RolloutCorrectionConfig) -> Iterator[str]:
         )
     elif len(bounds) == 1 and not bounds[0] > 0:
         yield (
-            f"{PATH}.rollout_is_threshold={given} would cut every weight to 0 or below: set it above 0, "
-            "for example 2.0"
+            f"{PATH}.rollout_is_threshold={given} would cut every weight to 0 or below: set it above 0, for "
+            "example 2.0"
         )
     elif len(bounds) == 2 and not 0 <= bounds[0] < bounds[1]:
         yield f"{PATH}.rollout_is_threshold={given}: wanted lo_hi with 0 ≤ lo < hi, for example 0.5_5.0"
@@ -103,9 +101,8 @@ def _rejection(correction: RolloutCorrectionConfig) -> Iterator[str]:
     if len(thresholds) != len(options):
         yield (
             f"{PATH}.rollout_rs={correction.rollout_rs} has {len(options)} options, and "
-            f"{PATH}.rollout_rs_threshold="
-            f"{correction.rollout_rs_threshold} has {len(thresholds)} thresholds: give one threshold for "
-            "each option, by comma"
+            f"{PATH}.rollout_rs_threshold={correction.rollout_rs_threshold} has {len(thresholds)} "
+            "thresholds: give one threshold for each option, by comma"
         )
     elif not unknown:
         for option, threshold in zip(options, thresholds, strict=True):
@@ -144,8 +141,8 @@ def correction_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is:
         yield (
             f"{PATH}.rollout_is={correction.rollout_is} is not used by {PATH}.loss_type=ppo_clip: in bypass "
-            "mode its ratio is already "
-            "that of the policy to the rollout; loss_type=reinforce uses the weights"
+            "mode its ratio is already that of the policy to the rollout; loss_type=reinforce uses the "
+            "weights"
         )
 
 

@@ -18,8 +18,7 @@ def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
         if config.trainer.device == "cpu":
             yield (
                 f"{block}.use_liger=true with trainer.device=cpu: Liger's kernels are Triton programs, "
-                "which run on CUDA only: leave "
-                f"{block}.use_liger out"
+                f"which run on CUDA only: leave {block}.use_liger out"
             )
         if model.dtype == "float64":
             yield (
@@ -29,15 +28,14 @@ def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
         if fsdp is not None and fsdp.tensor_parallel_size > 1:
             yield (
                 f"{block}.use_liger=true with tensor_parallel_size={fsdp.tensor_parallel_size}: layers that "
-                "are split among ranks have "
-                "torch's own kernels: leave use_liger out, or set tensor_parallel_size=1"
+                "are split among ranks have torch's own kernels: leave use_liger out, or set "
+                "tensor_parallel_size=1"
             )
         if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.exact is True:
             yield (
                 f"{block}.use_liger=true with actor_rollout_ref.rollout.exact=true: Liger's kernels change "
-                "the last bits of what is "
-                "computed, and nothing shows them to be the same for any number of rows: leave one of them "
-                "out"
+                "the last bits of what is computed, and nothing shows them to be the same for any number of "
+                "rows: leave one of them out"
             )
 
 

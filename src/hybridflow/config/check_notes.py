@@ -74,14 +74,13 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
         min_p = f", min_p={rollout.min_p}" if rollout.min_p > 0 else ""
         yield (
             f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}{min_p} leave tokens out of sampling; "
-            "the log-probs kept and trained "
-            "on are of the whole distribution at the temperature alone"
+            "the log-probs kept and trained on are of the whole distribution at the temperature alone"
         )
     if rollout.repetition_penalty != 1:
         yield (
             f"{ROLLOUT}.repetition_penalty={rollout.repetition_penalty} changes which tokens are chosen; "
-            "the log-probs kept and trained on "
-            "are those without it, so the policy that samples is not quite the one that learns"
+            "the log-probs kept and trained on are those without it, so the policy that samples is not "
+            "quite the one that learns"
         )
     if not rollout.do_sample and facts is not None and (facts.group or name == "remax"):
         yield (
@@ -113,8 +112,7 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     if facts is not None and facts.clip is not None and (actor.clip_low, actor.clip_high) != facts.clip:
         yield (
             f"{ACTOR}.clip_ratio_low={actor.clip_low}, clip_ratio_high={actor.clip_high} as given; the "
-            f"paper of {loss} has "
-            f"{facts.clip[0]} and {facts.clip[1]}"
+            f"paper of {loss} has {facts.clip[0]} and {facts.clip[1]}"
         )
     if f"{ACTOR}.loss_scale_factor" in given and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         yield f"{ACTOR}.loss_scale_factor is read only with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
@@ -131,14 +129,14 @@ def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     if algorithm.use_kl_in_reward and algorithm.adv_estimator in NOT_OF_TOKEN_REWARDS:
         yield (
             "algorithm.use_kl_in_reward=true changes no advantage: "
-            f"algorithm.adv_estimator={algorithm.adv_estimator} does not read the "
-            f"token rewards; {ACTOR}.use_kl_loss=true puts the KL into the loss"
+            f"algorithm.adv_estimator={algorithm.adv_estimator} does not read the token rewards; "
+            f"{ACTOR}.use_kl_loss=true puts the KL into the loss"
         )
     for path in ("algorithm.kl_ctrl", "algorithm.kl_penalty"):
         if not algorithm.use_kl_in_reward and is_given(path, given):
             yield (
-                f"{path} is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in "
-                "this run's rewards"
+                f"{path} is read only with algorithm.use_kl_in_reward=true: there is no KL penalty in this "
+                "run's rewards"
             )
     for name in ("kl_loss_coef", "kl_loss_type"):
         if not actor.use_kl_loss and f"{ACTOR}.{name}" in given:
@@ -148,14 +146,13 @@ def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             )
     if algorithm.ref_update_freq and _all_known(config) and not needs_reference(config):
         yield (
-            f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run "
-            "reads a reference"
+            f"algorithm.ref_update_freq={algorithm.ref_update_freq} is not used: nothing in this run reads "
+            "a reference"
         )
     if algorithm.ref_update_freq and config.reward.process_reward_model.enable:
         yield (
             f"algorithm.ref_update_freq={algorithm.ref_update_freq} moves the reference that {PROCESS} is "
-            "compared with: its rewards jump "
-            "at each copy"
+            "compared with: its rewards jump at each copy"
         )
 
 
@@ -171,8 +168,7 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     if within is not None and algorithm.rollout_correction.bypass_mode:
         yield (
             f"actor_rollout_ref.rollout.reuse_log_probs_within={within} is not read with "
-            "algorithm.rollout_correction.bypass_mode=true, "
-            "which always takes the rollout's log-probs"
+            "algorithm.rollout_correction.bypass_mode=true, which always takes the rollout's log-probs"
         )
     correction = algorithm.rollout_correction
     if within is not None and (correction.rollout_is or correction.rollout_rs):
@@ -190,8 +186,7 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     if algorithm.use_pf_ppo and facts is not None and facts.group:
         yield (
             f"algorithm.use_pf_ppo=true with algorithm.adv_estimator={algorithm.adv_estimator}: advantages "
-            "are computed over whole groups "
-            "first, then rows are resampled by their scores"
+            "are computed over whole groups first, then rows are resampled by their scores"
         )
     if not kwargs.overlong_buffer_cfg.enable and is_given(
         "reward.reward_kwargs", given - {f"{OVERLONG}.enable"}
@@ -199,8 +194,9 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         yield f"reward.reward_kwargs is read only with {OVERLONG}.enable=true"
     if kwargs.overlong_buffer_cfg.enable and (kwargs.max_resp_len or 0) > config.data.max_response_length:
         yield (
-            f"reward.reward_kwargs.max_resp_len={kwargs.max_resp_len} is more than data.max_response_length="
-            f"{config.data.max_response_length}: no response is long enough for the whole overlong penalty"
+            f"reward.reward_kwargs.max_resp_len={kwargs.max_resp_len} is more than "
+            f"data.max_response_length={config.data.max_response_length}: no response is long enough for "
+            "the whole overlong penalty"
         )
     if actor.positive_lm_loss_coef and config.reward.custom_reward_function.path:
         yield (

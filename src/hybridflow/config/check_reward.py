@@ -19,8 +19,8 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
     chosen = [f"{key}={value}" for key, value in choices.items() if value]
     if len(chosen) > 1:
         yield (
-            f"{' and '.join(chosen)} each choose the reward: keep one (a path.py:name may also be the "
-            "name of a term)"
+            f"{' and '.join(chosen)} each choose the reward: keep one (a path.py:name may also be the name "
+            "of a term)"
         )
     if reward.terms and reward.custom_reward_function.reward_kwargs:
         yield f"{CUSTOM}.reward_kwargs has no effect with reward.terms: write the options into the term"

@@ -68,16 +68,14 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
     if sizes is not None and (not sizes or min(sizes) < 1):
         yield (
             f"{ROLLOUT}.cudagraph_capture_sizes={sizes}: wanted numbers of rows, at least 1 each; for no "
-            "graphs set "
-            f"{ROLLOUT}.enforce_eager=true"
+            f"graphs set {ROLLOUT}.enforce_eager=true"
         )
     if rollout.name in WITH_WEIGHTS:
         yield from _with_weights(config, rollout)
     elif rollout.dtype not in ("auto", "bfloat16"):
         yield (
             f"{ROLLOUT}.dtype={rollout.dtype} with {ROLLOUT}.name={rollout.name}, which generates in the "
-            "dtype of the module that trains: "
-            "set actor_rollout_ref.model.dtype"
+            "dtype of the module that trains: set actor_rollout_ref.model.dtype"
         )
 
 
@@ -91,8 +89,7 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         if rollout.dtype == "bfloat16":
             yield (
                 f"{ROLLOUT}.dtype=bfloat16: read by vllm and sglang; {ROLLOUT}.name={rollout.name} "
-                "generates in the dtype of the module "
-                "that trains (actor_rollout_ref.model.dtype)"
+                "generates in the dtype of the module that trains (actor_rollout_ref.model.dtype)"
             )
     if rollout.name == "hf":
         odd = [f"{ROLLOUT}.{name}" for name in NATIVE_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
@@ -108,8 +105,7 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         instead = "vllm.compilation_config" if rollout.name == "vllm" else "sglang.cuda_graph_bs_decode"
         yield (
             f"{ROLLOUT}.cudagraph_capture_sizes: read by the native engine; with "
-            f"{ROLLOUT}.name={rollout.name} set "
-            f"{ROLLOUT}.engine_kwargs.{instead}"
+            f"{ROLLOUT}.name={rollout.name} set {ROLLOUT}.engine_kwargs.{instead}"
         )
     if rollout.name in WITH_WEIGHTS and rollout.kv_cache != "auto":
         yield (
@@ -144,15 +140,13 @@ def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
     elif server.enable is False and processes > 1:
         yield (
             f"{ROLLOUT}.server.enable=false with {processes} processes that generate: vLLM in a process of "
-            "ours serves it alone; leave "
-            f"{ROLLOUT}.server.enable out"
+            f"ours serves it alone; leave {ROLLOUT}.server.enable out"
         )
     addresses = [server.address] if isinstance(server.address, str) else server.address
     if addresses is not None and len(addresses) != processes:
         yield (
             f"{ROLLOUT}.server.address names {len(addresses)} servers, and {processes} processes generate: "
-            "give one for each, or set "
-            "trainer.placement.rollout to a pool of as many"
+            "give one for each, or set trainer.placement.rollout to a pool of as many"
         )
     for address in addresses or ():
         if not address.startswith("http://"):
@@ -160,10 +154,9 @@ def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
     if rollout.tensor_model_parallel_size > 1 and processes > 1:
         yield (
             f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
-            f"{ROLLOUT}.name={rollout.name} and "
-            f"{processes} processes that generate: each has one device, and starts an engine on it. Set it "
-            "to 1, or start larger servers "
-            f"yourself and give their addresses ({ROLLOUT}.server.address)"
+            f"{ROLLOUT}.name={rollout.name} and {processes} processes that generate: each has one device, "
+            "and starts an engine on it. Set it to 1, or start larger servers yourself and give their "
+            f"addresses ({ROLLOUT}.server.address)"
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
@@ -181,15 +174,14 @@ def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
     ):
         yield (
             f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
-            f"{ROLLOUT}.max_model_len={longest}, and "
-            f"{ROLLOUT}.enable_chunked_prefill=false: set it to {longest} or more, or "
-            "enable_chunked_prefill=true"
+            f"{ROLLOUT}.max_model_len={longest}, and {ROLLOUT}.enable_chunked_prefill=false: set it to "
+            f"{longest} or more, or enable_chunked_prefill=true"
         )
     model = config.actor_rollout_ref.model
     if rollout.lora_as_adapters and rollout.name != "vllm":
         yield (
-            f"{ROLLOUT}.lora_as_adapters=true with {ROLLOUT}.name={rollout.name}, which takes them "
-            "folded: leave it out"
+            f"{ROLLOUT}.lora_as_adapters=true with {ROLLOUT}.name={rollout.name}, which takes them folded: "
+            "leave it out"
         )
     elif rollout.lora_as_adapters and not (model.lora_rank or model.lora_adapter_path):
         yield (

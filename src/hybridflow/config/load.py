@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridflow.config.check import check
 from hybridflow.config.check_correction import quote_bounds
 from hybridflow.config.convert import convert, raise_all, unknown_key
+from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import read_recipe, recipe_hint
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
@@ -60,9 +61,11 @@ class Setting:
 def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[C]:
     """Compose a recipe (a name, or a path to a YAML file) and Hydra overrides into a typed configuration.
 
-    Raises ConfigError that lists every unknown, refused and ill-typed key.
+    Hydra's --config-path and --config-name among the overrides name a recipe too. Raises ConfigError that
+    lists every unknown, refused and ill-typed key.
     """
     problems: list[str] = []
+    overrides, recipe = read_flags(overrides, recipe)
     settings = (
         [Setting(path, value) for path, value in flatten(read_recipe(recipe))] if recipe is not None else []
     )
@@ -126,17 +129,20 @@ def _parse_one(text: str) -> Override:
     if "=" not in text and not text.startswith("~"):
         raise ConfigError(f"{text}: not an override, which is key=value. {recipe_hint(text)}")
     text = quote_bounds(text)
-    try:
-        return OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        name, sign, value = text.partition("=")
-        # a path with characters that Hydra wants quoted: ~ or =
-        if sign and re.fullmatch(r"[~./\w][^\[\]{}'\",()$]*", value):
-            return OverridesParser.create().parse_override(f"{name}='{value}'")
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{text}: not an override ({reason}); write key=value, and quote a value as \"key='…'\""
-        ) from None
+    name, sign, value = text.partition("=")
+    attempts = [text]
+    # a path with characters that Hydra wants quoted: ~ or =
+    if sign and re.fullmatch(r"[~./\w][^\[\]{}'\",()$]*", value):
+        attempts.append(f"{name}='{value}'")
+    reason = ""
+    for attempt in attempts:
+        try:
+            return OverridesParser.create().parse_override(attempt)
+        except HydraException as error:
+            reason = reason or str(error).splitlines()[0]
+    raise ConfigError(
+        f"{text}: not an override ({reason}); write key=value, and quote a value as \"key='…'\""
+    )
 
 
 def _parse(text: str, problems: list[str]) -> list[Setting]:
@@ -151,8 +157,7 @@ def _parse(text: str, problems: list[str]) -> list[Setting]:
     elif override.is_sweep_override():
         problems.append(
             f"{text}: several values; write [a,b] for a list, or give --multirun to run them one after "
-            "another; "
-            f"a text with commas goes into quotes: \"{path}='a,b'\""
+            f"another; a text with commas goes into quotes: \"{path}='a,b'\""
         )
     elif override.is_delete():
         return [Setting(path, delete=True)]

@@ -18,6 +18,10 @@ from hybridflow.config.check_correction import quote_bounds
 from hybridflow.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+BASES = ("ppo_trainer", "sft_trainer", "sft_trainer_engine")
+"""verl's names for files that hold all keys with their defaults: in a `defaults` list they stand for the
+schema.
+"""
 
 
 def recipe_names() -> list[str]:
@@ -58,8 +62,8 @@ def recipe_hint(word: str) -> str:
     if near:
         return f"If it is the recipe {near[0]}, write --recipe {near[0]}"
     return (
-        f"Recipes are given as --recipe NAME: {', '.join(name for name in names if '/' not in name)}; "
-        "also tiny/NAME, for tiny models"
+        f"Recipes are given as --recipe NAME: {', '.join(name for name in names if '/' not in name)}; also "
+        "tiny/NAME, for tiny models"
     )
 
 
@@ -90,11 +94,15 @@ def _read(path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise ConfigError(f"recipe {path}: `defaults` is a list of recipe names, got {parents!r}")
     order = parents if "_self_" in parents else [*parents, "_self_"]
-    layers = [
-        own if name == "_self_" else _read(find_recipe(name, path.parent), (*through, path)) for name in order
-    ]
+    layers = [own if name == "_self_" else _parent(name, path, through) for name in order]
     merged = OmegaConf.to_container(
         OmegaConf.merge(*(OmegaConf.create(layer) for layer in layers)), resolve=False
     )
     assert isinstance(merged, dict), "dicts merge into a dict"
     return {str(key): value for key, value in merged.items()}
+
+
+def _parent(name: str, path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
+    if name in BASES and not (path.parent / f"{name}.yaml").is_file():
+        return {}
+    return _read(find_recipe(name, path.parent), (*through, path))

@@ -1,15 +1,16 @@
-"""What becomes of each key that verl documents: native, alias of another, without effect here, or refused
+"""The fate of each key that verl documents: native, alias of another key, without effect here, or refused
 with a way out.
 
-    status(PPOConfig, "actor_rollout_ref.rollout.name", "vllm") ──► KeyStatus("refused", …, "…: use native")
+    status(PPOConfig, "actor_rollout_ref.rollout.name", "trtllm") ──► KeyStatus("refused", …, "…: use native")
 
-The status may depend on the value: the key of a feature that is off is accepted, the value that would switch
-it on is refused, and nothing that changes results is ever ignored. A key that is in no table is unknown. The
-tables are `verl_rules.py` and `aliases.py`; `load.py` acts on the answer.
+The fate may depend on the value: the key of a feature that is off is accepted, and the value that would
+switch the feature on is refused. Nothing that changes results is ever ignored. A key that is in no table is
+unknown. The tables are `verl_rules.py`, `verl_rules_sft.py` and `aliases.py`; `load.py` acts on the answer.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +19,17 @@ from typing import Any, Literal
 from hybridflow.config.aliases import rewrite, rewrite_value
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import blocks_of, is_native
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES, Rule
+from hybridflow.config.verl_rule import Rule
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
+from hybridflow.config.verl_rules_sft import SFT_RULES
 
 Kind = Literal["native", "alias", "no effect", "refused", "unknown"]
 
 
 @dataclass(frozen=True)
 class KeyStatus:
-    """What becomes of a key with a value: `path` and `value` are those now used (one differs for an alias),
-    `reason` one sentence.
+    """The fate of one key with one value. `path` and `value` are those now used (for an alias one of them is
+    new), and `reason` is one sentence.
     """
 
     kind: Kind
@@ -42,13 +45,13 @@ _COMPILED = {root: [(re.compile(rule.pattern), rule) for rule in rules] for root
 
 
 def status(root: type[Any], path: str, value: Any) -> KeyStatus:
-    """What becomes of the key at a dotted path when it is given this value."""
+    """Return the fate of the key at a dotted path when it is given this value."""
     new = rewrite(root, path, value)
     if new is not None:
         target = status(root, new, value)
         kind: Kind = "alias" if target.kind == "native" else target.kind
         return KeyStatus(kind, target.path, target.reason or f"{path} is now {target.path}", target.value)
-    instead = rewrite_value(root, path, value)
+    instead = rewrite_value(path, value)
     if instead is not value:
         return KeyStatus("alias", path, f"{value} is now {instead}", instead)
     refusal = _refused_value(path, value)
@@ -57,15 +60,19 @@ def status(root: type[Any], path: str, value: Any) -> KeyStatus:
     if path.endswith(".override_config.attn_implementation"):
         return KeyStatus("no effect", path, "one attention serves training and generation")
     if path in blocks_of(root) and value is None:
-        return KeyStatus("no effect", path, "the block's keys keep their values")
+        return KeyStatus("no effect", path, "the keys of the block keep their values")
     if is_native(root, path) or path in blocks_of(root):
         return KeyStatus("native", path, value=value)
     for pattern, rule in _COMPILED[root]:
         if pattern.fullmatch(path):
-            if rule.accepted is None or any(_same(value, accepted) for accepted in rule.accepted):
-                return KeyStatus("no effect", path, rule.why)
-            return KeyStatus("refused", path, rule.refusal)
+            return _ruled(rule, path, value)
     return KeyStatus("unknown", path)
+
+
+def _ruled(rule: Rule, path: str, value: Any) -> KeyStatus:
+    if rule.accepted is None or any(_same(value, accepted) for accepted in rule.accepted):
+        return KeyStatus("no effect", path, rule.why)
+    return KeyStatus("refused", path, rule.refusal)
 
 
 def _refused_value(path: str, value: Any) -> str:
@@ -73,6 +80,11 @@ def _refused_value(path: str, value: Any) -> str:
 
 
 def _same(value: Any, accepted: Any) -> bool:
+    """Whether a value is one that a rule accepts: `True` is no number, and a text may match a pattern with
+    `*`.
+    """
     if isinstance(value, str) and isinstance(accepted, str):
-        return value.lower() == accepted.lower()
+        return fnmatch.fnmatchcase(value.lower(), accepted.lower())
+    if isinstance(value, bool) != isinstance(accepted, bool):
+        return False
     return bool(value == accepted)

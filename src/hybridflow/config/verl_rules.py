@@ -1,229 +1,437 @@
-"""The keys that verl documents and the schema does not have, as data: which values are accepted and why, and
-why not the others.
+"""The keys of verl's reinforcement learning that the schema does not have, as data: accepted values with the
+reason, and the refusal of all others.
 
-Read by `verl_keys.status`. Patterns are regular expressions of whole dotted paths; the first rule that
-matches counts, so the key that switches a feature on stands before the other keys of the feature.
+`verl_keys.status` reads the tables. A pattern is a regular expression of a whole dotted path. The first rule
+that matches counts, so the key that switches a feature on stands before the other keys of that feature.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-
-@dataclass(frozen=True)
-class Rule:
-    """Keys outside the schema: `accepted` values (None: all) have no effect because `why`; the others are
-    refused because `refusal`.
-    """
-
-    pattern: str
-    accepted: tuple[Any, ...] | None
-    why: str
-    refusal: str = ""
-
-
-ROLLOUT, ACTOR = r"actor_rollout_ref\.rollout\.", r"actor_rollout_ref\.actor\."
-OFF: tuple[Any, ...] = (None, False, 0, "null", "none", "None", "", [], {})
-OFF_OR_ONE: tuple[Any, ...] = (*OFF, 1, -1)
-SERVER_ENGINES = "not in this version: use actor_rollout_ref.rollout.name=native, which generates with the module that trains"
-CORRECTION = r"algorithm\.rollout_correction\."
-DISTILLATION = "set algorithm.adv_estimator=on_policy_distillation and distillation.teacher_model.path"
-RESULTS_SAME = "it changes memory or speed in verl, not results"
-
-
-def ignored(pattern: str, why: str) -> Rule:
-    """Keys that have no effect, whatever their value."""
-    return Rule(pattern, None, why)
-
-
-def off(pattern: str, refusal: str) -> Rule:
-    """Keys of a feature that this version does not have: only values that leave it off are accepted."""
-    return Rule(pattern, OFF, "it is off", refusal)
-
-
-FUSED_ALWAYS = "always on: head and log-probs are one function, a chunk of tokens at a time, and whole logits never exist"
-FUSED_BACKEND = Rule(
-    r".+\.fused_kernel_options\.impl_backend",
-    (None, "torch"),
+from hybridflow.config.verl_rule import (
+    FLOAT32,
+    FSDP,
+    FSDP2,
     FUSED_ALWAYS,
-    "set torch, which is always on and never holds whole logits: Liger's fused cross-entropy in Triton gives no entropy of the tokens",
+    FUSED_BACKEND,
+    HYDRA,
+    LATER,
+    OFF,
+    OFF_OR_ONE,
+    OPTIMIZER,
+    PROFILERS,
+    RESULTS_SAME,
+    Rule,
+    ignored,
+    off,
+    seed,
 )
-NO_ENGINE = "not in this version: use actor_rollout_ref.actor.strategy=fsdp2"
+
+ROLLOUT = r"actor_rollout_ref\.rollout\."
+ACTOR = r"actor_rollout_ref\.actor\."
+CORRECTION = r"algorithm\.rollout_correction\."
+SERVER_ENGINES = (
+    "this version does not have this engine: use actor_rollout_ref.rollout.name=native, which generates "
+    "with the module that trains, or vllm or sglang"
+)
+DISTILLATION = "set algorithm.adv_estimator=on_policy_distillation and distillation.teacher_model.path"
+DISTILLATION_LOSS = (
+    "distillation here is an advantage estimator, the reverse KL of each sampled token (k1 as a policy "
+    f"gradient), and has no other loss: {DISTILLATION}, and leave distillation.distillation_loss out"
+)
+SYNCHRONOUS = (
+    "the trainer of this version is synchronous, and asynchronous training is not in it: leave it out, or "
+    "set trainer.v1.trainer_mode=sync"
+)
+ONE_MODEL_LAYOUT = (
+    "this model is sharded as the actor is: set the key in "
+    "actor_rollout_ref.actor.fsdp_config, or leave it out"
+)
+
+
+NO_ENGINE = "this version does not have this engine: use actor_rollout_ref.actor.strategy=fsdp2"
 
 # Values of native keys that verl knows and this version does not.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "actor_rollout_ref.rollout.name": {
         **dict.fromkeys(("trtllm", "tgi", "naive"), SERVER_ENGINES),
-        "openai": "an endpoint's weights cannot be trained: use actor_rollout_ref.rollout.name=native; for evaluation and judges there is "
-        "hybridflow.rollout.openai.engine.OpenAIEngine (docs/rollout/engines.md)",
+        "openai": (
+            "the weights of an endpoint cannot be trained: use actor_rollout_ref.rollout.name=native; for "
+            "evaluation and judges there is hybridflow.rollout.openai.engine.OpenAIEngine "
+            "(docs/rollout/engines.md)"
+        ),
     },
     "actor_rollout_ref.actor.strategy": dict.fromkeys(
         ("megatron", "veomni", "torchtitan", "automodel", "mindspeed"), NO_ENGINE
     ),
     "actor_rollout_ref.actor.policy_loss.loss_mode": {
-        "bypass_mode": "a mode, not a loss: set algorithm.rollout_correction.bypass_mode=true, with loss_type=ppo_clip or reinforce"
+        "bypass_mode": "this is a mode and no loss: set algorithm.rollout_correction.bypass_mode=true, with "
+        "loss_type=ppo_clip or reinforce"
+    },
+    **{
+        f"{block}.mixed_precision.param_dtype": dict.fromkeys(
+            ("float16", "fp16", "half"), "this version computes in bfloat16 or float32: set one of them"
+        )
+        for block in (
+            "actor_rollout_ref.actor.fsdp_config",
+            "actor_rollout_ref.ref.fsdp_config",
+            "critic.fsdp_config",
+            "engine",
+        )
     },
     "algorithm.rollout_correction.rollout_rs": {
-        "token": "older name: the option is token_k1",
-        "sequence": "older name: the option is seq_sum_k1",
-        "geometric": "older name: the option is seq_mean_k1",
+        "token": "this is an older name: the option is token_k1",
+        "sequence": "this is an older name: the option is seq_sum_k1",
+        "geometric": "this is an older name: the option is seq_mean_k1",
     },
     "trainer.device": {
-        "npu": "not in this version: use auto, cuda or cpu",
-        "mps": "not in this version: use cpu",
+        "npu": "this version does not run on it: use auto, cuda or cpu",
+        "mps": "this version does not run on it: use cpu",
     },
 }
 
-# fmt: off
-PPO_RULES: tuple[Rule, ...] = (
-    ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
-    # model
-    ignored(r"(actor_rollout_ref|critic|reward)\.(\w+\.)?use_remove_padding", "sequences are always packed: no padding is ever computed"),
-    Rule(r"(.+\.)?lora\.rank", OFF, "LoRA of Megatron models is off", "set actor_rollout_ref.model.lora_rank"),
-    Rule(r".+\.peft_type", (*OFF, "lora", "LORA"), "adapters are LoRA", "adapters are LoRA: leave it out"),
+MODEL: tuple[Rule, ...] = (
+    ignored(
+        r"(actor_rollout_ref|critic|reward)\.(\w+\.)?use_remove_padding",
+        "sequences are always packed, so no padding is ever computed",
+    ),
+    Rule(
+        r"(.+\.)?lora\.rank", OFF, "LoRA of Megatron models is off", "set actor_rollout_ref.model.lora_rank"
+    ),
+    off(r"(.+\.)?lora\.adapter_path", "set actor_rollout_ref.model.lora_adapter_path"),
+    ignored(r".+\.lora\..+", "it is read only with Megatron's lora.rank, which is off"),
+    Rule(r".+\.peft_type", (*OFF, "lora"), "adapters are LoRA", "adapters are LoRA: leave it out"),
     off(r".+\.target_parameters", "adapters go to linear layers: set target_modules"),
-    ignored(r".+\.lora\..+", "read only with Megatron"),
     FUSED_BACKEND,
     ignored(r".+\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),
-    ignored(r".+\.(use_shm|tiled_mlp\..+)", RESULTS_SAME),
-    off(r".+\.custom_chat_template", "set the chat template in the tokenizer's own folder (data.tokenizer)"),
-    off(r".+\.(hf_config_path|generation_config_path)", "put the config file into the model's folder"),
-    Rule(r".+\.freeze_vision_tower", OFF, "text models only", "vision models come in a later version"),
-    Rule(r".+\.(mtp\..+|router_replay\..+)", (*OFF, "disabled"), "off", "not in this version: leave it out"),
-    Rule(r"actor_rollout_ref\.ref\.model(\..+)?", OFF, "the reference is the actor's first weights",
-         "a reference of its own comes later: leave it out"),
-    # training engine
-    ignored(r".+\.(use_dynamic_bsz|log_prob_use_dynamic_bsz)", "micro-batches are always packed up to the token limit and the row limit"),
-    ignored(r".+\.(entropy_from_logits_with_chunking|entropy_checkpointing|calculate_entropy)", "entropy is always computed in chunks"),
-    ignored(r".+\.calculate_sum_pi_squared", "Σπ² is computed when the advantage estimator needs it"),
-    Rule(
-        r".+\.(fsdp_config|fsdp)\.(model_dtype|dtype)",
-        (*OFF, "fp32", "float32", "bfloat16", "bf16", "auto"),
-        "the `dtype` key of the model decides",
-        "set the `dtype` key of the model (actor_rollout_ref.model.dtype, critic.model.dtype)",
+    ignored(r".+\.use_shm", RESULTS_SAME),
+    off(
+        r".+\.tiled_mlp\.(enable|enabled)",
+        "this version does not cut the MLP into tiles: to save memory set "
+        "enable_gradient_checkpointing=true or enable_activation_offload=true in the model's block",
     ),
-    ignored(r".+\.(fsdp_config|fsdp)\.seed", "trainer.seed keys every draw"),
-    ignored(r".+\.(fsdp_config|fsdp)\.wrap_policy(\..+)?", "each transformer block is a unit"),
-    ignored(r".+\.(fsdp_config|fsdp)\.(mixed_precision\.buffer_dtype|use_orig_params|full_determinism|strategy)", RESULTS_SAME),
-    Rule(r"(distillation|reward)\..+\.(fsdp_config|fsdp)\..+", None, "these models are spread as the actor is"),
-    Rule(r".+\.megatron\..+", OFF_OR_ONE, "the training engine is FSDP2", "Megatron comes in a later version: leave it out"),
-    Rule(r"(critic|actor_rollout_ref\.ref|reward\.reward_model)\.strategy", ("fsdp", "fsdp2"), "the engine is FSDP2", "set fsdp2"),
-    Rule(r".+\.data_loader_seed", (*OFF, 42, 1), "trainer.seed keys every draw", "set trainer.seed"),
+    ignored(r".+\.tiled_mlp\..+", "it is read only with tiled_mlp.enabled, which is off"),
+    off(r".+\.custom_chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
+    off(r".+\.(hf_config_path|generation_config_path)", "put the file into the model's folder"),
+    Rule(
+        r".+\.freeze_vision_tower",
+        OFF,
+        "models are text models",
+        "vision models come in a later version: leave it out",
+    ),
+    off(r".+\.mtp\.(enable|enable_train|enable_rollout)", LATER),
+    ignored(r".+\.mtp\..+", "it is read only with mtp.enable, which is off"),
+    Rule(r".+\.router_replay\..+", (*OFF, "disabled"), "the feature is off", LATER),
+    Rule(
+        r"actor_rollout_ref\.ref\.model(\..+)?",
+        OFF,
+        "the reference is the actor's first weights",
+        "the reference is the actor's first weights, and one of its own comes in a later version: leave it "
+        "out",
+    ),
+)
+
+ENGINE: tuple[Rule, ...] = (
+    ignored(
+        r".+\.(use_dynamic_bsz|log_prob_use_dynamic_bsz)",
+        "micro-batches are always packed up to the token limit and the row limit",
+    ),
+    ignored(
+        r".+\.(entropy_from_logits_with_chunking|entropy_checkpointing|calculate_entropy)",
+        "the entropy is always computed, a chunk of tokens at a time",
+    ),
+    ignored(r".+\.calculate_sum_pi_squared", "Σπ² is computed when the advantage estimator needs it"),
+    ignored(
+        r"reward\.reward_model\..+\.(fsdp_config|fsdp)\..+",
+        "there is no learned reward model in this version",
+    ),
+    off(rf"(distillation|reward)\..+\.{FSDP}\.(param|optimizer|grad)_offload", ONE_MODEL_LAYOUT),
+    Rule(
+        rf"(distillation|reward)\..+\.{FSDP}\..+",
+        OFF_OR_ONE,
+        "this model is sharded as the actor is",
+        ONE_MODEL_LAYOUT,
+    ),
+    Rule(
+        rf".+\.{FSDP}\.model_dtype",
+        FLOAT32,
+        "the optimizer keeps float32 weights whatever the model computes in "
+        "(fsdp_config.mixed_precision.param_dtype)",
+        "set bfloat16 or float32, or the `dtype` key of the model (actor_rollout_ref.model.dtype, "
+        "critic.model.dtype)",
+    ),
+    seed(rf".+\.{FSDP}\.seed"),
+    ignored(rf".+\.{FSDP}\.wrap_policy(\..+)?", "each transformer block is one unit of sharding"),
+    Rule(
+        rf".+\.{FSDP}\.mixed_precision\.buffer_dtype",
+        FLOAT32,
+        "buffers are float32",
+        "buffers (rotary positions) stay in float32: leave it out",
+    ),
+    ignored(rf".+\.{FSDP}\.use_orig_params", "FSDP2 always keeps the original parameters"),
+    off(
+        rf".+\.{FSDP}\.full_determinism",
+        "every draw is keyed by trainer.seed, and on a CPU a run repeats to the bit with num_threads fixed; "
+        "deterministic CUDA kernels are not in this version: leave it out",
+    ),
+    Rule(rf".+\.{FSDP}\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
+    off(
+        r".+\.megatron\.(param|grad|optimizer)_offload",
+        "the training engine is FSDP2: set fsdp_config.param_offload or fsdp_config.optimizer_offload of "
+        "the same role",
+    ),
+    Rule(
+        r".+\.megatron\..+",
+        OFF_OR_ONE,
+        "the training engine is FSDP2",
+        "the training engine is FSDP2, and Megatron comes in a later version: leave it out",
+    ),
+    Rule(
+        r"(critic|actor_rollout_ref\.ref|reward\.reward_model)\.strategy",
+        FSDP2,
+        "the engine is FSDP2",
+        "set fsdp2",
+    ),
+    seed(r".+\.data_loader_seed"),
     ignored(r"critic\.rollout_n", "actor_rollout_ref.rollout.n decides"),
-    Rule(r".+\.optim\.(optimizer|optimizer_impl)", ("AdamW", "adamw", "adam", "torch.optim"), "AdamW is the optimizer", "use AdamW"),
-    off(r".+\.optim\.override_optimizer_config(\..+)?", "set betas, eps and weight_decay of the optim block"),
-    Rule(r".+\.optim\.(zero_indexed_step|init_lr_ratio)", (*OFF, True), "off", "not in this version: leave it out"),
-    ignored(r".+\.checkpoint\.mbridge_config\..+", "the training engine is FSDP2"),
-    Rule(r"actor_rollout_ref\.hybrid_engine", (True,), "always on",
-         "the native engine always shares the trainer's weights: leave it out"),
+    ignored(r".+\.checkpoint\.mbridge_config\..+", "it is read only with Megatron, and the engine is FSDP2"),
+    Rule(
+        r"actor_rollout_ref\.hybrid_engine",
+        (None, True),
+        "it is always on",
+        "generation shares the processes of training; trainer.placement.rollout gives it a pool of its own: "
+        "leave it out",
+    ),
     ignored(r".+\.nccl_timeout", "trainer.worker_timeout bounds every call"),
-    # rollout
-    Rule(ROLLOUT + r"mode", ("async", "sync"), "the native engine runs in the trainer's process", "leave it out"),
+)
+
+ROLLOUTS: tuple[Rule, ...] = (
+    Rule(
+        ROLLOUT + r"mode",
+        (None, "async", "sync"),
+        "each step waits for all of its responses, however the engine serves them",
+        "each step waits for all of its responses: leave it out",
+    ),
     Rule(
         ROLLOUT + r"(data|expert|pipeline_model|decode_context|prefill_context)_parallel_size",
         OFF_OR_ONE,
         "every process of the rollout's pools generates",
-        "not in this version: set it to 1; every process of the rollout's pools generates, tensor_model_parallel_size of them together",
+        "this version does not have it: set it to 1; every process of the rollout's pools generates, and "
+        "tensor_model_parallel_size of them generate together",
     ),
-    off(ROLLOUT + r"quantization_config_file", "set actor_rollout_ref.rollout.engine_kwargs.vllm, with rollout.name=vllm"),
-    Rule(
-        ROLLOUT + r"(layered_summon|multi_stage_wake_up|disable_log_stats|swap_space"
-        r"|checkpoint_engine\..+|engine_kwargs\..+)",
-        None,
-        "a setting of a separate inference server; the native engine needs none",
+    off(
+        ROLLOUT + r"quantization_config_file",
+        "set actor_rollout_ref.rollout.engine_kwargs.vllm, with rollout.name=vllm",
+    ),
+    ignored(ROLLOUT + r"(layered_summon|multi_stage_wake_up|disable_log_stats)", RESULTS_SAME),
+    off(
+        ROLLOUT + r"swap_space",
+        "set actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space, with rollout.name=vllm",
+    ),
+    ignored(
+        ROLLOUT + r"checkpoint_engine\..+",
+        "actor_rollout_ref.rollout.server.transport decides how weights travel",
+    ),
+    ignored(
+        ROLLOUT + r"engine_kwargs\..+", "it is read only by that engine, which this version does not have"
     ),
     ignored(ROLLOUT + r"calculate_log_probs", "the engine always returns log-probs"),
-    Rule(ROLLOUT + r"logprobs_mode", (None, "processed_logprobs"), "log-probs are of the distribution at `temperature`",
-         "log-probs are always those of the distribution at `temperature`: leave it out"),
-    Rule(ROLLOUT + r"seed", (*OFF, 42), "trainer.seed keys every draw", "set trainer.seed"),
-    Rule(ROLLOUT + r"(over_sample_rate|limit_images)", (*OFF, 1.0), "off", "not in this version"),
-    off(ROLLOUT + r"multi_turn\.enable", "tools and several turns come in a later version"),
-    ignored(ROLLOUT + r"multi_turn\..+", "read only with multi_turn.enable, which is off in this version"),
-    ignored(ROLLOUT + r"agent\.num_workers", "the native engine runs in the trainer's process"),
-    Rule(ROLLOUT + r"agent\..+", (*OFF, "single_turn_agent"), "off", "agent loops come in a later version"),
-    off(ROLLOUT + r"trace\.backend", "traces come in a later version; trainer.rollout_data_dir writes samples"),
-    ignored(ROLLOUT + r"trace\..+", "read only with trace.backend"),
-    off(ROLLOUT + r"(skip_rollout|skip\.enable)", "replaying stored rollouts comes in a later version"),
-    ignored(ROLLOUT + r"(skip_dump_dir|skip\..+)", "read only with skip_rollout"),
-    off(ROLLOUT + r"prometheus\.enable", "comes in a later version; trainer.logger=[console,tensorboard] shows metrics"),
-    ignored(ROLLOUT + r"prometheus\..+", "read only with prometheus.enable"),
-    # data
-    ignored(r"data\.(return_raw_input_ids|return_raw_chat|return_full_prompt|return_multi_modal_inputs)",
-         "rows keep their messages and their ids"),
-    ignored(r"data\.(filter_overlong_prompts_workers|use_shm)", RESULTS_SAME),
-    ignored(r"data\.(image_key|video_key|audio_key|image_patch_size|mm_processor_kwargs(\..+)?)", "text models only in this version"),
-    off(r"data\.datagen\.(path|name)", "data made during the run comes later; data.custom_cls and data.sampler take your own classes"),
-    off(r"data\.(tool_config_path|chat_template)", "not in this version"),
-    # reward
-    ignored(r"reward\.(reward_model\.)?num_examine", "trainer.log_val_generations shows samples"),
-    off(r"reward\.reward_model\.enable", "learned reward models come later: use reward.custom_reward_function"),
-    off(r"reward\.reward_model\.enable_resource_pool", "learned reward models come later; trainer.placement gives a role its pool"),
-    ignored(r"reward\.reward_model\.launch_reward_fn_async", "rewards are scored by workers of their own"),
-    ignored(r"reward\.reward_model\..+", "read only with a learned reward model, which comes in a later version"),
-    Rule(r"reward\.reward_manager\.name", (*OFF, "naive", "dapo", "gdpo", "prime"),
-         "one manager scores all rewards; reward.function, reward.terms or reward.custom_reward_function decide, with "
-         "reward.reward_kwargs.overlong_buffer_cfg for dapo, algorithm.gdpo_reward_keys for gdpo, reward.num_workers for prime",
-         "use reward.function, reward.terms or reward.custom_reward_function"),
-    Rule(r"reward\.reward_manager\..+", (*OFF, "register"), "off", "use reward.custom_reward_function"),
-    ignored(r"reward\.reward_kwargs\.overlong_buffer_cfg\.log", "reward metrics are always logged"),
-    off(r"reward\.sandbox_fusion\.url", "running code for rewards comes in a later version"),
-    ignored(r"reward\.sandbox_fusion\..+", "read only with sandbox_fusion.url"),
-    # algorithm
-    ignored(r"algorithm\.filter_groups\.max_inflight_gen_batches", "one generation batch runs at a time"),
-    Rule(CORRECTION + r"rollout_is_mode", (*OFF, "truncate"), "a number as rollout_is_threshold truncates",
-         "set algorithm.rollout_correction.rollout_is_threshold to two numbers as lo_hi, which sets weights outside to 0"),
-    off(CORRECTION + r"rollout_is_level", "set algorithm.rollout_correction.rollout_is=token or sequence"),
-    off(CORRECTION + r"rollout_[ir]s_threshold_(lower|upper)", "write both bounds into the threshold as lo_hi, for example 0.5_2.0"),
-    off(CORRECTION + r"rollout_(is|rs|token)_veto_threshold",
-        "use algorithm.rollout_correction.rollout_rs=seq_max_k2 or seq_max_k3 with a threshold"),
-    off(CORRECTION + r"(use_pure_rollout_correction|use_policy_gradient)",
-        "set algorithm.rollout_correction.bypass_mode=true and loss_type=reinforce"),
-    # trainer and the rest
-    ignored(r"trainer\.ray_wait_register_center_timeout", "trainer.startup_timeout bounds the start of workers"),
-    ignored(r"trainer\.use_legacy_worker_impl", "there is one implementation"),
-    ignored(r"trainer\.(use_v1|v1\..+)", "there is one trainer, which is synchronous"),
-    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
-    off(r"trainer\.(del_local_ckpt_after_load|remove_previous_ckpt_in_save)", "use trainer.max_ckpt_to_keep"),
-    off(r"trainer\.esi_redundant_time", "comes in a later version: use trainer.save_freq"),
-    off(r"trainer\.(profile_steps|npu_profile\..+)", "profilers come in a later version"),
-    off(r"global_profiler\.(tool|steps)", "profilers come in a later version"),
-    ignored(r"global_profiler\..+", "read only with global_profiler.tool"),
-    off(r".+\.profiler\.(enable|tool)", "profilers come in a later version"),
-    ignored(r".+\.profiler\..+", "read only with profiler.enable"),
-    Rule(r"ray_kwargs\.ray_init\..+", (), "", "give it to `ray start`, and join that cluster by ray_kwargs.ray_init.address"),
-    off(r"(transfer_queue|skip)(\.\w+)?\.(enable|enabled)", "comes in a later version"),
-    ignored(r"(transfer_queue|skip)\..+", "read only when it is enabled"),
-    off(r"distillation\.(enable|enabled)", DISTILLATION),
-    off(r"distillation\.teacher_models(\.\w+)?(\.model_path)?", DISTILLATION),
-    ignored(r"distillation\.(teacher_models|teacher_model\.inference|distillation_loss)\..+", f"there is one teacher: {DISTILLATION}"),
-    ignored(r"distillation\.(teacher_key|enable_resource_pool|n_gpus_per_node|nnodes|num_workers)",
-         "trainer.placement gives a role its pool"),
-    Rule(r"async_training(\..+)?", (), "", "the trainer is synchronous in this version: leave it out"),
-    Rule(r"resource_pool(\..+)?", (), "", "set trainer.resource_pools={name: [devices of each node]} and trainer.placement={role: name}"),
+    Rule(
+        ROLLOUT + r"logprobs_mode",
+        (None, "processed_logprobs"),
+        "log-probs are those of the distribution at `temperature`",
+        "log-probs are always those of the distribution at `temperature`: leave it out",
+    ),
+    seed(ROLLOUT + r"seed"),
+    off(
+        ROLLOUT + r"over_sample_rate",
+        "algorithm.filter_groups.enable=true generates on until a batch is full",
+    ),
+    off(ROLLOUT + r"limit_images", "models are text models in this version: leave it out"),
+    off(ROLLOUT + r"multi_turn\.enable", "tools and several turns come in a later version: leave it out"),
+    ignored(ROLLOUT + r"multi_turn\..+", "it is read only with multi_turn.enable, which is off"),
+    ignored(ROLLOUT + r"agent\.num_workers", "the engine itself takes all requests of a step"),
+    Rule(
+        ROLLOUT + r"agent\..+",
+        (*OFF, "single_turn_agent"),
+        "a response is one turn",
+        "agent loops come in a later version: leave it out",
+    ),
+    off(
+        ROLLOUT + r"trace\.backend",
+        "traces come in a later version; trainer.rollout_data_dir writes the samples of each step",
+    ),
+    ignored(ROLLOUT + r"trace\..+", "it is read only with trace.backend, which is off"),
+    off(
+        ROLLOUT + r"(skip_rollout|skip\.enable)",
+        "replaying stored rollouts comes in a later version: leave it out",
+    ),
+    ignored(ROLLOUT + r"(skip_dump_dir|skip\..+)", "it is read only with skip_rollout, which is off"),
+    off(
+        ROLLOUT + r"prometheus\.enable",
+        "it comes in a later version; trainer.logger=[console,tensorboard] shows metrics",
+    ),
+    ignored(ROLLOUT + r"prometheus\..+", "it is read only with prometheus.enable, which is off"),
 )
 
-SFT_RULES: tuple[Rule, ...] = (
-    ignored(r"hydra\..+|(.+\.)?_target_", "the run folder is trainer.default_local_dir, and blocks have one type"),
-    ignored(r"(data\.|model\.)?(use_dynamic_bsz|use_remove_padding|balance_dp_token)",
-         "sequences are always packed up to the token limit"),
-    Rule(r"data\.pad_mode", (None, "no_padding"), "sequences are always packed", "sequences are always packed: leave it out"),
-    ignored(r"data\.(tools_key|enable_thinking_key|use_shm|ignore_input_ids_mismatch|multiturn\..+)",
-         "columns of tools are not read in this version"),
-    off(r"data\.(custom_cls\.(path|name)|chat_template)", "not for SFT in this version"),
-    Rule(r"engine\.(strategy)", ("fsdp", "fsdp2"), "the engine is FSDP2", "set fsdp2"),
-    Rule(r"engine\.(model_dtype|dtype)", (*OFF, "fp32", "float32", "bfloat16", "bf16", "auto"), "model.dtype decides", "set model.dtype"),
-    ignored(r"engine\.(wrap_policy(\..+)?|mixed_precision\.buffer_dtype|use_orig_params|full_determinism)", RESULTS_SAME),
-    Rule(r"engine\..+", OFF_OR_ONE, "off", "not in this version: leave it out"),
-    FUSED_BACKEND,
-    ignored(r"model\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),
-    ignored(r"model\.(use_shm|strategy)", RESULTS_SAME),
-    Rule(r"optim\.(optimizer|optimizer_impl)", ("AdamW", "adamw", "adam", "torch.optim"), "AdamW is the optimizer", "use AdamW"),
-    off(r"optim\.override_optimizer_config(\..+)?", "set betas, eps and weight_decay of the optim block"),
-    ignored(r"checkpoint\.mbridge_config\..+", "the training engine is FSDP2"),
-    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
-    off(r"(.+\.)?profiler\.(enable|tool)", "profilers come in a later version"),
-    ignored(r"(.+\.)?profiler\..+", "read only with profiler.enable"),
+
+def _column(name: str, default: str) -> Rule:
+    return Rule(
+        rf"data\.{name}",
+        (*OFF, default),
+        "models are text models in this version",
+        "models are text models in this version, and such a column is not read: leave it out",
+    )
+
+
+DATA: tuple[Rule, ...] = (
+    ignored(
+        r"data\.(return_raw_input_ids|return_raw_chat|return_full_prompt|return_multi_modal_inputs)",
+        "rows always keep their messages and their token ids",
+    ),
+    ignored(r"data\.(filter_overlong_prompts_workers|use_shm)", RESULTS_SAME),
+    _column("image_key", "images"),
+    _column("video_key", "videos"),
+    _column("audio_key", "audios"),
+    ignored(r"data\.image_patch_size", "models are text models in this version"),
+    off(r"data\.mm_processor_kwargs(\..+)?", "models are text models in this version: leave it out"),
+    off(
+        r"data\.datagen\.(path|name)",
+        "data that is made during the run comes in a later version; data.custom_cls and data.sampler take "
+        "your own classes",
+    ),
+    off(r"data\.tool_config_path", "tools come in a later version: leave it out"),
+    off(r"data\.chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
 )
-# fmt: on
+
+REWARD: tuple[Rule, ...] = (
+    ignored(r"reward\.(reward_model\.)?num_examine", "trainer.log_val_generations shows samples"),
+    off(
+        r"reward\.reward_model\.enable",
+        "learned reward models come in a later version: use reward.custom_reward_function",
+    ),
+    off(
+        r"reward\.reward_model\.enable_resource_pool",
+        "learned reward models come in a later version; trainer.placement gives a role its pool",
+    ),
+    ignored(
+        r"reward\.reward_model\.launch_reward_fn_async", "processes of their own (reward.num_workers) score"
+    ),
+    ignored(r"reward\.reward_model\..+", "it is read only with a learned reward model, which is off"),
+    Rule(
+        r"reward\.reward_manager\.name",
+        (*OFF, "naive", "dapo", "gdpo", "prime"),
+        "one manager scores all rewards: reward.function, reward.terms or reward.custom_reward_function "
+        "decide, with reward.reward_kwargs.overlong_buffer_cfg for dapo, algorithm.gdpo_reward_keys for "
+        "gdpo and reward.num_workers for prime",
+        "use reward.function, reward.terms or reward.custom_reward_function",
+    ),
+    Rule(
+        r"reward\.reward_manager\..+",
+        (*OFF, "register"),
+        "one manager scores all rewards",
+        "use reward.custom_reward_function",
+    ),
+    ignored(
+        r"reward\.reward_kwargs\.overlong_buffer_cfg\.log", "the metrics of the reward are always logged"
+    ),
+    off(r"reward\.sandbox_fusion\.url", "running code for rewards comes in a later version: leave it out"),
+    ignored(r"reward\.sandbox_fusion\..+", "it is read only with sandbox_fusion.url, which is off"),
+)
+
+ALGORITHM: tuple[Rule, ...] = (
+    ignored(r"algorithm\.filter_groups\.max_inflight_gen_batches", "one generation batch runs at a time"),
+    Rule(
+        CORRECTION + r"rollout_is_mode",
+        (*OFF, "truncate"),
+        "one number as rollout_is_threshold truncates",
+        "set algorithm.rollout_correction.rollout_is_threshold to two numbers as lo_hi, which sets weights "
+        "outside to 0",
+    ),
+    off(CORRECTION + r"rollout_is_level", "set algorithm.rollout_correction.rollout_is=token or sequence"),
+    off(
+        CORRECTION + r"rollout_[ir]s_threshold_(lower|upper)",
+        "write both bounds into the threshold as lo_hi, for example 0.5_2.0",
+    ),
+    off(
+        CORRECTION + r"rollout_(is|rs|token)_veto_threshold",
+        "use algorithm.rollout_correction.rollout_rs=seq_max_k2 or seq_max_k3 with a threshold",
+    ),
+    off(
+        CORRECTION + r"(use_pure_rollout_correction|use_policy_gradient)",
+        "set algorithm.rollout_correction.bypass_mode=true and loss_type=reinforce",
+    ),
+)
+
+TRAINER: tuple[Rule, ...] = (
+    ignored(
+        r"trainer\.ray_wait_register_center_timeout", "trainer.startup_timeout bounds the start of workers"
+    ),
+    ignored(r"trainer\.use_legacy_worker_impl", "there is one implementation of the workers"),
+    ignored(r"trainer\.use_v1", "there is one trainer, which is synchronous"),
+    Rule(r"trainer\.v1\.trainer_mode", (None, "sync"), "the trainer is synchronous", SYNCHRONOUS),
+    ignored(r"trainer\.v1\..+", "it is read only by asynchronous trainers, and this trainer is synchronous"),
+    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
+    off(r"trainer\.(del_local_ckpt_after_load|remove_previous_ckpt_in_save)", "use trainer.max_ckpt_to_keep"),
+    off(r"trainer\.esi_redundant_time", "it comes in a later version: use trainer.save_freq"),
+    off(r"trainer\.(profile_steps|npu_profile\..+)", "profilers come in a later version: leave it out"),
+    off(r"global_profiler\.(tool|steps)", "profilers come in a later version: leave it out"),
+    ignored(r"global_profiler\..+", "it is read only with global_profiler.tool, which is off"),
+)
+
+REST: tuple[Rule, ...] = (
+    Rule(
+        r"ray_kwargs\.ray_init\..+",
+        (),
+        "",
+        "give it to `ray start`, and join that cluster by ray_kwargs.ray_init.address",
+    ),
+    off(r"(transfer_queue|skip)(\.\w+)?\.(enable|enabled)", "it comes in a later version: leave it out"),
+    ignored(r"(transfer_queue|skip)\..+", "it is read only when the feature is enabled, and it is off"),
+    off(r"distillation\.(enable|enabled)", DISTILLATION),
+    off(r"distillation\.teacher_models(\.\w+)?(\.model_path)?", DISTILLATION),
+    Rule(
+        r"distillation\.distillation_loss\.loss_mode",
+        (None, "k1"),
+        "it is what this version has",
+        DISTILLATION_LOSS,
+    ),
+    Rule(
+        r"distillation\.distillation_loss\.use_policy_gradient",
+        (None, True),
+        "it is what this version has",
+        DISTILLATION_LOSS,
+    ),
+    off(r"distillation\.distillation_loss\..+", DISTILLATION_LOSS),
+    ignored(
+        r"distillation\.(teacher_models|teacher_model\.inference)\..+",
+        "the one teacher is computed as the reference is, without a server of its own",
+    ),
+    off(r"distillation\.enable_resource_pool", "trainer.placement gives a role its pool"),
+    ignored(
+        r"distillation\.(teacher_key|n_gpus_per_node|nnodes|num_workers)",
+        "there is one teacher, and trainer.placement says where it computes",
+    ),
+    Rule(r"async_training(\..+)?", (), "", SYNCHRONOUS),
+    Rule(
+        r"resource_pool(\..+)?",
+        (),
+        "",
+        "set trainer.resource_pools={name: [devices of each node]} and trainer.placement={role: name}",
+    ),
+)
+
+PPO_RULES: tuple[Rule, ...] = (
+    *HYDRA,
+    *MODEL,
+    *ENGINE,
+    *OPTIMIZER,
+    *ROLLOUTS,
+    *DATA,
+    *REWARD,
+    *ALGORITHM,
+    *TRAINER,
+    *PROFILERS,
+    *REST,
+)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hybridflow.config import SFTConfig
+from hybridflow.config.hydra_flags import asks_for_help, help_text
 from hybridflow.config.load import prepare_config
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.progress import progress
@@ -43,8 +44,12 @@ def run(config: SFTConfig) -> int:
 @ends_in_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or what `ends_in_status` makes of an error."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if asks_for_help(words):
+        sys.stdout.write(help_text("main_sft"))
+        return 0
     setup_logging()
-    prepared = prepare_config(SFTConfig, list(sys.argv[1:] if arguments is None else arguments))
+    prepared = prepare_config(SFTConfig, words)
     for note in prepared.notes:
         sys.stderr.write(f"note: {note}\n")
     run(prepared.config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from possible_run import write_model_folder
 
 
 @pytest.fixture
@@ -12,7 +13,7 @@ def base(tmp_path: Path) -> list[str]:
     """Overrides with which a run is possible: existing files, a model folder, a run folder."""
     for name in ("train.parquet", "test.parquet"):
         (tmp_path / name).write_bytes(b"")
-    (tmp_path / "model").mkdir()
+    write_model_folder(tmp_path / "model")
     return [
         f"data.train_files={tmp_path}/train.parquet",
         f"data.val_files={tmp_path}/test.parquet",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from possible_run import problem
+from possible_run import problem, write_model_folder
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
@@ -94,7 +94,7 @@ def test_the_critic_is_the_actors_model_unless_told_otherwise(base: list[str], t
     ]
     same = prepare_config(PPOConfig, overrides).config.critic.model
     assert same.override_config == {"a": 1} and same.dtype == "float64"
-    (tmp_path / "other").mkdir()
+    write_model_folder(tmp_path / "other")
     other = prepare_config(
         PPOConfig, [*overrides, f"critic.model.path={tmp_path}/other", "critic.model.dtype=float32"]
     ).config.critic.model

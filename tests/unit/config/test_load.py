@@ -147,7 +147,8 @@ def test_null_in_an_old_key_does_not_undo_the_new_one() -> None:
         ("temprature=3", "actor_rollout_ref.rollout.temperature"),
         (
             "actor_rollout_ref.rollout.name=trtllm",
-            "rollout.name=trtllm: not in this version: use actor_rollout_ref.rollout.name=native",
+            "rollout.name=trtllm: this version does not have this engine: use "
+            "actor_rollout_ref.rollout.name=native",
         ),
         ("data.seed=1,2", "[a,b] for a list, or give --multirun"),
         ("data.seed", "not an override"),

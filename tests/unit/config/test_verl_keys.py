@@ -18,11 +18,14 @@ import yaml
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES, VALUE_ALIASES
 from hybridflow.config.load import load_config
-from hybridflow.config.tree import flatten, is_native, keys_of
-from hybridflow.config.verl_keys import status
-from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES, SFT_RULES
+from hybridflow.config.tree import flatten, get_value, is_native, keys_of
+from hybridflow.config.verl_keys import _ruled, status
+from hybridflow.config.verl_rule import Rule
+from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
+from hybridflow.config.verl_rules_sft import SFT_RULES
 from hybridflow.errors import ConfigError
 
+BOTH = {**keys_of(PPOConfig), **keys_of(SFTConfig)}
 COMMANDS = r"""
 trainer.n_gpus_per_node=8 trainer.nnodes=2
 data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet data.train_batch_size=256
@@ -119,7 +122,7 @@ actor_rollout_ref:
     clip_ratio_high: 0.2
     tau_pos: 1.0
     tau_neg: 1.05
-    policy_loss: {_target_: X, loss_mode: vanilla, clip_cov_ratio: 0.0002, clip_cov_lb: 1.0, clip_cov_ub: 5.0, kl_cov_ratio: 0.0002,
+    policy_loss: {_target_: verl.X, loss_mode: vanilla, clip_cov_ratio: 0.0002, clip_cov_lb: 1.0, clip_cov_ub: 5.0, kl_cov_ratio: 0.0002,
       ppo_kl_coef: 0.1}
     clip_ratio_c: 3.0
     loss_agg_mode: token-mean
@@ -135,17 +138,17 @@ actor_rollout_ref:
     ppo_epochs: 1
     shuffle: false
     data_loader_seed: 42
-    checkpoint: {_target_: X, save_contents: [model, optimizer, extra], load_contents: [model], async_save: false}
-    optim: {lr: 1e-06, lr_warmup_steps_ratio: 0.0, total_training_steps: -1, weight_decay: 0.01, lr_warmup_steps: -1, _target_: X,
+    checkpoint: {_target_: verl.X, save_contents: [model, optimizer, extra], load_contents: [model], async_save: false}
+    optim: {lr: 1e-06, lr_warmup_steps_ratio: 0.0, total_training_steps: -1, weight_decay: 0.01, lr_warmup_steps: -1, _target_: verl.X,
       min_lr_ratio: 0.0, num_cycles: 0.5, warmup_style: constant, lr_scheduler_type: constant, betas: [0.9, 0.999], clip_grad: 1.0,
       optimizer: AdamW, optimizer_impl: torch.optim, override_optimizer_config: null}
     use_fused_kernels: false
-    profiler: {_target_: X, tool: null, enable: false, all_ranks: false, ranks: [], save_path: p, tool_config: {nsys: {discrete: false}}}
+    profiler: {_target_: verl.X, tool: null, enable: false, all_ranks: false, ranks: [], save_path: p, tool_config: {nsys: {discrete: false}}}
     grad_clip: 1.0
     ulysses_sequence_parallel_size: 1
     entropy_from_logits_with_chunking: false
     entropy_checkpointing: false
-    fsdp_config: {_target_: X, wrap_policy: {min_num_params: 0}, param_offload: false, optimizer_offload: false, offload_policy: false,
+    fsdp_config: {_target_: verl.X, wrap_policy: {min_num_params: 0}, param_offload: false, optimizer_offload: false, offload_policy: false,
       reshard_after_forward: true, fsdp_size: -1, forward_prefetch: false, model_dtype: fp32, dtype: bfloat16, use_orig_params: false,
       seed: 42, full_determinism: false, use_torch_compile: true, ulysses_sequence_parallel_size: 1}
     use_remove_padding: false
@@ -154,18 +157,18 @@ actor_rollout_ref:
     log_prob_use_dynamic_bsz: false, log_prob_max_token_len_per_gpu: 16384, profiler: {enable: false}, model: null,
     fsdp_config: {wrap_policy: {min_num_params: 0}, param_offload: true}, ulysses_sequence_parallel_size: 1,
     entropy_from_logits_with_chunking: false, entropy_checkpointing: false}
-  rollout: {_target_: X, name: native, mode: async, temperature: 1.0, top_k: -1, top_p: 1, prompt_length: 512, response_length: 512,
+  rollout: {_target_: verl.X, name: native, mode: async, temperature: 1.0, top_k: -1, top_p: 1, prompt_length: 512, response_length: 512,
     dtype: bfloat16, gpu_memory_utilization: 0.5, ignore_eos: false, enforce_eager: false, cudagraph_capture_sizes: null,
     free_cache_engine: true, tensor_model_parallel_size: 1, data_parallel_size: 1, expert_parallel_size: 1,
     pipeline_model_parallel_size: 1, max_num_batched_tokens: 8192, max_model_len: null, max_num_seqs: 1024,
     log_prob_micro_batch_size: null, log_prob_micro_batch_size_per_gpu: null, log_prob_use_dynamic_bsz: false,
     log_prob_max_token_len_per_gpu: 16384, disable_log_stats: true, do_sample: true, n: 1, over_sample_rate: 0,
     multi_stage_wake_up: false, engine_kwargs: {vllm: {swap_space: null}, sglang: {attention_backend: null}},
-    val_kwargs: {_target_: X, top_k: -1, top_p: 1.0, temperature: 0, n: 1, do_sample: false},
-    multi_turn: {_target_: X, enable: false, max_assistant_turns: null, tool_config_path: null, max_user_turns: null,
+    val_kwargs: {_target_: verl.X, top_k: -1, top_p: 1.0, temperature: 0, n: 1, do_sample: false},
+    multi_turn: {_target_: verl.X, enable: false, max_assistant_turns: null, tool_config_path: null, max_user_turns: null,
       max_parallel_calls: 1, max_tool_response_length: 256, tool_response_truncate_side: middle, interaction_config_path: null,
       use_inference_chat_template: false, tokenization_sanity_check_mode: strict, format: hermes},
-    calculate_log_probs: false, agent: {_target_: X, num_workers: 8, default_agent_loop: single_turn_agent, agent_loop_config_path: null,
+    calculate_log_probs: false, agent: {_target_: verl.X, num_workers: 8, default_agent_loop: single_turn_agent, agent_loop_config_path: null,
       custom_async_server: {path: null, name: null}}, update_weights_bucket_megabytes: 512, trace: {backend: null, token2text: false},
     skip_rollout: false, skip_dump_dir: d, enable_chunked_prefill: true, enable_prefix_caching: true, load_format: dummy_dtensor,
     layered_summon: false, quantization: null, logprobs_mode: processed_logprobs, seed: 42,
@@ -177,7 +180,7 @@ data: {tokenizer: null, use_shm: false, train_files: a, val_files: b, prompt_key
   video_key: videos, trust_remote_code: false, custom_cls: {path: null, name: null}, return_multi_modal_inputs: true,
   sampler: {class_path: null, class_name: null}, datagen: {path: null, name: null}, apply_chat_template_kwargs: {}, audio_key: audios,
   tool_config_path: null, mm_processor_kwargs: {}}
-critic: {_target_: X, rollout_n: 1, strategy: fsdp, enable: null,
+critic: {_target_: verl.X, rollout_n: 1, strategy: fsdp, enable: null,
   optim: {lr: 1e-05, lr_warmup_steps_ratio: 0.0, total_training_steps: -1, weight_decay: 0.01, lr_warmup_steps: -1, min_lr_ratio: 0.0,
     warmup_style: constant}, model: {path: m, tokenizer_path: t, override_config: {}, external_lib: null, trust_remote_code: false,
     use_shm: false, enable_gradient_checkpointing: true, enable_activation_offload: false, use_remove_padding: false,
@@ -196,8 +199,8 @@ reward: {num_workers: 8, custom_reward_function: {path: null, name: compute_scor
   reward_manager: {source: register, name: naive, module: {path: null, name: null}},
   reward_model: {enable: false, enable_resource_pool: false, n_gpus_per_node: 0, nnodes: 0, model_path: null, rollout: {name: vllm}}}
 custom_reward_function: {path: null, name: compute_score}
-algorithm: {_target_: X, gamma: 1.0, lam: 1.0, adv_estimator: gae, norm_adv_by_std_in_grpo: true, use_kl_in_reward: false, kl_penalty: kl,
-  kl_ctrl: {_target_: X, type: fixed, kl_coef: 0.001, horizon: 10000, target_kl: 0.1}, use_pf_ppo: false,
+algorithm: {_target_: verl.X, gamma: 1.0, lam: 1.0, adv_estimator: gae, norm_adv_by_std_in_grpo: true, use_kl_in_reward: false, kl_penalty: kl,
+  kl_ctrl: {_target_: verl.X, type: fixed, kl_coef: 0.001, horizon: 10000, target_kl: 0.1}, use_pf_ppo: false,
   pf_ppo: {reweight_method: pow, weight_pow: 2.0}, gdpo_reward_keys: null, gdpo_reward_weights: null,
   filter_groups: {enable: false, metric: null, max_num_gen_batches: 0},
   rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, rollout_rs_threshold: null, bypass_mode: false,
@@ -208,7 +211,7 @@ trainer: {balance_batch: true, total_epochs: 30, total_training_steps: null, pro
   critic_warmup: 0, default_hdfs_dir: null, del_local_ckpt_after_load: false, default_local_dir: d, max_actor_ckpt_to_keep: null,
   max_critic_ckpt_to_keep: null, ray_wait_register_center_timeout: 300, device: cuda, use_legacy_worker_impl: auto, use_v1: true,
   v1: {trainer_mode: sync, sampler: {max_off_policy_threshold: 8}}, profile_steps: null}
-global_profiler: {_target_: X, tool: null, steps: null, profile_continuous_steps: false, save_path: p,
+global_profiler: {_target_: verl.X, tool: null, steps: null, profile_continuous_steps: false, save_path: p,
   global_tool_config: {nsys: {discrete: false}, torch_memory: {stack_depth: 32, kw_args: {}}}}
 skip: {rollout: {enable: false, dump_dir: d, steps: [], action: cache}}
 transfer_queue: {enable: false, backend: {storage_backend: SimpleStorage}}
@@ -229,7 +232,7 @@ optim: {lr: 1e-5, betas: [0.9, 0.95], weight_decay: 0.01, warmup_steps_ratio: 0.
   min_lr_ratio: 0.0, lr_warmup_steps_ratio: 0.0, num_cycles: 0.5, lr_warmup_steps: -1}
 ulysses_sequence_parallel_size: 1
 use_remove_padding: false
-checkpoint: {_target_: X, save_contents: [model], load_contents: [model], mbridge_config: {memory_efficient: true}}
+checkpoint: {_target_: verl.X, save_contents: [model], load_contents: [model], mbridge_config: {memory_efficient: true}}
 trainer: {default_local_dir: d, default_hdfs_dir: null, project_name: p, experiment_name: e, total_epochs: 4, total_training_steps: null,
   logger: [console], seed: 1, save_freq: -1, test_freq: -1, max_ckpt_to_keep: null, resume_mode: auto, resume_from_path: null,
   device: cuda, nnodes: 1, n_gpus_per_node: 1}
@@ -265,6 +268,41 @@ MUST_BE_REFUSED = [
     "global_profiler.tool=nsys",
     "async_training.staleness_threshold=0.5",
     "distillation.enabled=True",
+    # true is not the 1 that is accepted
+    "actor_rollout_ref.rollout.expert_parallel_size=true",
+    "actor_rollout_ref.rollout.data_parallel_size=true",
+    "actor_rollout_ref.actor.megatron.param_offload=True",
+    "actor_rollout_ref.actor.megatron.use_distributed_optimizer=True",
+    "actor_rollout_ref.actor.data_loader_seed=true",
+    "actor_rollout_ref.rollout.over_sample_rate=1.0",
+    # other trainers
+    "trainer.v1.trainer_mode=fully_async",
+    "trainer.v1.trainer_mode=one_step_off",
+    # other numbers
+    "actor_rollout_ref.actor.optim.optimizer=Adam",
+    "actor_rollout_ref.actor.optim.optimizer=SGD",
+    "actor_rollout_ref.actor.optim.optimizer_impl=bitsandbytes.optim",
+    "actor_rollout_ref.actor.optim.zero_indexed_step=True",
+    "actor_rollout_ref.actor.optim.init_lr_ratio=0.1",
+    "actor_rollout_ref.actor.fsdp_config.full_determinism=True",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=bf16",
+    "actor_rollout_ref.actor.fsdp_config.seed=7",
+    "actor_rollout_ref.actor.fsdp_config.strategy=megatron",
+    "distillation.distillation_loss.loss_mode=forward_kl_topk",
+    "distillation.distillation_loss.use_task_rewards=True",
+    "distillation.enable_resource_pool=True",
+    # data that would not be read
+    "data.image_key=pictures",
+    "data.mm_processor_kwargs.do_resize=true",
+    # memory that was asked for
+    "actor_rollout_ref.model.tiled_mlp.enabled=True",
+    "actor_rollout_ref.rollout.swap_space=8",
+    "distillation.teacher_model.fsdp_config.param_offload=True",
+    # code and composition that would not run
+    "actor_rollout_ref.actor._target_=my.Actor",
+    "hydra.mode=MULTIRUN",
+    "hydra.job.chdir=true",
+    "actor_rollout_ref.model.lora.adapter_path=a",
     "distillation.teacher_models.teacher_model.model_path=Qwen/Qwen3-8B",
     "resource_pool.critic.devices=[4,5]",
 ]
@@ -374,6 +412,70 @@ def test_what_would_change_results_is_refused(override: str) -> None:
         load_config(PPOConfig, [override])
 
 
+SFT_MUST_BE_REFUSED = [
+    ("engine.full_determinism", True),
+    ("engine.seed", 7),
+    ("engine.mixed_precision.buffer_dtype", "bf16"),
+    ("engine.dtype", "float16"),
+    ("engine.tp_comm_overlap", True),
+    ("model.strategy", "megatron"),
+    ("data.tools_key", "functions"),
+    ("optim.optimizer", "adam"),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), SFT_MUST_BE_REFUSED)
+def test_what_would_change_a_supervised_run_is_refused(path: str, value: Any) -> None:
+    result = status(SFTConfig, path, value)
+    assert result.kind == "refused" and len(result.reason) > 5, result
+
+
+@pytest.mark.parametrize("rules", [PPO_RULES, SFT_RULES])
+def test_true_never_passes_as_the_accepted_one_nor_false_as_zero(rules: tuple[Rule, ...]) -> None:
+    for rule in rules:
+        for value, number in ((True, 1), (False, 0)):
+            given = rule.accepted or ()
+            if any(each is value for each in given):
+                continue
+            # only the number may be accepted, never the truth value by way of it
+            assert _ruled(rule, "a", value).kind == ("no effect" if rule.accepted is None else "refused")
+            assert number in given or rule.accepted is None or _ruled(rule, "a", number).kind == "refused"
+
+
+HONOURED = [
+    (SFTConfig, "model.fsdp_config.cpu_offload=True", "engine.offload_policy", True),
+    (SFTConfig, "model.fsdp_config.offload_params=True", "engine.param_offload", True),
+    (SFTConfig, "engine.model_dtype=bf16", "engine.mixed_precision.param_dtype", "bfloat16"),
+    (SFTConfig, "engine.dtype=fp32", "engine.mixed_precision.param_dtype", "float32"),
+    (SFTConfig, "data.balance_dp_token=False", "trainer.balance_batch", False),
+    (
+        PPOConfig,
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype",
+        "float32",
+    ),
+    (
+        PPOConfig,
+        "critic.fsdp.model_dtype=bf16",
+        "critic.fsdp_config.mixed_precision.param_dtype",
+        "bfloat16",
+    ),
+    (
+        PPOConfig,
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+        64,
+    ),
+]
+
+
+@pytest.mark.parametrize(("root", "override", "path", "value"), HONOURED)
+def test_what_a_user_of_verl_asks_for_is_done(root: type, override: str, path: str, value: Any) -> None:
+    loaded = load_config(root, [override])
+    assert get_value(loaded.config, path) == value and path in loaded.given
+    assert loaded.notes == [f"{override.partition('=')[0]} is now {path}"]
+
+
 def test_no_effect_prints_one_line_and_changes_nothing() -> None:
     loaded = load_config(
         PPOConfig, ["actor_rollout_ref.model.use_remove_padding=True", "trainer.use_legacy_worker_impl=auto"]
@@ -407,14 +509,13 @@ def test_every_rule_says_why_and_the_way_out(rules: tuple[Any, ...]) -> None:
     for rule in rules:
         assert rule.why or rule.accepted == (), rule.pattern
         assert (rule.accepted is None) != bool(rule.refusal), rule.pattern
-    assert all(is_native(PPOConfig, path) for path in REFUSED_VALUES)
+    assert all(path in BOTH for path in REFUSED_VALUES)
 
 
 def test_other_values_stand_for_keys_of_the_schema() -> None:
     for path, values in VALUE_ALIASES.items():
-        assert path in keys_of(PPOConfig) and all(
-            status(PPOConfig, path, value).kind == "alias" for value in values
-        ), path
+        root = PPOConfig if path in keys_of(PPOConfig) else SFTConfig
+        assert path in BOTH and all(status(root, path, value).kind == "alias" for value in values), path
 
 
 def test_attention_of_the_model_is_ours() -> None:

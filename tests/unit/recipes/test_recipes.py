@@ -21,8 +21,15 @@ TEACHER = {"on_policy_distillation"}
 
 
 def prepared(recipe: str, folder: Path, *overrides: str) -> PPOConfig:
-    teacher = [f"distillation.teacher_model.path={folder}"] if recipe.removeprefix("tiny/") in TEACHER else []
-    keys = [f"actor_rollout_ref.model.path={folder}", *teacher, *overrides]
+    # a hub name: it is not looked up
+    model = "owner/model"
+    teacher = [f"distillation.teacher_model.path={model}"] if recipe.removeprefix("tiny/") in TEACHER else []
+    keys = [
+        f"actor_rollout_ref.model.path={model}",
+        f"trainer.default_local_dir={folder}",
+        *teacher,
+        *overrides,
+    ]
     return prepare_config(PPOConfig, keys, recipe=recipe).config
 
 

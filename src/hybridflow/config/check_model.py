@@ -1,0 +1,191 @@
+"""The checks of model folders, by looking at their files alone: config.json, weights, tokenizer, chat
+template.
+
+Each yields one line per problem. A hub name and an address with :// are not looked at here, and neither is a
+file's content beyond its JSON: what only transformers or torch can tell is found when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.check_paths import is_remote, local
+from hybridflow.config.model import ModelConfig
+from hybridflow.config.root import PPOConfig, SFTConfig
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+"""Files of which a tokenizer's folder has at least one; `data.tokenizer` has the same."""
+INDEX = "model.safetensors.index.json"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
+EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def model_problem(model: ModelConfig, key: str) -> Iterator[str]:
+    """One line where a role's model is not set, is written as a local folder and is none, or cannot be
+    loaded.
+    """
+    if not model.path:
+        yield (
+            f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
+            f"{key}.path={EXAMPLE}"
+        )
+        return
+    if is_missing_folder(model.path):
+        yield f"{key}.path: there is no folder {model.path}"
+    else:
+        yield from _folder(model, key)
+    if (
+        model.tokenizer_path
+        and model.tokenizer_path != model.path
+        and is_missing_folder(model.tokenizer_path)
+    ):
+        yield f"{key}.tokenizer_path: there is no folder {model.tokenizer_path}"
+
+
+def is_missing_folder(path: str) -> bool:
+    """Return whether a path is written as a local one and is not there; any other may be a hub name."""
+    if is_remote(path) or local(path).exists():
+        return False
+    return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
+
+
+def _folder(model: ModelConfig, key: str) -> Iterator[str]:
+    assert model.path, "it was looked at before"
+    folder = local(model.path)
+    if is_remote(model.path) or not folder.exists():
+        return
+    if not folder.is_dir():
+        yield f"{key}.path={model.path} is a file: give the Hugging Face folder that holds it"
+        return
+    yield from _config_file(folder, model, key)
+    yield from _weights(folder, f"{key}.path={model.path}")
+
+
+def _config_file(folder: Path, model: ModelConfig, key: str) -> Iterator[str]:
+    where = f"{key}.path={model.path}"
+    if not (folder / "config.json").is_file():
+        yield (
+            f"{where} has no config.json: give a Hugging Face model folder (this one holds "
+            f"{_listing(folder)})"
+        )
+        return
+    content = _read_json(folder / "config.json")
+    if not isinstance(content, dict):
+        yield f"{where}: config.json is no JSON object; download it again, or write it with save_pretrained"
+    elif "model_type" not in content and "auto_map" not in content:
+        yield f"{where}: config.json has no model_type, so its architecture is not known"
+
+
+def _weights(folder: Path, where: str) -> Iterator[str]:
+    files = {path.name for path in folder.glob("*.safetensors")}
+    index = _read_json(folder / INDEX) if (folder / INDEX).is_file() else {}
+    wanted = index.get("weight_map", {}) if isinstance(index, dict) else {}
+    missing = sorted({str(name) for name in wanted.values()} - files) if isinstance(wanted, dict) else []
+    if not files:
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"this folder holds {_listing(folder)}"
+        if pickles:
+            hint = f"{pickles[0]} is a pickle, which is never loaded: convert it to safetensors"
+        yield f"{where} has no weights, that is no *.safetensors: {hint}"
+    elif missing:
+        yield (
+            f"{where} lacks {len(missing)} of the weight files that {INDEX} names, the first is "
+            f"{missing[0]}: download the folder again"
+        )
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    return ", ".join(names[:6] + ["…"] * (len(names) > 6)) or "nothing"
+
+
+def _read_json(path: Path) -> Any:
+    """The content of a JSON file; None where it is not readable as JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def tokenizer_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """One line where data.tokenizer is a local folder without a tokenizer, or without the chat template that
+    the data's messages need.
+    """
+    path = config.data.tokenizer
+    if not path or is_remote(path):
+        return
+    folder = local(path)
+    model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
+    if path != model.path and is_missing_folder(path):
+        yield f"data.tokenizer: there is no folder {path}"
+    if not folder.is_dir():
+        return
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield (
+            f"data.tokenizer={path} holds no tokenizer, that is none of {', '.join(TOKENIZER_FILES)}: set "
+            "data.tokenizer to the folder or the hub name of one"
+        )
+    elif not has_chat_template(folder) and _holds_messages(config):
+        yield (
+            f"data.tokenizer={path} has no chat template, and the data holds messages: set data.tokenizer "
+            "to a chat model's tokenizer, put a chat_template.jinja into the folder, or give prompts as "
+            "texts that are already templated"
+        )
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Return whether a tokenizer's folder holds a chat template, in a file of its own or in its
+    configuration.
+    """
+    if any((folder / name).exists() for name in TEMPLATE_FILES):
+        return True
+    content = _read_json(folder / "tokenizer_config.json")
+    return isinstance(content, dict) and bool(content.get("chat_template"))
+
+
+def _holds_messages(config: PPOConfig | SFTConfig) -> bool:
+    """Whether the prompts are messages: those of the built-in tasks are, and of a file the first row tells."""
+    if config.data.task.name:
+        return ":" not in config.data.task.name or config.data.task.name.startswith("reasoning_gym:")
+    if isinstance(config, PPOConfig) and config.data.custom_cls.path:
+        return False
+    columns = [config.data.prompt_key]
+    if isinstance(config, SFTConfig):
+        columns = [config.data.messages_key, *columns]
+    row = _first_row(config.data.train_files)
+    prompt = next((row[column] for column in columns if column in row), "")
+    return isinstance(prompt, list)
+
+
+def _first_row(files: str | list[str]) -> dict[str, Any]:
+    """The first row of local data files; empty where it cannot be read, which loading the data reports."""
+    names = [files] if isinstance(files, str) else files
+    paths = [local(name) for name in names if not is_remote(name)]
+    if not paths or not paths[0].is_file():
+        return {}
+    try:
+        row = _read_first_row(paths[0])
+    except Exception:  # whatever is wrong with the file is told, by name and row, where the data is loaded
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _read_first_row(path: Path) -> Any:
+    if path.suffix.lower() in (".parquet", ".pq"):
+        import pyarrow.parquet
+
+        return next(pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1)).to_pylist()[0]
+    if path.suffix.lower() == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))[0]
+    with path.open(encoding="utf-8") as lines:
+        return json.loads(next(line for line in lines if line.strip()))

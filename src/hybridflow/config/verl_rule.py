@@ -1,0 +1,126 @@
+"""A rule about keys of verl, and the rules that reinforcement learning and supervised fine-tuning share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Keys outside the schema. A value in `accepted` (None: every value) has no effect, because `why`; every
+    other value is refused with `refusal`.
+
+    A text in `accepted` may hold `*`, and upper and lower case count the same. `True` is not `1`, and `False`
+    is not `0`.
+    """
+
+    pattern: str
+    accepted: tuple[Any, ...] | None
+    why: str
+    refusal: str = ""
+
+
+FSDP = r"(fsdp_config|fsdp)"
+OFF: tuple[Any, ...] = (None, False, 0, "null", "none", "", [], {})
+OFF_OR_ONE: tuple[Any, ...] = (*OFF, 1, -1)
+FLOAT32: tuple[Any, ...] = (None, "float32", "fp32")
+FSDP2: tuple[Any, ...] = (None, "fsdp", "fsdp2")
+
+RESULTS_SAME = "it changes memory or speed in verl, and never results"
+LATER = "this version does not have it: leave it out"
+SEED = "set trainer.seed, which seeds every draw of the run"
+
+
+def ignored(pattern: str, why: str) -> Rule:
+    """Return the rule of keys that have no effect, whatever their value."""
+    return Rule(pattern, None, why)
+
+
+def off(pattern: str, refusal: str) -> Rule:
+    """Return the rule of a feature that this version does not have: only values that leave it off pass."""
+    return Rule(pattern, OFF, "the feature is off", refusal)
+
+
+def seed(pattern: str) -> Rule:
+    """Return the rule of a seed apart from the run's: verl's defaults pass, any other choice is refused."""
+    return Rule(pattern, (None, 42, 1, 0), "trainer.seed seeds every draw of the run", SEED)
+
+
+FUSED_ALWAYS = (
+    "it is always on: the head and the log-probs are one function over a chunk of tokens, and whole logits "
+    "never exist"
+)
+FUSED_BACKEND = Rule(
+    r".+\.fused_kernel_options\.impl_backend",
+    (None, "torch"),
+    FUSED_ALWAYS,
+    "set torch, which never holds whole logits: Liger's fused cross-entropy in Triton gives no entropy of "
+    "the tokens",
+)
+
+# The run folder and the log of Hydra itself, which nothing here starts.
+HYDRA: tuple[Rule, ...] = (
+    ignored(
+        r"hydra\.(run|sweep|job_logging|hydra_logging|help|hydra_help)(\..+)?|hydra\.(output_subdir|verbose)"
+        r"|hydra\.job\.(name|config)(\..+)?",
+        "Hydra's own folders and logs are not made: the run folder is trainer.default_local_dir",
+    ),
+    ignored(
+        r"hydra\.searchpath",
+        "the names of a `defaults` list are looked up beside the file and among the recipes",
+    ),
+    Rule(
+        r"hydra\.job\.chdir", OFF, "the working directory stays", "the working directory stays: leave it out"
+    ),
+    Rule(
+        r"hydra\.mode",
+        (None, "RUN"),
+        "one run is the default",
+        "run several with `hybridflow train --multirun key=1,2`",
+    ),
+    off(
+        r"hydra(\..+)?",
+        "the command is not run by Hydra, so this has nothing to act on: leave it out (environment "
+        "variables are set before the command; several runs are `hybridflow train --multirun key=1,2`)",
+    ),
+    Rule(
+        r"(.+\.)?_target_",
+        (None, "verl.*"),
+        "each block of keys has one class here",
+        "a block of keys has one class here: leave it out; your own code has keys of its own, such as "
+        "reward.custom_reward_function, data.custom_cls and algorithm.adv_estimator",
+    ),
+)
+
+OPTIMIZER: tuple[Rule, ...] = (
+    Rule(
+        r"(.+\.)?optim\.optimizer",
+        (None, "AdamW"),
+        "AdamW is the optimizer",
+        "AdamW is the optimizer: set AdamW",
+    ),
+    Rule(
+        r"(.+\.)?optim\.optimizer_impl",
+        (None, "torch.optim"),
+        "AdamW is torch's",
+        "the optimizer is torch's AdamW: set torch.optim",
+    ),
+    off(
+        r"(.+\.)?optim\.override_optimizer_config(\..+)?",
+        "set betas, eps and weight_decay of the optim block",
+    ),
+    Rule(
+        r"(.+\.)?optim\.zero_indexed_step",
+        (None, False),
+        "the schedule counts optimizer steps from 1",
+        "the schedule counts optimizer steps from 1, so that no step of a warm-up has learning rate 0: "
+        "leave it out",
+    ),
+    off(r"(.+\.)?optim\.init_lr_ratio", "a warm-up starts at lr / lr_warmup_steps: leave it out"),
+)
+
+PROFILERS: tuple[Rule, ...] = (
+    off(r"(.+\.)?profiler\.(enable|tool)", "profilers come in a later version: leave it out"),
+    ignored(r"(.+\.)?profiler\..+", "it is read only with profiler.enable, which is off"),
+)

@@ -1,0 +1,81 @@
+"""The keys of verl's supervised fine-tuning that the schema does not have, as data; see `verl_rule.py`."""
+
+from __future__ import annotations
+
+from hybridflow.config.verl_rule import (
+    FLOAT32,
+    FSDP2,
+    FUSED_ALWAYS,
+    FUSED_BACKEND,
+    HYDRA,
+    LATER,
+    OFF,
+    OFF_OR_ONE,
+    OPTIMIZER,
+    PROFILERS,
+    RESULTS_SAME,
+    Rule,
+    ignored,
+    off,
+    seed,
+)
+
+SFT_RULES: tuple[Rule, ...] = (
+    *HYDRA,
+    ignored(
+        r"(data\.|model\.)?(use_dynamic_bsz|use_remove_padding)",
+        "sequences are always packed up to the token limit",
+    ),
+    Rule(
+        r"data\.pad_mode",
+        (None, "no_padding"),
+        "sequences are always packed",
+        "sequences are always packed: leave it out",
+    ),
+    Rule(
+        r"data\.(multiturn\.)?(tools_key|enable_thinking_key)",
+        (*OFF, "tools", "enable_thinking"),
+        "such columns are not read in this version",
+        "columns of tools and of thinking are not read in this version: leave it out",
+    ),
+    ignored(
+        r"data\.multiturn\..+",
+        "rows with a column of messages (data.messages_key) are always conversations of several turns",
+    ),
+    ignored(r"data\.use_shm", RESULTS_SAME),
+    ignored(
+        r"data\.ignore_input_ids_mismatch",
+        "a conversation is encoded as a whole, so there are no turns whose tokens could differ",
+    ),
+    off(
+        r"data\.custom_cls\.(path|name)",
+        "supervised runs read files with messages, or with a prompt and a response: leave it out",
+    ),
+    off(r"data\.chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
+    Rule(r"engine\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
+    Rule(
+        r"engine\.model_dtype",
+        FLOAT32,
+        "the optimizer keeps float32 weights whatever the model computes in "
+        "(engine.mixed_precision.param_dtype)",
+        "set bfloat16 or float32, or model.dtype",
+    ),
+    seed(r"engine\.seed"),
+    ignored(r"engine\.wrap_policy(\..+)?", "each transformer block is one unit of sharding"),
+    Rule(
+        r"engine\.mixed_precision\.buffer_dtype",
+        FLOAT32,
+        "buffers are float32",
+        "buffers (rotary positions) stay in float32: leave it out",
+    ),
+    ignored(r"engine\.use_orig_params", "FSDP2 always keeps the original parameters"),
+    Rule(r"engine\..+", OFF_OR_ONE, "the feature is off", LATER),
+    FUSED_BACKEND,
+    ignored(r"model\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),
+    ignored(r"model\.use_shm", RESULTS_SAME),
+    Rule(r"model\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
+    *OPTIMIZER,
+    ignored(r"checkpoint\.mbridge_config\..+", "it is read only with Megatron, and the engine is FSDP2"),
+    off(r"trainer\.default_hdfs_dir", "checkpoints go to trainer.default_local_dir: leave it out"),
+    *PROFILERS,
+)

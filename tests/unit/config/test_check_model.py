@@ -1,0 +1,121 @@
+"""A model folder that cannot be used is refused by looking at its files, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from possible_run import problem, write_model_folder
+
+from hybridflow.config import PPOConfig, SFTConfig, check_model
+from hybridflow.config.load import prepare_config
+from hybridflow.data import tokenizer
+
+MODEL = "actor_rollout_ref.model.path"
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    return lambda folder: [(folder / name).unlink() for name in names] and None
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}})
+SPOILT = [
+    (remove("config.json"), "has no config.json"),
+    (write("config.json", "{"), "config.json is no JSON object"),
+    (write("config.json", "[" * 100_000), "config.json is no JSON object"),
+    (write("config.json", "[]"), "config.json is no JSON object"),
+    (write("config.json", "{}"), "config.json has no model_type"),
+    (
+        remove("model.safetensors"),
+        "has no weights, that is no *.safetensors: this folder holds chat_template",
+    ),
+    (write("model.safetensors.index.json", INDEX), "lacks 1 of the weight files"),
+    (remove("tokenizer.json"), "data.tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "says"), SPOILT)
+def test_a_spoilt_folder_is_refused(
+    spoil: Callable[[Path], None], says: str, base: list[str], tmp_path: Path
+) -> None:
+    spoil(tmp_path / "model")
+    assert says in problem(base)
+    data = [f"data.train_files={tmp_path}/train.parquet", f"trainer.default_local_dir={tmp_path}/run"]
+    assert says in problem([*data, f"model.path={tmp_path}/model"], root=SFTConfig)
+
+
+def test_a_pickle_is_named_with_its_remedy(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    assert "pytorch_model.bin is a pickle, which is never loaded: convert it to safetensors" in problem(base)
+
+
+def test_a_file_is_no_folder(base: list[str], tmp_path: Path) -> None:
+    assert "is a file: give the Hugging Face folder" in problem(base, f"{MODEL}={tmp_path}/model/config.json")
+
+
+def test_each_role_that_the_run_builds_is_looked_at(base: list[str], tmp_path: Path) -> None:
+    other = write_model_folder(tmp_path / "other")
+    (other / "config.json").unlink()
+    critic = f"critic.model.path={other}"
+    assert "critic.model.path" in problem(base, critic, "algorithm.adv_estimator=gae")
+    # a critic that is not built is not looked at
+    prepare_config(
+        PPOConfig, [*base, critic, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+    )
+    teacher = ["algorithm.adv_estimator=on_policy_distillation", f"distillation.teacher_model.path={other}"]
+    assert "distillation.teacher_model.path" in problem(base, *teacher)
+
+
+def rows(prompt: object) -> pa.Table:
+    return pa.table({"prompt": [prompt], "text": ["a"]})
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
+def test_messages_need_a_chat_template_and_texts_do_not(suffix: str, base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    for prompt, refused in (([{"role": "user", "content": "a"}], True), ("a", False)):
+        file = tmp_path / f"rows.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(rows(prompt), file)
+        else:
+            row = json.dumps({"prompt": prompt})
+            file.write_text(f"\n{row}\n" if suffix == "jsonl" else f"[{row}]")
+        overrides = [*base, f"data.train_files={file}"]
+        if refused:
+            assert "has no chat template, and the data holds messages: set data.tokenizer" in problem(
+                overrides
+            )
+        else:
+            prepare_config(PPOConfig, overrides)
+
+
+def test_the_built_in_task_needs_a_chat_template(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    task = ["data.train_files=[]", "data.val_files=[]", "data.task.name=arithmetic_chain"]
+    assert "has no chat template" in problem(base, *task)
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    prepare_config(PPOConfig, [*base, *task])
+
+
+def test_the_files_of_a_tokenizer_are_those_that_loading_knows() -> None:
+    assert check_model.TOKENIZER_FILES == tokenizer.TOKENIZER_FILES
+
+
+def test_it_is_found_before_torch_is_imported(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").unlink()
+    code = (
+        f"import sys\nfrom hybridflow.trainer.main_ppo import main\nstatus = main({base!r})\nassert status "
+        "== 1 and 'torch' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and "has no config.json" in ended.stderr, ended.stderr

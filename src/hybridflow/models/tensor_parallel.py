@@ -231,9 +231,10 @@ class _PartialNorm(ParallelStyle):
             # looked up at each call, as sharding puts gathered parameters in their place for the time of a
             # pass
             parameters: dict[str, Any] = dict(module._parameters)
-            module._parameters.update(
-                {name: p if p is None else _SumGradient.apply(p, group) for name, p in parameters.items()}
-            )  # type: ignore[no-untyped-call]
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    summed: Any = _SumGradient.apply(parameter, group)  # type: ignore[no-untyped-call]
+                    module._parameters[name] = summed
             try:
                 return forward(*args, **kwargs)
             finally:

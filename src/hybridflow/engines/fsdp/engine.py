@@ -109,6 +109,7 @@ class FSDPEngine:
         self.optimizer.zero_grad()
         metrics = Metrics()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        odd: dict[str, Tensor] = {}  # numbers that are not finite, by name of the output
         with self.residence.parameters(), self.residence.masters():
             with _memory_named(self.name, limits):
                 micros = self._plan(batch, limits)
@@ -120,13 +121,15 @@ class FSDPEngine:
                     if micro.rows is None:
                         nothing(named).backward()
                         continue
+                    for key, value in named.items():
+                        odd[key] = odd.get(key, 0) + (~value.detach().isfinite()).sum()
                     outputs = {key: packed.unpack(value) for key, value in named.items()}
                     share, micro_metrics = loss(outputs, micro.rows)
                     share.backward()
                     total += share.detach()
                     metrics.update(micro_metrics)
                 self._reshard()
-            return self._step(batch, total, metrics)
+            return self._step(batch, total, metrics, odd)
 
     @property
     def rests(self) -> bool:
@@ -165,7 +168,11 @@ class FSDPEngine:
         dist.all_reduce(numbers)
         return float(numbers[0]), numbers[1].sqrt()
 
-    def _step(self, batch: DataProto, total: Tensor, metrics: Metrics) -> Metrics:
+    def _step(self, batch: DataProto, total: Tensor, metrics: Metrics, odd: Mapping[str, Tensor]) -> Metrics:
+        """Apply the gradients of a mini-batch whose loss is `total`, or report why that cannot be done.
+
+        `odd`: how many of the module's outputs are not finite, 0-d each, by name.
+        """
         assert self.optimizer is not None and self.optim is not None
         loss, norm = self._measure(total)
         grad_norm = float(norm)
@@ -178,7 +185,8 @@ class FSDPEngine:
             metrics.add_sum(f"{self.name}/num_skipped_steps", 0.0 if finite else 1.0)
         if not finite:
             self.optimizer.zero_grad()
-            self.guard.report(batch, loss, grad_norm, self.num_steps)
+            outputs = {name: int(count) for name, count in odd.items()}
+            self.guard.report(batch, loss, grad_norm, self.num_steps, outputs)
             return metrics
         self.guard.in_a_row = 0
         if counts:

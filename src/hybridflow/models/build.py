@@ -243,8 +243,8 @@ def load_whole(
             f"{sorted(info['mismatched_keys'])[:3]}"
         )
     without_dropout(hf)
+    hf.source_dtype = before
     model: PreTrainedModel = hf.to(device)
-    model.source_dtype = before
     return model
 
 

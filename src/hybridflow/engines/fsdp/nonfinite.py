@@ -13,14 +13,15 @@ from hybridflow.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
-_IMPOSSIBLE_TOKEN = (
-    "A token of log-prob -inf was sampled and has probability 0 here, so importance ratios and KL terms are NaN "
-    "or infinite. Look for weights that have diverged (lower the learning rate), and for tokens that generation "
-    "allows and training does not"
+_ODD_LOG_PROB = (
+    "Either the weights have diverged (then lower the learning rate), or a sampled token has probability 0, "
+    "log-prob -inf, which makes importance ratios and KL terms NaN or infinite (then look for tokens that "
+    "generation allows and training does not)"
 )
 _BROKEN_INPUT = "Look at what it was computed from, first of all the scores of the reward function"
 _OVERFLOW = (
-    "The model's outputs and the columns of its rows are finite, so the loss or its gradient overflows. Look for "
+    "The model's outputs and the columns of its rows are finite, so the loss or its gradient overflows. "
+    "Look for "
     "a learning rate that is too high, and for a reward or an advantage of great size"
 )
 
@@ -47,20 +48,23 @@ class NonfiniteGuard:
         num_steps: int,
         outputs: Mapping[str, int] | None = None,
     ) -> None:
-        """Count a skipped step, write down its rows, and warn; TrainingError once there are too many in a row.
+        """Count a skipped step, write down its rows, and warn; TrainingError once there are too many in a
+        row.
 
         `num_steps` optimizer steps were applied before. `outputs`: how many of the module's outputs for these
         rows are not finite, by name.
         """
         self.in_a_row += 1
         text = (
-            f"{self.name}: this optimizer step is skipped, because its loss or its gradient is not finite (loss "
+            f"{self.name}: this optimizer step is skipped, because its loss or its gradient is not finite "
+            "(loss "
             f"{loss}, gradient norm {grad_norm}; {self.in_a_row} in a row of at most {self.limit}). "
             f"{_cause(batch, outputs or {})}. {self._keep(batch, num_steps)}"
         )
         if self.in_a_row >= self.limit:
             raise TrainingError(
-                f"{text}. The run stops; trainer.max_nonfinite_steps sets how many such steps in a row are allowed."
+                f"{text}. The run stops; trainer.max_nonfinite_steps sets how many such steps in a row are "
+                "allowed."
             )
         logger.warning(text)
 
@@ -78,12 +82,15 @@ class NonfiniteGuard:
 def _cause(batch: DataProto, outputs: Mapping[str, int]) -> str:
     """Return what is known of why a step is not finite, as sentences that say where to look."""
     for name, where, value in _odd_entries(batch):
-        found = f"{name} is {value} at {where}"
-        return f"{found}. {_IMPOSSIBLE_TOKEN if _is_log_prob(name) else _BROKEN_INPUT}"
+        if _is_log_prob(name):
+            return f"{name} is {value} at {where}. {_ODD_LOG_PROB}"
+        return f"{name} is {value} at {where}. {_BROKEN_INPUT}"
     for name, count in outputs.items():
         if count:
             found = f"{count} of the model's {name} for these rows are not finite"
-            return f"{found}. {_IMPOSSIBLE_TOKEN if _is_log_prob(name) else _OVERFLOW}"
+            if _is_log_prob(name):
+                return f"{found}. {_ODD_LOG_PROB}"
+            return f"{found}. {_OVERFLOW}"
     return _OVERFLOW
 
 
@@ -94,10 +101,8 @@ def _is_log_prob(name: str) -> bool:
 def _odd_entries(batch: DataProto) -> Iterator[tuple[str, str, float]]:
     """Yield the first entry that is not finite of each per-token column, where its token is learned from."""
     mask = batch.batch["loss_mask" if "loss_mask" in batch else "response_mask"].bool()
-    columns: Mapping[str, Tensor] = dict(batch.batch.items())
-    for name in sorted(columns):
-        column = columns[name]
-        if not column.is_floating_point() or column.shape != mask.shape:
+    for name, column in sorted(batch.batch.items()):
+        if not isinstance(column, Tensor) or not column.is_floating_point() or column.shape != mask.shape:
             continue
         odd = (~column.isfinite() & mask.to(column.device)).nonzero()
         if len(odd):

@@ -1,8 +1,8 @@
-"""Which part of each parameter a rank holds or wants: an axis-aligned box of the whole tensor, in the whole
-tensor's indices.
+"""The part of a parameter that a rank holds or wants: an axis-aligned box, in the indices of the whole
+tensor.
 
-Sharding by FSDP (dim 0, uneven), by tensor parallelism (any one dim) and by both (a strided shard) all leave
-a rank with one box.
+A rank has exactly one box of a parameter under FSDP (dim 0, uneven), under tensor parallelism (any one dim)
+and under both (a strided shard).
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 @dataclass(frozen=True)
 class Box:
-    """Indices start[d] ≤ i < stop[d] in each dim d; of a 0-d tensor, the whole."""
+    """A box with the indices start[d] ≤ i < stop[d] in each dimension d; a 0-d tensor has one box, the whole.
+    """
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """Return the box that covers a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes."""
+        """Size of the box in each dimension."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop))
 
     @property
@@ -40,8 +41,9 @@ class Box:
         return count
 
     def cut(self, dim: int, part: int, parts: int) -> Box:
-        """Part number `part` of `parts` along `dim`, as torch.chunk sizes them: the first ones are equal, the
-        last may be empty.
+        """Return part number `part` of `parts` along `dim`.
+
+        Parts are sized as torch.chunk does it: the first ones are equal, the last may be empty.
         """
         size = -(-(self.stop[dim] - self.start[dim]) // parts)
         first = min(self.start[dim] + part * size, self.stop[dim])
@@ -52,23 +54,25 @@ class Box:
         )
 
     def __and__(self, other: Box) -> Box | None:
-        """What both cover; None where that is nothing."""
+        """Return the box that both cover, or None where they do not overlap."""
         start = tuple(max(pair) for pair in zip(self.start, other.start))
         stop = tuple(min(pair) for pair in zip(self.stop, other.stop))
-        return Box(start, stop) if all(a < b for a, b in zip(start, stop)) else None
+        if all(a < b for a, b in zip(start, stop)):
+            return Box(start, stop)
+        return None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds exactly `outer`."""
+        """Return the slices at which this box lies in a tensor that holds exactly the box `outer`."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start))
 
 
 def box_at(
     shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> Box:
-    """The box of a tensor of `shape` at a mesh coordinate.
+    """Return the box that the rank at a mesh coordinate holds of a tensor of `shape`.
 
-    A strided shard says that the dim was cut by the mesh's later dims first (tensor parallelism), then by
-    this one (FSDP).
+    A strided shard means that the dimension was cut by the mesh's later dimensions first (tensor
+    parallelism), then by this one (FSDP).
     """
     box = Box.whole(shape)
     plain = [

@@ -12,8 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The torch device of `auto` (CUDA where there is one, else CPU), `cpu` or `cuda`; `local_rank` picks
-    among the GPUs.
+    """Return the torch device that `auto` (CUDA where there is one, else CPU), `cpu` or `cuda` means.
+
+    `local_rank` picks one of the machine's GPUs.
 
     Raises ConfigError for another name, and for `cuda` on a machine without one.
     """
@@ -22,11 +23,9 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        built = (
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else f"torch {torch.__version__} is built without CUDA"
-        )
+        built = f"torch {torch.__version__} is built without CUDA"
+        if torch.version.cuda:
+            built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
         raise ConfigError(
             f"trainer.device=cuda, but no CUDA device is usable here ({built}): set trainer.device=auto or "
             "cpu"
@@ -41,7 +40,8 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def set_threads(num_threads: int | None) -> int:
-    """Set torch's CPU threads of this process (None: leave them) and return how many there are now."""
+    """Set the number of CPU threads that torch uses in this process, and return it; None leaves it as it is.
+    """
     if num_threads is not None:
         if num_threads < 1:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""The device meshes and groups of one model in training, in a process that is a rank of its pool.
+"""The device meshes and process groups of one model in training, as one rank of its pool sees them.
 
-rank = (copy, shard, tp)       the parameters: copies of the model × shards of a copy × tensor-parallel slices
-of a shard rank = (dp, sp) or (dp, tp)    the rows: parts × ranks that compute the same part
+rank = (copy, shard, tp)         parameters: copies of the model × shards of a copy × tensor-parallel slices
+rank = (dp, sp) or (dp, tp)      rows: parts of the batch × ranks that compute the same part
 """
 
 from __future__ import annotations
@@ -15,30 +15,35 @@ __all__ = ["EngineMesh", "ParallelSizes"]
 
 
 class EngineMesh:
-    """Meshes over all ranks of this process's group; all of them build it together, in the same order as any
-    other.
+    """Meshes over all ranks of the default process group, which all build it together.
+
+    Every rank must make its meshes in the same order.
     """
 
     fsdp: DeviceMesh
-    """("shard",), or ("copy", "shard") with HSDP."""
+    """The mesh that parameters are sharded over: ("shard",), or ("copy", "shard") with HSDP."""
     tensor: DeviceMesh | None
-    """("tp",), where there is tensor parallelism."""
+    """The mesh ("tp",) of tensor parallelism, or None without it."""
     sequence_group: dist.ProcessGroup | None
-    """The ranks that share the tokens of this rank's rows, where there are others."""
+    """The ranks that share the tokens of this rank's rows, or None where it has its rows alone."""
 
     def __init__(self, sizes: ParallelSizes, device_type: str) -> None:
-        assert dist.is_initialized() and dist.get_world_size() == sizes.world_size, (
-            f"sizes are for {sizes.world_size} ranks and the group has "
-            f"{dist.get_world_size() if dist.is_initialized() else 'not begun'}"
+        assert dist.is_initialized(), "a mesh needs a process group"
+        assert dist.get_world_size() == sizes.world_size, (
+            f"the sizes are for {sizes.world_size} ranks and the process group has {dist.get_world_size()}"
         )
-        self.sizes, self.rank = sizes, dist.get_rank()
+        self.sizes = sizes
+        self.rank = dist.get_rank()
         named = [("copy", sizes.copies), ("shard", sizes.shards), ("tp", sizes.tensor)]
         named = [axis for axis in named if axis[0] == "shard" or axis[1] > 1]
         names = tuple(name for name, _ in named)
         whole = init_device_mesh(device_type, tuple(size for _, size in named), mesh_dim_names=names)
         inner = tuple(name for name in names if name != "tp")
-        self.fsdp = whole if inner == names else whole[inner]
-        self.tensor = whole["tp"] if "tp" in names else None
+        self.fsdp = whole
+        self.tensor = None
+        if "tp" in names:
+            self.fsdp = whole[inner]
+            self.tensor = whole["tp"]
         self.sequence_group = None
         if sizes.sequence > 1:
             rows = init_device_mesh(device_type, (sizes.data, sizes.sequence), mesh_dim_names=("dp", "sp"))
@@ -46,12 +51,12 @@ class EngineMesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the rows this rank computes."""
+        """Number of the part of the rows that this rank computes."""
         return self.sizes.data_rank(self.rank)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank's outputs and loss count: the first of those with the same rows."""
+        """Whether this rank is the first of those with the same rows, whose outputs and loss count."""
         return self.sizes.is_leader(self.rank)
 
 
@@ -59,10 +64,12 @@ _known: dict[tuple[ParallelSizes, str], tuple[object, EngineMesh]] = {}
 
 
 def engine_mesh(sizes: ParallelSizes, device_type: str) -> EngineMesh:
-    """The mesh for `sizes`, made once in a process group: models of equal sizes share it, since each group
-    costs memory on a GPU.
+    """Return the mesh for `sizes`, which models of equal sizes in one process group share.
+
+    Each further group would cost memory on a GPU.
     """
-    world, key = dist.group.WORLD, (sizes, device_type)
+    world = dist.group.WORLD
+    key = (sizes, device_type)
     # this process may have left a group and joined another
     if key not in _known or _known[key][0] is not world:
         _known[key] = (world, EngineMesh(sizes, device_type))

@@ -1,5 +1,5 @@
-"""The torch.distributed world of a resource pool: joined once by each of its processes, left at the end;
-and what its ranks tell each other.
+"""The torch.distributed world of a resource pool, which each of its processes joins once and leaves at the
+end, and small collectives over it.
 
 CPU tensors travel by gloo, CUDA tensors by NCCL. Small numbers that all ranks must agree on (counts, flags)
 are CPU tensors on purpose: they never make a GPU wait.
@@ -23,11 +23,10 @@ T = TypeVar("T")
 
 
 def init(rank: int, world_size: int, address: str, port: int, device: torch.device, timeout_s: float) -> None:
-    """Join the group of `world_size` processes whose rank 0 listens at `address`:`port`; a collective waits
-    at most `timeout_s` seconds.
+    """Join the group of `world_size` processes whose rank 0 listens at `address`:`port`.
 
-    Raises WorkerError where the others cannot be reached. A second call in a process is a mistake of ours
-    (assert).
+    Every collective waits at most `timeout_s` seconds. Raises WorkerError where the others cannot be reached;
+    a process may join only once.
     """
     assert not dist.is_initialized(), "this process is in a group already"
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
@@ -35,7 +34,9 @@ def init(rank: int, world_size: int, address: str, port: int, device: torch.devi
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    host = f"[{address}]" if ":" in address else address
+    host = address
+    if ":" in address:  # IPv6
+        host = f"[{address}]"
     try:
         dist.init_process_group(
             backend,
@@ -47,27 +48,31 @@ def init(rank: int, world_size: int, address: str, port: int, device: torch.devi
     except (RuntimeError, ValueError, OSError) as error:
         raise WorkerError(
             f"rank {rank} of {world_size} could not join the others at {address}:{port} within "
-            f"{timeout_s:.0f} s: "
-            f"{' '.join(str(error).split())[:300]}. Is the port free and open between the nodes?",
+            f"{timeout_s:.0f} s: {' '.join(str(error).split())[:300]}. Is the port free and open between "
+            "the nodes?",
             rank=rank,
         ) from error
     logger.debug("rank %d of %d has joined at %s:%d (%s)", rank, world_size, address, port, backend)
 
 
 def destroy() -> None:
-    """Leave the group; nothing happens where there is none."""
+    """Leave the group, if this process has joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """This process's number in `group` (None: in its world) and how many there are; 0 of 1 without a world."""
-    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    """Return this process's rank in `group` (None: the world) and the group's size; (0, 1) without a world.
+    """
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of `group` (None: of the world, if there is one) gives, in their order; all of them call
-    it together.
+    """Return the objects of all ranks of `group` (None: of the world, if there is one), in rank order.
+
+    All of them call it together.
     """
     _, size = rank_and_size(group)
     if size == 1:
@@ -78,14 +83,15 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def max_over(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """The largest of each number over the ranks of `group` (None: of the world, if there is one); all of them
-    call it together.
+    """Return the largest of each number over the ranks of `group` (None: of the world, if there is one).
+
+    All of them call it together.
     """
     return _reduced(values, dist.ReduceOp.MAX, group)
 
 
 def min_over(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """Like `max_over`, the least of each."""
+    """Return the least of each number over the ranks; otherwise like `max_over`."""
     return _reduced(values, dist.ReduceOp.MIN, group)
 
 

@@ -1,8 +1,9 @@
 """Ranks that generate together: each has a slice of every dense layer, and all take the same steps on the
 same requests.
 
-What decides a step must be the same on all of them: logits are, since partial products are summed over the
-ranks; random numbers are, by their keys; and what depends on a rank's own memory is agreed here.
+Everything that decides a step must be equal on all of them. Logits are, since partial products are summed
+over the ranks; random numbers are, since each has a key; anything that depends on a rank's own memory is
+agreed on here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _WORD = 1 << 62
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks of one replica, seen from one of them; alone unless told otherwise."""
+    """The ranks of one replica, as one of them sees it; a rank alone is the default."""
 
     size: int = 1
     rank: int = 0
@@ -28,10 +29,10 @@ class Replica:
 
     @classmethod
     def of_this_rank(cls, size: int) -> Replica:
-        """The replica of `size` consecutive ranks of this process's world; all ranks of the world call it
-        together.
+        """Return the replica of `size` consecutive ranks that this rank belongs to.
 
-        Raises ConfigError where the world cannot be divided into such replicas.
+        All ranks of the world call it together. Raises ConfigError where the world cannot be divided into
+        such replicas.
         """
         if size == 1:
             return cls()
@@ -39,8 +40,7 @@ class Replica:
         if ranks % size:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {ranks} "
-                "rank(s) of a pool that "
-                "generates: set it to a divisor of them"
+                "rank(s) of the pool that generates: set it to a divisor of them"
             )
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
         return cls(size, rank % size, groups[rank // size])
@@ -52,11 +52,15 @@ class Replica:
         return tensor
 
     def smallest(self, number: int) -> int:
-        """The least of a number over the ranks."""
-        return number if self.size == 1 else min_over([number], self.group)[0]
+        """Return the least of a number over the ranks, which all call this together."""
+        if self.size == 1:
+            return number
+        return min_over([number], self.group)[0]
 
     def check_same(self, tokens: int) -> None:
-        """Raise RolloutError on all ranks where they sampled different tokens, which `tokens` stands for."""
+        """Raise RolloutError on all ranks if they sampled different tokens; `tokens` is a number made of
+        them.
+        """
         if self.size == 1:
             return
         word = tokens % _WORD
@@ -64,7 +68,6 @@ class Replica:
         if least != -largest:
             raise RolloutError(
                 f"the {self.size} ranks of a replica sampled different tokens from the same requests, so "
-                "their logits differ. Are their "
-                "machines and their software equal? Else set "
+                "their logits differ. Are their machines and their software equal? Else set "
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
             )

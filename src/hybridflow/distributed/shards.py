@@ -1,4 +1,4 @@
-"""Between a whole tensor and what a rank holds of it."""
+"""The way between a whole tensor and the part of it that a rank holds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from hybridflow.distributed.boxes import Box, box_at
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds, detached, in the same memory."""
+    """Return the part of a tensor that this rank holds, detached, in the same memory."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def own_box(tensor: Tensor) -> Box:
-    """The box of the whole that this rank holds, empty where it holds nothing; a plain tensor is whole."""
+    """Return the box of the whole that this rank holds; it may be empty, and covers all of a plain tensor."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -30,17 +32,16 @@ def own_box(tensor: Tensor) -> Box:
 
 
 def own_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Where `local(tensor)` lies in the whole: one slice for each dim, empty ones where this rank holds
-    nothing.
+    """Return the slices at which `local(tensor)` lies in the whole; empty ones where this rank holds nothing.
     """
     return own_box(tensor).within(Box.whole(tensor.shape))
 
 
 def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
-    """`part`, this rank's piece, as a tensor spread over ranks as `tensor` is; `part` itself where `tensor`
-    is whole.
+    """Return `part`, this rank's piece, as a DTensor with the placements of `tensor`, or as it is where
+    `tensor` is not sharded.
 
-    It stays on its device: `DTensor.from_local` would send what rests in CPU memory to the mesh's.
+    The piece stays on its device; `DTensor.from_local` would move offloaded pieces to the mesh's.
     """
     if not isinstance(tensor, DTensor):
         return part
@@ -53,8 +54,9 @@ def placed_like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def piece_for(tensor: Tensor, value: Tensor) -> Tensor:
-    """The piece of `value` that belongs to this rank's part of `tensor`, of equal shape; all ranks ask
-    together where layouts differ.
+    """Return the piece of `value` that belongs to this rank's part of `tensor`, which has the same shape.
+
+    Where the two are sharded differently, all ranks call this together.
     """
     if isinstance(value, DTensor):
         if (
@@ -68,10 +70,11 @@ def piece_for(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def replicas(tensor: Tensor, world_size: int) -> int:
-    """How many of the `world_size` ranks hold the same piece."""
+    """Return how many of the `world_size` ranks hold the same piece of a tensor."""
     if not isinstance(tensor, DTensor):
         return world_size
     pieces = 1
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
-        pieces *= 1 if placement.is_replicate() else size
+        if not placement.is_replicate():
+            pieces *= size
     return world_size // pieces

@@ -1,11 +1,11 @@
-"""What a training engine promises: a forward over rows, an optimizer step over a mini-batch, and its whole
-state.
+"""The interface of training engines: a forward over rows, an optimizer step on a mini-batch, and the state of
+both model and optimizer.
 
     rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► outputs [b, R] ──loss──► gradients
     ──step──► parameters
 
-The engine never sees an algorithm: what the module is asked for is a `ForwardFn`, what is minimised a
-`LossFn`, both handed in.
+The engine never sees an algorithm. It is handed a `ForwardFn`, which runs the module, and a `LossFn`, whose
+result is minimised.
 """
 
 from __future__ import annotations
@@ -30,33 +30,32 @@ LossFn = Callable[[dict[str, Tensor], DataProto], tuple[Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How much one forward may hold; whichever limit binds first."""
+    """Limits on the size of one forward pass, all of which hold."""
 
     max_tokens: int
-    """Tokens, a hard cap."""
+    """Largest number of tokens."""
     max_rows: int | None = None
-    """Rows; None: no limit."""
+    """Largest number of rows; None means no limit."""
     keep_groups: bool = False
-    """True: rows of equal `group_ids` (a column [B] int64 of the batch) are in one forward, for a loss that
-    compares them.
+    """Whether rows of equal `group_ids` (a column [B] int64 of the batch) must be in one forward, for a loss
+    that compares them.
     """
     share_prompts: bool = False
-    """True: rows of one prompt go into one forward where they fit, which computes the prompt once for all of
-    them.
+    """Whether rows of one prompt go into one forward where they fit, which computes the prompt once for all.
     """
 
 
 class TrainEngine(Protocol):
-    """One model in training. Implementations: `engines/fsdp`."""
+    """One model in training. `engines/fsdp` implements it."""
 
     module: nn.Module
     device: torch.device
     narrow: Mapping[str, torch.dtype]
-    """The dtypes in which it computes with parameters that it keeps in a wider one, by name."""
+    """Compute dtypes of the parameters that are kept in a wider dtype, by name."""
 
     @property
     def rests(self) -> bool:
-        """Whether the parameters leave the device between phases."""
+        """Whether the parameters are offloaded to CPU memory between phases."""
         ...
 
     def onload(self) -> None:
@@ -64,25 +63,28 @@ class TrainEngine(Protocol):
         ...
 
     def offload(self) -> None:
-        """Send the parameters back to where they rest, if nobody else asked for them."""
+        """Undo one `onload`; the last one sends the parameters back to CPU memory, if they are offloaded."""
         ...
 
     def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
-        """Outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is predicted."""
+        """Return the outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is
+        predicted.
+        """
         ...
 
     def train_mini_batch(
         self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits
     ) -> Metrics:
-        """One optimizer step on the rows of `batch`, whose `loss` shares sum to the mini-batch's loss.
+        """Take one optimizer step on the rows of `batch`, whose `loss` shares sum to the mini-batch's loss.
 
-        `num_updates` counts it where it was applied, `num_skipped_steps` where its loss or gradient was not
-        finite.
+        The metric `num_updates` is 1 where the step was applied, `num_skipped_steps` where its loss or
+        gradient was not finite.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Module, optimizer and schedule: all that a resumed engine needs to go on to the bit."""
+        """Return the state of module, optimizer and schedule, with which a resumed engine goes on to the bit.
+        """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,11 +1,13 @@
-"""From a model's keys to an engine: on one rank the model as it is, on several its shards.
+"""Build a training engine from a model's keys: with the whole model on one rank, with its shards on several.
 
-one rank        files ─► whole model ─► adapters ─► engine several ranks   meta device ─► tensor parallel ─►
-adapters ─► shards ─► memory ─► own slices of the files ─► engine
+one rank        files ─► whole model ─► adapters ─► engine
+several ranks   meta device ─► tensor parallel ─► adapters ─► shards ─► memory ─► own slices of the files
+                ─► engine
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +25,17 @@ from hybridflow.errors import HybridFlowError, ModelError
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
 from hybridflow.models.build import build_policy, build_value, resolve_dtype
 from hybridflow.models.lora import LoraSettings, add_lora, init_lora
+from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe_twin import probe_twin
 from hybridflow.models.sharded_load import MetaModel, load_weights, materialise, meta_model
 from hybridflow.models.tensor_parallel import apply_tensor_parallel
 from hybridflow.models.value import ValueModel
 
 Kind = Literal["policy", "value"]
+_BUILDERS: dict[Kind, Callable[..., PolicyModel | ValueModel]] = {
+    "policy": build_policy,
+    "value": build_value,
+}
 
 
 def build_engine(
@@ -46,35 +53,38 @@ def build_engine(
     activation_offload: bool = False,
     lora: LoraSettings | None = None,
 ) -> FSDPEngine:
-    """The engine of a policy or a value model; `model` holds the arguments of `build_policy`, and without
-    `optim` nothing is trained.
+    """Build the engine of a policy or a value model.
 
-    With more than one rank, all ranks of the process group build it together. Raises ModelError as
-    `build_policy` does.
+    `model` holds the arguments of `build_policy`; without `optim` nothing is trained. With more than one
+    rank, all ranks of the process group build it together. Raises ModelError as `build_policy` does.
     """
     device = torch.device(model["device"])
     settings = {key: value for key, value in model.items() if key not in ("device", "dtype")}
-    dtype = (
-        model.get("dtype", "auto")
-        if fsdp.mixed_precision.param_dtype == "auto"
-        else fsdp.mixed_precision.param_dtype
-    )
-    mesh = None if sizes.world_size == 1 else engine_mesh(sizes, device.type)
+    dtype = fsdp.mixed_precision.param_dtype
+    if dtype == "auto":
+        dtype = model.get("dtype", "auto")
+    mesh: EngineMesh | None = None
+    if sizes.world_size > 1:
+        mesh = engine_mesh(sizes, device.type)
     narrow: dict[str, torch.dtype] = {}
+    blocks: list[nn.Module] = []
     if mesh is None:
-        module = (build_policy if kind == "policy" else build_value)(device=device, dtype=dtype, **settings)
+        build = _BUILDERS[kind]
+        module = build(device=device, dtype=dtype, **settings)
         if lora is not None:
             add_lora(module, lora)
         if optim is None:
             module.requires_grad_(False)
-        blocks = decoder_blocks(module) if fsdp.use_torch_compile or activation_offload else []
+        if fsdp.use_torch_compile or activation_offload:
+            blocks = decoder_blocks(module)
     else:
         probe = settings.pop("probe", True)
         meta = meta_model(kind, dtype=resolve_dtype(dtype, device), **settings)
         if probe:
             asked = {name: bool(settings.get(name, False)) for name in ("trust_remote_code", "use_liger")}
             _probe_together(meta, device, mesh, **asked)
-        module, blocks = meta.module, decoder_blocks(meta.module)
+        module = meta.module
+        blocks = decoder_blocks(module)
         narrow = _shard(meta, blocks, mesh, fsdp, device, trained=optim is not None, lora=lora)
     if fsdp.use_torch_compile:
         compile_blocks(module, blocks)
@@ -104,8 +114,9 @@ def _shard(
     trained: bool,
     lora: LoraSettings | None,
 ) -> dict[str, torch.dtype]:
-    """Cut a model on the meta device and read this rank's part of it; returns the dtypes of parameters with
-    wider shards.
+    """Shard a model on the meta device and read this rank's part of its weights.
+
+    Returns the compute dtypes of the parameters whose shards are wider, by name.
     """
     module = meta.module
     if mesh.tensor is not None:
@@ -117,7 +128,10 @@ def _shard(
     module.sequence_group = mesh.sequence_group
     narrow = widen_trained(module)
     shard(module, blocks, mesh, fsdp, meta.dtype)
-    materialise(module, torch.device("cpu") if fsdp.offload_policy else device, device)
+    home = device
+    if fsdp.offload_policy:
+        home = torch.device("cpu")
+    materialise(module, home, device)
     load_weights(meta)
     if lora is not None:
         init_lora(module, lora)
@@ -130,7 +144,7 @@ def _shard(
 def _probe_together(
     meta: MetaModel, device: torch.device, mesh: EngineMesh, *, trust_remote_code: bool, use_liger: bool
 ) -> None:
-    """Rank 0 probes the architecture; ModelError on all ranks where it cannot be trained."""
+    """Probe the architecture on rank 0; raise ModelError on all ranks if it cannot be trained."""
     failure: HybridFlowError | None = None
     if mesh.rank == 0:
         try:

@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 Lora = Literal["fold", "keep"]
 Dtype = Literal["source", "trained", "float32", "bfloat16", "float16"]
-"""Dtype of merged weights: the one of the model that the run started from, the one it was trained in, or this."""
+"""Dtype of merged weights: the one of the model that the run started from, the one it was trained in, or
+this.
+"""
 
 
 def merge(
@@ -72,7 +74,8 @@ def merge(
         )
     if lora == "keep" and dtype != "source":
         raise ConfigError(
-            f"--dtype {dtype} with --lora keep: adapters that stay adapters are written as they were trained. "
+            f"--dtype {dtype} with --lora keep: adapters that stay adapters are written as they were "
+            "trained. "
             "Leave --dtype out"
         )
     written = _written_dtype(source, dtype)
@@ -222,7 +225,8 @@ def _in_dtype(
         rounded = tensor.to(getattr(torch, written))
         if bool((rounded.isinf() & tensor.isfinite()).any()):
             raise CheckpointError(
-                f"{name} has numbers up to {float(tensor.abs().max()):.3g}, which {written} cannot hold: merge "
+                f"{name} has numbers up to {float(tensor.abs().max()):.3g}, which {written} cannot hold: "
+                "merge "
                 "with --dtype bfloat16 or --dtype float32"
             )
         yield name, rounded.to(getattr(torch, source.dtype))
@@ -285,8 +289,10 @@ def _check_log_probs(policy: PolicyModel, wanted: Tensor, allowed: Allowed, fold
     found = difference(probe_log_probs(policy), wanted, allowed.dtype)
     if not found <= allowed.nats:  # also where it is nan
         raise CheckpointError(
-            f"{folder} and the checkpoint do not give the same log-probs: they differ by {found:.3g} nats, and "
-            f"{allowed.nats:.3g} is allowed for {str(allowed.dtype).removeprefix('torch.')}. Write wider weights "
+            f"{folder} and the checkpoint do not give the same log-probs: they differ by {found:.3g} nats, "
+            "and "
+            f"{allowed.nats:.3g} is allowed for {str(allowed.dtype).removeprefix('torch.')}. Write wider "
+            "weights "
             "(--dtype trained); for adapters, give the model that the run started from (--base_model)"
         )
     return f"log-probs of a probe batch within {found:.2g} nats of those of the checkpoint's model"

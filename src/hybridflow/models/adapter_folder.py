@@ -1,5 +1,6 @@
-"""A LoRA adapter as a folder in peft's format: adapter_config.json and adapter_model.safetensors, never a
-pickle.
+"""A LoRA adapter as a folder in peft's format: adapter_config.json and adapter_model.safetensors.
+
+A pickle is never read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hybridflow.errors import ModelError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft puts before a layer's name in the causal language model."""
+"""Prefix that peft puts before a layer's name in the causal language model."""
 
 _KEPT = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 _REFUSED = {
@@ -46,15 +47,15 @@ class AdapterFile:
 
     path: Path
     settings: dict[str, Any]
-    """Rank and weight, as arguments of peft's LoraConfig."""
+    """Rank and alpha, as arguments of peft's LoraConfig."""
     tensors: dict[str, Tensor]
-    """By `LAYER.lora_A` and `LAYER.lora_B`, LAYER a name in the causal language model."""
+    """Tensors by `LAYER.lora_A` and `LAYER.lora_B`, where LAYER is a name in the causal language model."""
     base: str | None
-    """The model that it was trained on."""
+    """The model that the adapter was trained on."""
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """The content of adapter_config.json; ModelError where it is missing or asks for more than plain LoRA."""
+    """Return the content of adapter_config.json; ModelError where it is missing or is not plain LoRA."""
     path = Path(folder).expanduser()
     try:
         config: dict[str, Any] = json.loads((path / CONFIG).read_text(encoding="utf-8"))
@@ -81,7 +82,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_adapter(folder: str | Path) -> AdapterFile:
-    """Read an adapter; ModelError says what is missing or not supported."""
+    """Read an adapter; ModelError names the part that is missing or not supported."""
     path = Path(folder).expanduser()
     config = read_adapter_config(path)
     if not (path / WEIGHTS).is_file():
@@ -110,12 +111,12 @@ def read_adapter(folder: str | Path) -> AdapterFile:
 
 
 def write_adapter_config(folder: Path, config: Any) -> None:
-    """Write `config`, a peft LoraConfig."""
+    """Write `config`, a peft LoraConfig, to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
 
 
 def write_adapter_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write whole tensors by `LAYER.lora_A` and `LAYER.lora_B` under the names that peft reads."""
+    """Write whole tensors, named `LAYER.lora_A` and `LAYER.lora_B`, under the names that peft reads."""
     named = {f"{PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / WEIGHTS, metadata={"format": "pt"})

@@ -1,10 +1,10 @@
 """The one attention function, for packed training and for cached generation.
 
-Transformers calls `attention` from every layer; the `layout` that came in through `model(..., layout=...)`
-says which tokens see which, so no mask is ever built by transformers. `PackedLayout` is for whole rows packed
-one after the other (training, scoring, prefill); the slot layout of generation has the same `attend`. Sliding
-windows, soft-capped scores, attention sinks, grouped key-value heads and value heads of another size are
-honoured; a keyword nobody knows is an error, never dropped.
+Transformers calls `attention` from every layer. The `layout` given to `model(..., layout=...)` decides which
+tokens see which, so transformers never builds a mask. `PackedLayout` is for whole rows packed one after the
+other (training, scoring, prefill); the slot layout of generation has the same `attend`. Sliding windows,
+soft-capped scores, attention sinks, grouped key-value heads and value heads of another size are honoured; an
+unknown keyword is an error and is never dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ATTENTION_NAME = "hybridflow"
 KeyValueSink = Callable[[int, Tensor, Tensor], None]
 """Takes (layer_idx, key [1, KV, N, D], value [1, KV, N, Dv]) of a packed pass."""
 
-# What transformers passes down that changes nothing here: the layout holds positions and causality, rotary
-# embedding is done.
+# Keywords of transformers that change nothing here: the layout has positions and causality, and rotary
+# embeddings are applied already.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids",
@@ -44,35 +44,33 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How a layer scores the keys that a query sees; left out: plain attention."""
+    """The way in which a layer scores the keys that a query sees; the defaults are plain attention."""
 
     layer_idx: int = 0
     scaling: float | None = None
-    """None: 1/√D."""
+    """Factor of the scores; None means 1/√D."""
     sliding_window: int | None = None
-    """A query sees so many of the newest tokens, its own included; None: all."""
+    """Number of newest tokens that a query sees, its own included; None means all."""
     softcap: float | None = None
-    """c: a score x becomes c·tanh(x/c) (Gemma 2)."""
+    """Constant c by which a score x becomes c·tanh(x/c) (Gemma 2)."""
     sinks: Tensor | None = None
-    """[H]: one more score for each head, which takes weight and gives no value (gpt-oss)."""
+    """One more score for each head [H], which takes weight and gives no value (gpt-oss)."""
 
     def window(self, length: int) -> int | None:
-        """The sliding window, where it hides some of `length` tokens."""
-        return (
-            self.sliding_window if self.sliding_window is not None and self.sliding_window < length else None
-        )
+        """Return the sliding window where it hides some of `length` tokens, else None."""
+        if self.sliding_window is not None and self.sliding_window < length:
+            return self.sliding_window
+        return None
 
 
 class Kernel(Protocol):
-    """How the scores of a block of queries and keys become values, where it is not the device's fastest way
-    (`ExactMode`).
-    """
+    """Attention of a block of queries over keys that replaces the device's fastest kernels (`ExactMode`)."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor: ...
 
 
 class Layout(Protocol):
-    """Which tokens see which: query [1|B, H, Q, D] in, attended values [1|B, Q, H, Dv] out."""
+    """The rule of which tokens see which: query [1|B, H, Q, D] in, attended values [1|B, Q, H, Dv] out."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor: ...
 
@@ -97,18 +95,18 @@ def attention(
     layout: Layout | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `layout` says: query [1|B, H, Q, D], key and value [1|B, KV, Q, D|Dv] -> ([1|B, Q, H, Dv],
+    """Attend under `layout`: query [1|B, H, Q, D], key and value [1|B, KV, Q, D|Dv] -> ([1|B, Q, H, Dv],
     None).
 
-    Raises ModelError without a layout and for anything passed that would have to change the result and is not
-    known here.
+    Raises ModelError without a layout, and for an argument that would change the result and is not
+    implemented.
     """
     name = type(module).__name__
     if layout is None:
         raise ModelError(
             f"{name} called the {ATTENTION_NAME!r} attention without a layout, so it cannot tell rows "
-            "apart: run the model through "
-            "PolicyModel or ValueModel, or call model.set_attn_implementation('sdpa') to use it alone"
+            "apart: run the model through PolicyModel or ValueModel, or call "
+            "model.set_attn_implementation('sdpa') to use it alone"
         )
     if attention_mask is not None:
         raise ModelError(
@@ -138,20 +136,20 @@ def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:
     if left:
         told = ", ".join(f"{key}={type(value).__name__}" for key, value in left.items())
         raise ModelError(
-            f"{name} passes to attention what is not implemented here ({told}); dropping it would change "
-            "its log-probs: "
-            "this model cannot be trained"
+            f"{name} passes arguments to attention that are not implemented here ({told}); dropping them "
+            "would "
+            "change its log-probs, so this model cannot be trained"
         )
 
 
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, how: Scores
 ) -> Tensor:
-    """Plain attention, softmax in float32 or better: query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K,
-    Dv] -> [B, H, Q, Dv].
+    """Compute plain attention, with the softmax in float32 or better.
 
-    `allowed` is bool and broadcasts to [B, 1, 1, Q, K] from the right, or to [B, Q, K] when it has three
-    axes; it stands for `how`'s sliding window too.
+    query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv]. `allowed` is bool and
+    broadcasts to [B, 1, 1, Q, K] from the right, or to [B, Q, K] when it has three axes; it already contains
+    the sliding window.
     """
     batch, heads, num_queries, dim = query.shape
     kv_heads = key.shape[1]
@@ -162,7 +160,8 @@ def masked_attention(
         scores = torch.tanh(scores / how.softcap) * how.softcap
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if allowed is not None:
-        allowed = allowed[:, None, None] if allowed.dim() == 3 else allowed
+        if allowed.dim() == 3:
+            allowed = allowed[:, None, None]
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     if how.sinks is not None:
         extra = how.sinks.to(scores.dtype).view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, num_queries, 1)
@@ -176,12 +175,12 @@ class PackedLayout:
     """Causal attention inside each of the rows that lie packed in one sequence [1, N].
 
     Rows of similar length share a bucket, right-padded to its longest; every bucket is one attention call.
-    What padding computes is never read: causality hides padded keys from real queries, and padded queries are
+    Results of padding are never read: causality hides padded keys from real queries, and padded queries are
     dropped. Index tensors are made once per micro-batch and serve all layers.
     """
 
     exact: Kernel | None = None
-    """Attends instead of the device's own kernels; set in exact mode."""
+    """Replaces the device's own kernels; set in exact mode."""
 
     def __init__(
         self,
@@ -191,8 +190,11 @@ class PackedLayout:
         restore: Tensor | None,
         padding: Tensor | None,
     ) -> None:
-        self.num_tokens, self.buckets = num_tokens, buckets  # buckets: (rows, longest)
-        self._gather, self._restore, self._padding = gather, restore, padding
+        self.num_tokens = num_tokens
+        self.buckets = buckets  # (rows, longest)
+        self._gather = gather
+        self._restore = restore
+        self._padding = padding
         self._windows: dict[tuple[int, int], Tensor] = {}
         self._shared: SharedTokens | None = None
         self.kv_sink: KeyValueSink | None = None
@@ -205,10 +207,10 @@ class PackedLayout:
         kv_sink: KeyValueSink | None = None,
         places: Tensor | None = None,
     ) -> PackedLayout:
-        """The layout of rows with these token counts, in the order in which they are packed.
+        """Return the layout of rows with these token counts, in the order in which they are packed.
 
-        `places` [sum of lengths] int64, on the CPU: which token of the sequence each token of each row is,
-        where rows share some.
+        `places` [sum of lengths] int64, on the CPU, is for rows that share tokens: the index in the sequence
+        of each token of each row.
         """
         assert len(lengths) > 0 and min(lengths) > 0, (
             f"a packed row needs at least one token, got lengths {list(lengths)}"
@@ -239,13 +241,15 @@ class PackedLayout:
             )
         restore = torch.empty(starts[-1], dtype=torch.int64)
         restore[gather[real]] = real.nonzero()[:, 0]
-        padding = (~real).nonzero()[:, 0]
+        padding: Tensor | None = None
+        if not bool(real.all()):
+            padding = (~real).nonzero()[:, 0].to(device)
         layout = cls(
             starts[-1],
             [(len(bucket), lengths[bucket[-1]]) for bucket in buckets],
             gather.to(device),
             restore.to(device),
-            padding.to(device) if len(padding) else None,
+            padding,
         )
         layout.kv_sink = kv_sink
         return layout
@@ -254,7 +258,9 @@ class PackedLayout:
     def _sharing(
         cls, gather: Tensor, real: Tensor, buckets: list[tuple[int, int]], device: torch.device | str
     ) -> PackedLayout:
-        """Rows that share tokens: each row has them among its keys; as queries only the first row's are read."""
+        """Return the layout of rows that share tokens: keys of each of the rows, queries of the first one
+        only.
+        """
         shared = SharedTokens(gather, real, device)
         unread = torch.ones(len(gather), dtype=torch.bool)
         unread[shared.first_places.cpu()] = False
@@ -274,7 +280,8 @@ class PackedLayout:
         if self._gather is not None:
             assert self._restore is not None
             tokens = [self._spread(x, of_keys=number > 0) for number, x in enumerate(tokens)]
-        done, offset = [], 0
+        done = []
+        offset = 0
         for rows, longest in self.buckets:
             q, k, v = (
                 x[offset : offset + rows * longest].unflatten(0, (rows, longest)).transpose(1, 2)
@@ -283,7 +290,9 @@ class PackedLayout:
             # [rows * longest, H, Dv]
             done.append(self._bucket(q, k, v, scores).transpose(1, 2).flatten(0, 1))
             offset += rows * longest
-        out = done[0] if len(done) == 1 else torch.cat(done)
+        out = done[0]
+        if len(done) > 1:
+            out = torch.cat(done)
         if self._gather is not None:
             out = _Collect.apply(out, self._gather, self._restore, self._padding)  # type: ignore[no-untyped-call]
         return out[None]
@@ -315,19 +324,22 @@ class PackedLayout:
         )
 
     def _allowed(self, length: int, window: int | None, device: torch.device) -> Tensor:
-        """[length, length] bool: not in the future, and one of the `window` newest tokens (itself included)."""
+        """Return [length, length] bool: not in the future, and one of the `window` newest tokens, itself
+        included.
+        """
         known = self._windows.get((length, window or 0))
         if known is None:
             places = torch.arange(length, device=device)
             behind = places[:, None] - places[None]
-            known = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+            known = behind >= 0
+            if window is not None:
+                known &= behind < window
             self._windows[(length, window or 0)] = known
         return known
 
 
 def make_buckets(lengths: Sequence[int], *, waste: float = 1.15, tiny: int = 256) -> list[list[int]]:
-    """Row indices by length, cut so that a bucket padded to its longest row holds at most `waste` times its
-    real tokens.
+    """Cut rows, sorted by length, into buckets that hold at most `waste` times their real tokens once padded.
 
     A bucket of up to `tiny` padded tokens is never cut: one more attention call would cost more than the
     padding.
@@ -336,19 +348,22 @@ def make_buckets(lengths: Sequence[int], *, waste: float = 1.15, tiny: int = 256
     real = 0
     for row in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         length = lengths[row]
-        padded = (len(buckets[-1]) + 1) * length if buckets else 0
-        if buckets and (padded <= waste * (real + length) or padded <= tiny):
-            buckets[-1].append(row)
-            real += length
-        else:
-            buckets.append([row])
-            real = length
+        if buckets:
+            padded = (len(buckets[-1]) + 1) * length
+            if padded <= waste * (real + length) or padded <= tiny:
+                buckets[-1].append(row)
+                real += length
+                continue
+        buckets.append([row])
+        real = length
     return buckets
 
 
 class _Spread(torch.autograd.Function):
-    """Tokens [N, ...] to padded buckets [P, ...]. Padding gets no gradient, so the backward pass is a gather
-    too (an indexed addition, torch's own backward of a gather, is about twenty times slower on CPU).
+    """Gather of tokens [N, ...] into padded buckets [P, ...].
+
+    Padding gets no gradient, so the backward pass is a gather too. An indexed addition, torch's own backward
+    of a gather, is about twenty times slower on CPU.
     """
 
     @staticmethod
@@ -363,7 +378,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Padded buckets [P, ...] back to tokens [N, ...]: the opposite of `_Spread`."""
+    """Gather of tokens [N, ...] from padded buckets [P, ...]; the inverse of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, gather: Tensor, restore: Tensor, padding: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The decoder blocks of a model: the unit in which it is sharded, gathered and compiled."""
+"""The decoder blocks of a model, which are sharded, gathered and compiled one at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ _UNCOMPILED = f"{ATTENTION_NAME}_uncompiled"
 
 
 def decoder_blocks(model: PolicyModel | ValueModel) -> list[nn.Module]:
-    """The blocks in the order of the forward pass; ModelError for an architecture that has no list of them."""
-    backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
+    """Return the blocks in the order of the forward pass; ModelError for an architecture without a list."""
+    backbone: Any
+    if isinstance(model, PolicyModel):
+        backbone = model.hf.base_model
+    else:
+        backbone = model.backbone
     whole = {str(name) for name in getattr(backbone, "_no_split_modules", None) or ()}
     lists = list(_lists(backbone, backbone.config.get_text_config().num_hidden_layers))
     for blocks in lists:
@@ -33,8 +37,8 @@ def decoder_blocks(model: PolicyModel | ValueModel) -> list[nn.Module]:
         return lists[0]
     raise ModelError(
         f"{type(backbone).__name__} (model_type {backbone.config.model_type!r}) keeps its layers in no "
-        "list, so it cannot be sharded or "
-        "compiled by layer: train it on one rank (trainer.n_gpus_per_node=1) with use_torch_compile=false"
+        "list, so it cannot be sharded or compiled by layer: train it on one rank "
+        "(trainer.n_gpus_per_node=1) with use_torch_compile=false"
     )
 
 
@@ -47,11 +51,15 @@ def _lists(backbone: nn.Module, count: int) -> Iterator[list[nn.Module]]:
 def compile_blocks(model: PolicyModel | ValueModel, blocks: Sequence[nn.Module]) -> None:
     """Compile each block's forward in place; names of parameters, hooks and checkpointing stay as they are.
 
-    Attention stays outside of the graphs: it reads how rows are packed, which differs from one micro-batch to
-    the next.
+    Attention stays outside of the graphs, since it depends on how rows are packed, which differs between
+    micro-batches.
     """
     AttentionInterface.register(_UNCOMPILED, _uncompiled_attention())
-    hf: Any = model.hf if isinstance(model, PolicyModel) else model.backbone
+    hf: Any
+    if isinstance(model, PolicyModel):
+        hf = model.hf
+    else:
+        hf = model.backbone
     hf.set_attn_implementation(_UNCOMPILED)
     for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=True)
@@ -59,6 +67,6 @@ def compile_blocks(model: PolicyModel | ValueModel, blocks: Sequence[nn.Module])
 
 @functools.cache
 def _uncompiled_attention() -> Callable[..., Any]:
-    """One function for all models: another one would have what is compiled made again."""
+    """Return one function for all models: a new one would cause recompilation."""
     wrapped: Callable[..., Any] = torch.compiler.disable(attention)
     return wrapped

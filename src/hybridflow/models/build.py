@@ -1,4 +1,4 @@
-"""From a Hugging Face folder or hub name to a model that trains and generates, checked before it is used."""
+"""Load a model from a Hugging Face folder or hub name for training and generation, and check it before use."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def build_policy(
 ) -> PolicyModel:
     """Load a causal LM as a policy on `device`; `dtype` auto is float32 on CPU and bfloat16 on CUDA.
 
-    `probe` compares its log-probs with plain attention once, so that an architecture we would run wrongly is
-    refused. `use_liger`: some layers compute with Liger's kernels, which run on CUDA only. Raises ModelError
-    saying what is missing from the folder, or why the architecture cannot be used.
+    `probe` compares its log-probs with plain attention once, and refuses an architecture that would compute
+    otherwise here. With `use_liger` some layers use Liger's kernels, which run on CUDA only. Raises
+    ModelError that names what the folder lacks, or the reason the architecture cannot be used.
     """
     hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
     policy = PolicyModel(hf)
@@ -67,8 +67,9 @@ def build_value(
     use_liger: bool = False,
     probe: bool = True,
 ) -> ValueModel:
-    """Load the backbone of a causal LM with a fresh scalar head that says 0; arguments and errors are
-    `build_policy`'s.
+    """Load the backbone of a causal LM with a new scalar head, whose values are 0.
+
+    Arguments and errors are those of `build_policy`.
     """
     hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
     if probe or use_liger:
@@ -79,7 +80,7 @@ def build_value(
 
 
 def _settle(policy: PolicyModel, use_liger: bool, probe: bool) -> None:
-    """Give a whole model the kernels it asks for, and see that it computes what it means."""
+    """Put Liger's kernels into a whole model if asked, and probe it."""
     if use_liger and probe:
         use_liger_kernels(policy)
     elif use_liger:
@@ -91,8 +92,9 @@ def _settle(policy: PolicyModel, use_liger: bool, probe: bool) -> None:
 def load_config(
     path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
 ) -> PretrainedConfig:
-    """The model's configuration with `override_config` merged in; ModelError where there is none or it is not
-    known.
+    """Return the model's configuration with `override_config` merged in.
+
+    Raises ModelError where there is none, where it cannot be read, and for an override that does not fit.
     """
     path = hub_folder(str(path))
     folder = Path(path).expanduser()
@@ -111,7 +113,9 @@ def load_config(
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        where = "" if folder.is_dir() else " (there is no such folder here, so it was taken as a hub name)"
+        where = " (there is no such folder here, so it was taken as a hub name)"
+        if folder.is_dir():
+            where = ""
         raise ModelError(
             f"cannot read the configuration of model {path!r}{where}: {_first_lines(error)}"
         ) from error
@@ -132,7 +136,7 @@ def override_in_full(
 
 
 def shape_of(config: ModelConfig) -> PretrainedConfig:
-    """The Hugging Face configuration of the model that a role's keys name; ModelError as `load_config`."""
+    """Return the Hugging Face configuration of a role's model; ModelError as `load_config`."""
     import_external(config)
     return load_config(
         str(config.path), trust_remote_code=config.trust_remote_code, override_config=config.override_config
@@ -140,34 +144,39 @@ def shape_of(config: ModelConfig) -> PretrainedConfig:
 
 
 def import_external(config: ModelConfig) -> None:
-    """Import `external_lib`, which may register the architecture, in this process; ConfigError where that
-    cannot be.
-    """
+    """Import `external_lib`, which may register the architecture; ConfigError where that fails."""
     if config.external_lib:
         load_module(config.external_lib, key="model.external_lib")
 
 
 def generation_end_tokens(path: str | Path, *, trust_remote_code: bool = False) -> list[int]:
-    """The end tokens of a model's generation_config.json, else of its config.json; no weights are read."""
+    """Return the end tokens of a model's generation_config.json, else of its config.json; reads no weights."""
     where = hub_folder(str(path))
     try:
         ends = GenerationConfig.from_pretrained(where).eos_token_id
     except OSError:
         ends = load_config(path, trust_remote_code=trust_remote_code).get_text_config().eos_token_id
-    return [int(token) for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
+    if not isinstance(ends, list):
+        ends = [ends]
+    return [int(token) for token in ends if token is not None]
 
 
 def count_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> int:
-    """Parameters of the causal LM that `config` describes, shared ones counted once; nothing is allocated."""
+    """Count the parameters of the causal LM that `config` describes, shared ones once, without allocating."""
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in hf.parameters())
 
 
 def resolve_dtype(dtype: str, device: torch.device | str) -> torch.dtype:
-    """`auto` is float32 on CPU (half precision is 60 times slower there) and bfloat16 on CUDA."""
+    """Return the torch dtype of a name; `auto` is float32 on CPU and bfloat16 on CUDA.
+
+    Half precision is 60 times slower on a CPU.
+    """
+    if dtype == "auto" and torch.device(device).type == "cuda":
+        return torch.bfloat16
     if dtype == "auto":
-        return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+        return torch.float32
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported: use auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
@@ -181,8 +190,9 @@ def enable_gradient_checkpointing(hf: PreTrainedModel) -> None:
 def causal_config(
     path: str | Path, *, trust_remote_code: bool, override_config: dict[str, Any] | None
 ) -> tuple[PretrainedConfig, str]:
-    """The configuration of a causal LM whose weights can be read, and where they are; ModelError says what is
-    wrong.
+    """Return the configuration of a causal LM whose weights can be read, and its folder or hub name.
+
+    Raises ModelError that says what is wrong.
     """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (
@@ -195,14 +205,13 @@ def causal_config(
     path = hub_folder(str(path))
     folder = Path(path).expanduser()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        other = [p.name for p in folder.glob("*.bin")]
-        hint = (
-            f"; {other[0]} is a pickle, which is never loaded: convert it to safetensors"
-            if other
-            else f" (found: {_listing(folder)})"
-        )
+        hint = f" (found: {_listing(folder)})"
+        for pickle in folder.glob("*.bin"):
+            hint = f"; {pickle.name} is a pickle, which is never loaded: convert it to safetensors"
         raise ModelError(f"model folder {folder} has no weights: *.safetensors is missing{hint}")
-    return config, str(folder) if folder.is_dir() else path
+    if folder.is_dir():
+        path = str(folder)
+    return config, path
 
 
 def load_whole(
@@ -212,8 +221,9 @@ def load_whole(
     trust_remote_code: bool,
     override_config: dict[str, Any] | None,
 ) -> PreTrainedModel:
-    """The causal LM with all of its weights on `device`, without dropout and with eager attention; errors are
-    `build_policy`'s.
+    """Load the causal LM with all of its weights on `device`, without dropout and with eager attention.
+
+    Errors are those of `build_policy`.
     """
     config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     before = source_dtype(config, where)
@@ -243,8 +253,8 @@ def load_whole(
             f"{sorted(info['mismatched_keys'])[:3]}"
         )
     without_dropout(hf)
+    hf.source_dtype = before
     model: PreTrainedModel = hf.to(device)
-    model.source_dtype = before
     return model
 
 
@@ -267,7 +277,7 @@ def source_dtype(config: PretrainedConfig, where: str) -> torch.dtype | None:
 
 
 def without_dropout(hf: PreTrainedModel) -> None:
-    """Dropout would make the log-probs of training differ from those of rollout, so it is switched off."""
+    """Switch dropout off, which would make the log-probs of training differ from those of rollout."""
     names = {
         name
         for name in vars(hf.config)
@@ -291,7 +301,11 @@ def without_dropout(hf: PreTrainedModel) -> None:
 
 def _listing(folder: Path) -> str:
     names = sorted(p.name for p in folder.iterdir())
-    return ", ".join(names[:8]) + (" …" if len(names) > 8 else "") if names else "an empty folder"
+    if not names:
+        return "an empty folder"
+    if len(names) > 8:
+        names = [*names[:7], names[7] + " …"]
+    return ", ".join(names)
 
 
 def _first_lines(error: BaseException) -> str:

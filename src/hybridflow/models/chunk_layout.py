@@ -1,11 +1,11 @@
-"""Attention of prefill over what slots hold already: the new tokens of a row see those before them in its
-slot, and each other.
+"""Attention of chunked prefill: the new tokens of a row see the cached ones before them in its slot, and each
+other.
 
     slot    [ cached 0..start-1 | new start..stop-1 | free ]
     query                         ▲ sees everything up to itself
 
-A prompt longer than one pass is prefilled in such pieces, and a prompt that shares its first tokens with
-another starts behind them.
+A prompt longer than one pass is prefilled in such pieces, and after a prefix hit prefill starts behind the
+hit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybridflow.models.attention import Kernel, Scores, make_buckets, masked_att
 from hybridflow.models.kv_cache import KVCache, Places
 
 QUERY_BLOCK = 512
-"""Queries of one attention call, so that masks stay small beside the keys."""
+"""Number of queries of one attention call, so that masks stay small beside the keys."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class _Bucket:
 
 
 class ChunkLayout:
-    """Pieces of rows, packed one after the other [1, N]; piece i is lengths[i] tokens behind the starts[i]
-    cached ones of slots[i].
+    """The layout of pieces of rows that are packed one after the other, [1, N].
+
+    Piece i has lengths[i] tokens, which come after the starts[i] cached ones of slots[i].
     """
 
     exact: Kernel | None = None
-    """Attends instead of the device's own kernels; set in exact mode."""
+    """Replaces the device's own kernels; set in exact mode."""
 
     def __init__(
         self,
@@ -51,12 +52,14 @@ class ChunkLayout:
         lengths: Sequence[int],
         places: Places,
     ) -> None:
-        """`places` is where the new keys and values go; the slots named here have to be among them."""
+        """Lay out pieces; the new keys and values go to `places`, which must include these slots."""
         assert min(lengths) > 0 and max(a + b for a, b in zip(starts, lengths)) <= cache.capacity, (
             "pieces have tokens, and room in their slots"
         )
         device = places.slots.device
-        self.cache, self.places, self.num_tokens = cache, places, sum(lengths)
+        self.cache = cache
+        self.places = places
+        self.num_tokens = sum(lengths)
         offsets = self._offsets = [0]
         for length in lengths:
             offsets.append(offsets[-1] + length)
@@ -93,7 +96,7 @@ class ChunkLayout:
         return torch.cat(done).index_select(0, self._restore)[None]
 
     def _bucket(self, number: int, tokens: Tensor, scores: Scores) -> Tensor:
-        """Queries [N, H, D] of one bucket -> [n, Q, H, Dv]."""
+        """Attend for the queries [N, H, D] of one bucket -> [n, Q, H, Dv]."""
         bucket = self._buckets[number]
         longest = max(bucket.ends)
         keys, values = self.cache.tokens_of(scores.layer_idx, bucket.slots, longest)
@@ -103,7 +106,9 @@ class ChunkLayout:
             first = block * QUERY_BLOCK
             window = scores.window(end)
             allowed = self._mask(number, block, window)
-            attend = _attend if self.exact is None else self.exact.attend
+            attend = _attend
+            if self.exact is not None:
+                attend = self.exact.attend
             parts.append(
                 attend(
                     queries[:, :, first : first + QUERY_BLOCK],
@@ -116,7 +121,7 @@ class ChunkLayout:
         return torch.cat(parts, dim=2).transpose(1, 2)
 
     def _mask(self, number: int, block: int, window: int | None) -> Tensor:
-        """[n, Q of the block, K] bool: keys up to the query, and the newest `window` of them."""
+        """Return [n, Q of the block, K] bool: keys up to the query, and the newest `window` of them."""
         known = self._allowed.get((number, block, window))
         if known is None:
             bucket = self._buckets[number]
@@ -129,7 +134,7 @@ class ChunkLayout:
         return known
 
     def _where_each_token_is(self, lengths: Sequence[int]) -> Tensor:
-        """[N]: row of each packed token among the padded buckets."""
+        """Return the row of each packed token among the padded buckets, [N] int64."""
         restore = torch.empty(self.num_tokens, dtype=torch.int64)
         padded = 0
         for rows in make_buckets(lengths):

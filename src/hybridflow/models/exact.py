@@ -6,11 +6,11 @@
     in even chunks
 
 A matrix product gives each row the same bits whatever other rows are computed with it, as long as no other
-kernel is chosen for the shape. So both sides use one attention that is written out (the fused kernels are not
-the same for one query and for many), with the query heads of a key-value head folded into the rows, never
-fewer rows than the kernels need, and sums over few enough keys that no library cuts them. How much padding
-that takes differs from machine to machine: `ExactMode` says how much, and the self-check of the rollout
-engine whether it holds.
+kernel is chosen for the shape. Therefore both sides use one attention that is written out (the fused kernels
+are not the same for one query and for many), with the query heads of a key-value head folded into the rows,
+never fewer rows than the kernels need, and sums over few enough keys that no library cuts them. How much
+padding that takes differs from machine to machine: `ExactMode` has the amount, and the self-check of the
+rollout engine tests whether it holds.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from torch.nn.functional import pad
 from hybridflow.models.attention import Layout, Scores
 
 MIN_ROWS = 16
-"""Rows of every dense layer; below that, matrix libraries choose other kernels."""
+"""Least number of rows of a dense layer; below it, matrix libraries choose other kernels."""
 MIN_QUERIES = 8
-"""Rows of the products inside attention that are enough everywhere; many machines need half of them."""
+"""Rows of the products inside attention that suffice everywhere; many machines need half of them."""
 KEY_BLOCK = 128
-"""Keys whose values are added up in one product. Matrix libraries cut longer sums into parts, at places that
-depend on their length.
-"""
+"""Number of keys whose values are added up in one product. Matrix libraries cut longer sums into parts, at
+places that depend on their length."""
 THRIFTY_KEYS = 32
 VECTOR = 32
-"""Numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""
+"""Count of numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""
 
 
 @dataclass(frozen=True)
 class ExactMode:
-    """How far shapes are padded so that a row's bits do not depend on its neighbours."""
+    """The padding of shapes with which a row's bits do not depend on its neighbours."""
 
     key_step: int
     """Keys of attention are padded to a multiple of this, a multiple of 32; as long as the longest row, all
@@ -53,73 +52,78 @@ class ExactMode:
 
     @classmethod
     def choices(cls, module: nn.Module, longest: int) -> list[ExactMode]:
-        """From the cheapest to the one that asks least of the machine, for rows of at most `longest` tokens
-        of this model.
+        """Return the modes to try for rows of at most `longest` tokens of this model.
+
+        They go from the cheapest to the one that needs least of the machine.
         """
-        common, step = -(-longest // 32) * 32, even_rows(module)
-        thrifty = [cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2)] if step == 1 else []
-        return list(
-            dict.fromkeys(
-                [*thrifty, cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
-            )
-        )
+        common = -(-longest // 32) * 32
+        step = even_rows(module)
+        modes = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
+        if step == 1:
+            modes.insert(0, cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2))
+        return list(dict.fromkeys(modes))
 
     def joined(self, other: ExactMode) -> ExactMode:
-        """One that asks for what either asks for; both are of rows of one longest length."""
-        steps = max(self.key_step, other.key_step), math.lcm(self.row_step, other.row_step)
-        return ExactMode(*steps, max(self.min_queries, other.min_queries))
+        """Return the mode that satisfies both; both must be for rows of one longest length."""
+        return ExactMode(
+            max(self.key_step, other.key_step),
+            math.lcm(self.row_step, other.row_step),
+            max(self.min_queries, other.min_queries),
+        )
 
     def num_rows(self, real: int) -> int:
-        """Rows that a dense layer sees where `real` are wanted."""
+        """Return the number of rows that a dense layer gets for `real` rows."""
         return max(MIN_ROWS, -(-real // self.row_step) * self.row_step)
 
     def num_keys(self, real: int) -> int:
-        """Keys that attention sees where `real` are wanted; the capacity that slots should have."""
+        """Return the number of keys that attention gets for `real` keys, which is also the capacity of slots."""
         return -(-real // self.key_step) * self.key_step
 
     @property
     def chunk_step(self) -> int:
-        """The log-prob head takes a multiple of so many rows at a time, so that no chunk is left with few."""
+        """Number of rows of which the log-prob head takes a multiple at a time, so that no chunk has few."""
         return max(MIN_ROWS, self.row_step)
 
     def pad_tokens(
         self, input_ids: Tensor, position_ids: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor, Layout]:
-        """The same arguments of a backbone with enough rows, [1, N'] or [B', C], and a layout that attends as
-        this mode wants it.
-        """
+        """Return the arguments of a backbone with enough rows, [1, N'] or [B', C], and a layout in this mode."""
         assert hasattr(layout, "exact"), f"{type(layout).__name__} knows no exact mode"
         layout.exact = self
         batch, length = input_ids.shape
         missing = self.num_rows(batch * length) - batch * length
         if not missing:
             return input_ids, position_ids, layout
-        # one new token of each row stays so
-        more = (0, missing) if batch == 1 and length > 1 else (0, 0, 0, -(-missing // length))
+        more: tuple[int, ...] = (0, 0, 0, -(-missing // length))  # one new token of each row stays so
+        if batch == 1 and length > 1:
+            more = (0, missing)
         return pad(input_ids, more), pad(position_ids, more), _RealRows(layout, batch, length)
 
     def pad_rows(self, rows: Tensor) -> Tensor:
-        """[M, ...] -> [M', ...], zeros behind, as many as the log-prob head takes at a time."""
+        """Append zeros to rows [M, ...] -> [M', ...], as many as the log-prob head takes at a time."""
         missing = -rows.shape[0] % self.chunk_step
-        return pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing)) if missing else rows
+        if not missing:
+            return rows
+        return pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, how: Scores) -> Tensor:
-        """query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv].
+        """Attend in this mode: query [B, H, Q, D], key [B, KV, K, D], value [B, KV, K, Dv] -> [B, H, Q, Dv].
 
-        `allowed` [Q, K'] or [B, Q, K'] bool, K' ≤ K, says which keys count, and holds the sliding window;
-        keys behind the first K' are padding and have to be finite. Where K is less than this mode pads to,
-        zeros are added.
+        `allowed` [Q, K'] or [B, Q, K'] bool, K' ≤ K, marks the keys that count and contains the sliding
+        window; keys behind the first K' are padding and have to be finite. Zeros are added where K is less
+        than this mode pads to.
         """
         batch, heads, queries, dim = query.shape
         kv_heads = key.shape[1]
         keys = self.num_keys(allowed.shape[-1])
         key, value = (_to_length(x, keys) for x in (key, value))
-        rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, dim) * (
-            dim**-0.5 if how.scaling is None else how.scaling
-        )
-        missing = (
-            max(0, self.min_queries - rows.shape[2]) if self.row_step == 1 else -rows.shape[2] % MIN_QUERIES
-        )
+        scaling = how.scaling
+        if scaling is None:
+            scaling = dim**-0.5
+        rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, dim) * scaling
+        missing = -rows.shape[2] % MIN_QUERIES
+        if self.row_step == 1:
+            missing = max(0, self.min_queries - rows.shape[2])
         if missing:
             rows = pad(rows, (0, 0, 0, missing))
         raw = rows @ key.transpose(-2, -1)
@@ -132,48 +136,53 @@ class ExactMode:
         return out[:, :, : out.shape[2] - missing].reshape(batch, heads, queries, value.shape[-1])
 
     def _weights(self, raw: Tensor, allowed: Tensor, keys: int, how: Scores) -> Tensor:
-        """Softmax over the allowed keys of raw [B, KV, H/KV, Q, K]."""
+        """Return the softmax of raw scores [B, KV, H/KV, Q, K] over the allowed keys."""
         if how.softcap is not None:
             raw = torch.tanh(raw / how.softcap) * how.softcap
-        allowed = allowed[:, None, None] if allowed.dim() == 3 else allowed
+        if allowed.dim() == 3:
+            allowed = allowed[:, None, None]
         hidden = torch.full((*allowed.shape[:-1], keys), float("-inf"), dtype=raw.dtype, device=raw.device)
         hidden[..., : allowed.shape[-1]].masked_fill_(allowed, 0.0)
         if how.sinks is None:
-            return (raw + hidden if raw.requires_grad else raw.add_(hidden)).softmax(-1)
+            if raw.requires_grad:
+                return (raw + hidden).softmax(-1)
+            return raw.add_(hidden).softmax(-1)
         sinks = how.sinks.to(raw.dtype).view(1, raw.shape[1], -1, 1, 1).expand(*raw.shape[:-1], 1)
         # the sink stands first, at the same place for every number of keys
         return torch.cat([sinks, raw + hidden], dim=-1).softmax(-1)[..., 1:]
 
 
 def even_rows(module: nn.Module, num_threads: int | None = None) -> int:
-    """Rows that a batch must be a multiple of so that activations (SiLU, GELU) see whole vectors in every
-    thread.
+    """Return the number of rows of which a batch must be a multiple so that activations (SiLU, GELU) get
+    whole vectors in every thread.
 
-    What is left behind the last whole vector of a thread's part goes through another formula, which differs
-    by a rounding. Parts are even for up to 4 threads; with more, the self-check says whether it holds.
+    Numbers behind the last whole vector of a thread's part go through another formula, which differs by a
+    rounding. Parts are even for up to 4 threads; with more, the self-check tests whether the mode holds.
     """
-    threads = torch.get_num_threads() if num_threads is None else num_threads
+    threads = num_threads or torch.get_num_threads()
     wanted = VECTOR * math.lcm(*range(1, min(threads, 4) + 1))
     width = math.gcd(*(layer.out_features for layer in module.modules() if isinstance(layer, nn.Linear)))
     return wanted // math.gcd(wanted, width)
 
 
 class _RealRows:
-    """Attention of the real rows only; those that pad the dense layers come out as zeros."""
+    """A layout that attends for the real rows only; rows that pad the dense layers come out as zeros."""
 
     def __init__(self, layout: Layout, batch: int, length: int) -> None:
-        self.layout, self.batch, self.length = layout, batch, length
+        self.layout = layout
+        self.batch = batch
+        self.length = length
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """query [B', H, Q', D] -> [B', Q', H, Dv]."""
+        """Attend for query [B', H, Q', D] -> [B', Q', H, Dv]."""
         real_query, real_key, real_value = (x[: self.batch, :, : self.length] for x in (query, key, value))
         out = self.layout.attend(real_query, real_key, real_value, scores)
         return pad(out, (0, 0, 0, 0, 0, query.shape[2] - out.shape[1], 0, query.shape[0] - out.shape[0]))
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
-    """weights [B, KV, M, K] @ value [B, KV, K, Dv], KEY_BLOCK keys at a time; what padding adds is zeros,
-    however much of it there is.
+    """Return weights [B, KV, M, K] @ value [B, KV, K, Dv], KEY_BLOCK keys at a time, so that padding adds
+    only zeros.
     """
     out = weights[..., :KEY_BLOCK] @ value[:, :, :KEY_BLOCK]
     for start in range(KEY_BLOCK, value.shape[2], KEY_BLOCK):
@@ -182,6 +191,8 @@ def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def _to_length(states: Tensor, length: int) -> Tensor:
-    """states [B, KV, K, D] with `length` tokens."""
+    """Cut or pad states [B, KV, K, D] to `length` tokens."""
     have = states.shape[2]
-    return states[:, :, :length] if have >= length else pad(states, (0, 0, 0, length - have))
+    if have >= length:
+        return states[:, :, :length]
+    return pad(states, (0, 0, 0, length - have))

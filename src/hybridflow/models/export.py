@@ -1,5 +1,6 @@
-"""A model as an ordinary Hugging Face folder: config, safetensors, generation config, tokenizer; adapters
-folded in, and beside it in peft's format.
+"""Export of a model as an ordinary Hugging Face folder: config, safetensors, generation config, tokenizer.
+
+Adapters are folded into the weights, and written beside them in peft's format.
 
     shards on the ranks ─a layer at a time─► whole tensors ─► model-0000i-of-0000n.safetensors, each file by
     one rank ─► index
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ADAPTER_FOLDER = "lora_adapter"
-"""Below a Hugging Face folder: not in it, since a loader that finds an adapter's configuration wants an
-adapter.
+"""Name of the adapter's folder below a Hugging Face folder. It is a folder of its own, since a loader that
+finds an adapter's configuration takes the folder for an adapter.
 """
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -99,8 +100,9 @@ def save_config(
 def save_adapter(
     model: PolicyModel | ValueModel, folder: str | Path, group: ProcessGroup | None = None
 ) -> Path:
-    """Write the adapters in peft's format; all ranks of `group` (None: of the world, if there is one) call
-    this, and the first writes.
+    """Write the adapters in peft's format.
+
+    All ranks of `group` (None: of the world, if there is one) call this, and the first writes.
     """
     folder = Path(folder)
     tensors = {name: whole(tensor) for name, tensor in adapter_tensors(model)}
@@ -120,12 +122,13 @@ def save_hf_sharded(
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write a Hugging Face folder from a sharded model: all ranks of `group` (None: of the world, if there is
-    one) call this, and each writes its share of the files.
+    """Write a Hugging Face folder from a sharded model.
 
-    A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in and
-    written beside. `dtypes`, by names of `model.state_dict()`: of weights whose shards are wider than they
-    are written. ModelError on every rank where one could not.
+    All ranks of `group` (None: of the world, if there is one) call this, and each writes its share of the
+    files. A layer at a time is gathered, and a rank keeps at most one file's tensors. Adapters are folded in
+    and written beside. `dtypes` has the compute dtypes of weights whose shards are wider, by names of
+    `model.state_dict()`; `dtype` is the one in which all weights are written, or None to keep theirs. Raises
+    ModelError on every rank where one could not write.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,11 +139,9 @@ def save_hf_sharded(
     error: str | None = None
     for number, buckets in enumerate(files):
         mine = number % world_size == rank
-        name = (
-            "model.safetensors"
-            if len(files) == 1
-            else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        )
+        name = "model.safetensors"
+        if len(files) > 1:
+            name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for bucket in buckets:
             # collective: every rank comes by here
@@ -185,15 +186,15 @@ def save_hf_sharded(
 def plain_weights(
     model: PolicyModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({}), *, folded: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights as files have them, a layer at a time, whole and on the model's device; tied ones under
-    each name. Adapters are folded in, or with `folded` false left out.
+    """Yield the weights as files have them, a layer at a time, whole and on the model's device.
 
-    All ranks of a sharded model read it to the end together. `dtypes`, by names of the model without
-    adapters: of weights that are kept in a wider one.
+    Tied weights come under each of their names. Adapters are folded in, or left out with `folded` false. All
+    ranks of a sharded model read it to the end together. `dtypes` has the compute dtypes of weights that are
+    kept in a wider one, by names of the model without adapters.
     """
     entries = _entries(model)
     for names in (names for file in _plan(entries, MAX_FILE_BYTES) for names in file):
-        values = {name: entries[name].value() if folded else entries[name].tensor for name in names}
+        values = {name: _value(entries[name], folded=folded) for name in names}
         gathered = {name: whole(value, dtypes.get(f"hf.{name}")) for name, value in values.items()}
         yield from revert_weight_conversion(model.hf, gathered).items()
     plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
@@ -202,12 +203,18 @@ def plain_weights(
             entry = plain[base_name(name)]
             yield (
                 base_name(name),
-                whole(entry.value() if folded else entry.tensor, dtypes.get(f"hf.{base_name(name)}")),
+                whole(_value(entry, folded=folded), dtypes.get(f"hf.{base_name(name)}")),
             )
 
 
+def _value(entry: PlainEntry, *, folded: bool) -> Tensor:
+    if folded:
+        return entry.value()
+    return entry.tensor
+
+
 def _tied(model: PolicyModel) -> set[str]:
-    """Further names of parameters that have an earlier one."""
+    """Return the names of tied parameters that also have an earlier name."""
     first: dict[int, str] = {}
     return {
         name
@@ -217,7 +224,7 @@ def _tied(model: PolicyModel) -> set[str]:
 
 
 def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
-    """What the files hold, by Hugging Face names: tied weights once, as transformers writes them."""
+    """Return the entries of the files by Hugging Face names; tied weights are there once, as in transformers."""
     tied = _tied(model)
     skipped = [re.compile(pattern) for pattern in model.hf._keys_to_ignore_on_save or ()]
     plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}
@@ -229,13 +236,17 @@ def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
 
 
 def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]]]:
-    """Files of buckets of names. A bucket is a layer: what a file stores otherwise than the module (experts)
-    is made from a whole layer.
+    """Return files as lists of buckets of names; a bucket is a layer.
+
+    A layer stays together, because weights that files store in another form (experts) are made from all of
+    it.
     """
     buckets: dict[str, list[str]] = {}
     for name in entries:
-        match = _LAYER.match(name)
-        buckets.setdefault(match.group(1) if match else name, []).append(name)
+        layer = name
+        if match := _LAYER.match(name):
+            layer = match.group(1)
+        buckets.setdefault(layer, []).append(name)
     files: list[list[list[str]]] = [[]]
     filled = 0
     for names in buckets.values():
@@ -250,19 +261,23 @@ def _plan(entries: dict[str, PlainEntry], max_bytes: int) -> list[list[list[str]
 
 @torch.no_grad()
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor of all ranks, which call this together, where it is sharded."""
+    """Return a whole tensor in `dtype`; where it is sharded, all ranks call this together."""
     if dtype is not None:
         tensor = tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor.detach()
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return a floating-point tensor in `dtype`; integers, and any tensor where it is None, as they are."""
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)
 
 
 def _agree(places: dict[str, tuple[str, int]], error: str | None, group: ProcessGroup | None) -> None:
-    """Let every rank know where all tensors are; ModelError on all where one failed."""
+    """Tell every rank where all tensors are; ModelError on all ranks where one failed."""
     reports = gather_objects((dict(places), error), group)
     failed = [each for _, each in reports if each is not None]
     if failed:

@@ -1,8 +1,8 @@
-"""One token of each row through a Llama-shaped decoder, without what a module call costs.
+"""A fast path for one token of each row through a Llama-shaped decoder, without the cost of module calls.
 
-A step of generation is a few hundred small operations, and for few rows the Python between them takes longer
-than they do. Here the same weights and functions are used in the same order, so the states are equal to the
-bit; `PolicyModel.decode` sees to it that they are.
+A step of generation is a few hundred small operations, and for few rows the Python code between them takes
+longer than they do. The same weights and functions are used here in the same order, so the states are equal
+to the bit; `PolicyModel.decode` checks that they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 @dataclass(frozen=True)
 class _Layer:
-    """A block, taken apart once."""
+    """The parts of one block, looked up once."""
 
     attention: Any
     mlp: Any
@@ -37,17 +37,21 @@ class _Layer:
 
 
 class FlatDecoder:
-    """Does for one token of each row what the base model it was made of does."""
+    """A decoder that computes for one token of each row what its base model computes."""
 
     def __init__(self, base: Any, layers: list[_Layer], rotate: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self._base, self._layers, self._rotate = base, layers, rotate
+        self._base = base
+        self._layers = layers
+        self._rotate = rotate
 
     @classmethod
     def of(cls, base: nn.Module, scores: Mapping[int, Scores]) -> FlatDecoder | None:
-        """For a base model of the shape of Llama, Qwen 2 and 3, or Mistral, whose layers score keys by
-        `scores`; None for any other.
+        """Return a decoder for a base model built like Llama, Qwen 2 and 3, or Mistral; None for any other.
+
+        `scores` has the way in which each layer scores keys.
         """
-        rotate, layers = None, []
+        rotate = None
+        layers = []
         if not _has(base, _BASE):
             return None
         for block in base.get_submodule("layers").children():
@@ -66,47 +70,51 @@ class FlatDecoder:
                     attention, mlp, parts.input_layernorm, parts.post_attention_layernorm, own, heads_normed
                 )
             )
-        return None if rotate is None else cls(base, layers, rotate)
+        if rotate is None:
+            return None
+        return cls(base, layers, rotate)
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Last hidden states [B, 1, H] of input_ids and position_ids [B, 1] under `layout`."""
+        """Return the last hidden states [B, 1, H] of input_ids and position_ids [B, 1] under `layout`."""
         states = self._base.embed_tokens(input_ids)
         cos, sin = self._base.rotary_emb(states, position_ids)
         for layer in self._layers:
             states = states + self._attend(layer, layer.norm_before(states), cos, sin, layout)
-            normed, mlp = layer.norm_between(states), layer.mlp
-            states = states + _project(
-                mlp.down_proj, mlp.act_fn(_project(mlp.gate_proj, normed)).mul_(_project(mlp.up_proj, normed))
-            )
+            normed = layer.norm_between(states)
+            mlp = layer.mlp
+            gate = mlp.act_fn(_project(mlp.gate_proj, normed))
+            states = states + _project(mlp.down_proj, gate.mul_(_project(mlp.up_proj, normed)))
         normed_states: Tensor = self._base.norm(states)
         return normed_states
 
     def _attend(self, layer: _Layer, states: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-        own, shape = layer.attention, (states.shape[0], 1, -1, layer.attention.head_dim)
-        query, key = _project(own.q_proj, states).view(shape), _project(own.k_proj, states).view(shape)
+        own = layer.attention
+        shape = (states.shape[0], 1, -1, own.head_dim)
+        query = _project(own.q_proj, states).view(shape)
+        key = _project(own.k_proj, states).view(shape)
         if layer.head_norms:
-            query, key = own.q_norm(query), own.k_norm(key)
+            query = own.q_norm(query)
+            key = own.k_norm(key)
         query, key = self._rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
         value = _project(own.v_proj, states).view(shape).transpose(1, 2)
         return _project(own.o_proj, layout.attend(query, key, value, layer.scores).flatten(2))
 
 
 class ScoresSeen:
-    """A layout that notes how each layer scores its keys."""
+    """A layout that records how each layer scores its keys."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self.of_layer = layout, dict[int, Scores]()
+        self.layout = layout
+        self.of_layer: dict[int, Scores] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """As the layout does."""
+        """Record the scores of a layer, and attend under the wrapped layout."""
         self.of_layer[scores.layer_idx] = scores
         return self.layout.attend(query, key, value, scores)
 
 
 def _has(module: nn.Module | None, children: set[str]) -> bool:
-    """Exactly these children, and nothing else to compute with: neither parameters of its own nor a `forward`
-    that was put in its place.
-    """
+    """Return whether a module has exactly these children, no parameters of its own and no replaced `forward`."""
     if (
         module is None
         or {name for name, _ in module.named_children()} != children
@@ -118,7 +126,7 @@ def _has(module: nn.Module | None, children: set[str]) -> bool:
 
 
 def _project(module: Any, states: Tensor) -> Tensor:
-    """A plain layer without the call; adapters and whatever else stands in its place are called."""
+    """Apply a linear layer without a module call; adapters and other modules in its place are called."""
     if type(module) is nn.Linear:
         return linear(states, module.weight, module.bias)
     projected: Tensor = module(states)

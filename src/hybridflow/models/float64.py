@@ -1,5 +1,4 @@
-"""Float64 models, for tests of invariance: the places where Hugging Face code asks for float32 get float64
-instead.
+"""Float64 models for tests of invariance: Hugging Face code that asks for float32 gets float64.
 
 Norms, rotary embeddings, routers and softmaxes are written with `.float()` or `dtype=torch.float32`, which
 would leave a float64 model with float32's rounding. Each layer's forward runs under a mode that widens such
@@ -20,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class _Float64Mode(TorchFunctionMode):
-    """Reads every request for float32 as one for float64."""
+    """A mode in which every request for float32 becomes one for float64."""
 
     def __torch_function__(
         self,
@@ -36,7 +35,9 @@ class _Float64Mode(TorchFunctionMode):
 
 
 def _wider(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+    if value is torch.float32:
+        return torch.float64
+    return value
 
 
 def compute_in_float64(hf: PreTrainedModel) -> None:

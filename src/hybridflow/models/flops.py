@@ -1,9 +1,9 @@
-"""How much arithmetic a batch is, for throughput in FLOP/s and for MFU.
+"""The arithmetic of a batch in FLOPs, for throughput in FLOP/s and for MFU.
 
 A matrix product with a parameter costs 2 FLOPs a token and parameter; the two products of causal attention
 cost 2·(D + Dv)·heads·L²/2 a layer for a row of L tokens (fewer under a sliding window). A backward pass costs
-twice the forward. Norms, softmax and sampling are left out, and so is what gradient checkpointing computes
-again, as is usual for MFU.
+twice the forward. Norms, softmax, sampling and the recomputation of gradient checkpointing are left out, as
+is usual for MFU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _PEAKS |= {"MI300X": 1307e12}
 
 
 def matmul_parameters(hf: PreTrainedModel) -> int:
-    """Parameters that a token is multiplied with: all but the input embedding, and of experts only those a
-    token is routed to.
+    """Return the number of parameters that a token is multiplied with.
+
+    The input embedding does not count, and of experts only those that a token is routed to.
     """
     config = hf.config.get_text_config()
     table = hf.get_input_embeddings().weight
@@ -42,23 +43,26 @@ def matmul_parameters(hf: PreTrainedModel) -> int:
     for name, parameter in hf.named_parameters():
         if parameter is table:
             continue
-        total += parameter.numel() * (share if ".experts." in name else 1.0)
+        if ".experts." in name:
+            total += parameter.numel() * share
+        else:
+            total += parameter.numel()
     if head is not None and head.weight is table:  # tied: the head's product is real
         total += table.numel()
     return int(total)
 
 
 def forward_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:
-    """FLOPs of one forward pass over rows of these lengths; `num_parameters` is `matmul_parameters`."""
+    """Return the FLOPs of a forward pass over rows of these lengths; `num_parameters` is `matmul_parameters`."""
     text = config.get_text_config()
     attended: float = sum(_attended_pairs(length, window) for window in _windows(text) for length in lengths)
     return float(2 * num_parameters * sum(lengths) + 2 * _attention_width(text) * attended)
 
 
 def workload_of(config: PretrainedConfig, num_parameters: int) -> Workload:
-    """What a row costs, in FLOPs of a forward pass, to deal rows to ranks by; `num_parameters` is
-    `matmul_parameters`.
+    """Return the cost of a row in FLOPs of a forward pass, by which rows are dealt to ranks.
 
+    `num_parameters` is `matmul_parameters`.
     A layer with a sliding window counts as linear, as for rows much longer than its window.
     """
     text = config.get_text_config()
@@ -72,12 +76,12 @@ def workload_of(config: PretrainedConfig, num_parameters: int) -> Workload:
 
 
 def training_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:
-    """FLOPs of one forward and backward pass over rows of these lengths."""
+    """Return the FLOPs of a forward and backward pass over rows of these lengths."""
     return 3.0 * forward_flops(config, num_parameters, lengths)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bfloat16 peak in FLOP/s; None on CPU and for a GPU that is not in the table."""
+    """Return the device's dense bfloat16 peak in FLOP/s; None on CPU and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -85,7 +89,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def _attention_width(config: PretrainedConfig) -> int:
-    """heads · (D + Dv): multiplications for one query-key pair in one layer."""
+    """Return heads · (D + Dv), the multiplications for one query-key pair in one layer."""
     heads: int = config.num_attention_heads
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     query: int = getattr(config, "qk_head_dim", None) or dim
@@ -94,18 +98,19 @@ def _attention_width(config: PretrainedConfig) -> int:
 
 
 def _windows(config: PretrainedConfig) -> list[int | None]:
-    """The sliding window of each layer, None where it sees everything."""
+    """Return the sliding window of each layer, None for a layer that sees everything."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        return [window if kind == "sliding_attention" else None for kind in kinds]
+        by_kind = {"sliding_attention": window}
+        return [by_kind.get(kind) for kind in kinds]
     if not getattr(config, "use_sliding_window", True):
         window = None
     return [window] * config.num_hidden_layers
 
 
 def _attended_pairs(length: int, window: int | None) -> float:
-    """Query-key pairs of a causal row: L²/2, or what is left of it inside a window."""
+    """Return the query-key pairs of a causal row: L²/2, or fewer inside a window."""
     if window is None or window >= length:
         return length * length / 2
     return window * length - window * window / 2
@@ -115,4 +120,6 @@ def _expert_share(config: PretrainedConfig) -> float:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     total = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     chosen = getattr(config, "num_experts_per_tok", None)
-    return chosen / total if total and chosen else 1.0
+    if total and chosen:
+        return chosen / total
+    return 1.0

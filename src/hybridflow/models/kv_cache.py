@@ -1,11 +1,11 @@
-"""Keys and values of the running rows: one contiguous slot per row, [slots, KV, capacity, D] in each layer.
+"""The key-value cache of running rows: one contiguous slot per row, [slots, KV, capacity, D] in each layer.
 
     prefill ──write (a prompt's tokens to all its rows' slots)──► slots ◄──write (one token per row)── decode
                                                                     │
                                                  move (rows into holes), fork (one slot to many), read and
                                                  load (a kept prefix)
 
-A new row's slot is cleared first: what a mask hides still has to be finite.
+A new row's slot is cleared first, since entries that a mask hides still have to be finite.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores per token; layers of a model may differ."""
+    """Sizes of the keys and values that one layer stores for a token; layers of a model may differ."""
 
     kv_heads: int
     key_dim: int
@@ -30,14 +30,12 @@ class LayerShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values."""
+        """Bytes of a token's keys and values."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
-    """What one more token takes in a `SlotCache` of these layers: in each of them, and in the spare memory of
-    each size.
-    """
+    """Return the bytes of one more token in a `SlotCache` of these layers, its spare memory included."""
     spare = {
         (shape.kv_heads * dim, shape.dtype)
         for shape in shapes.values()
@@ -49,21 +47,22 @@ def bytes_per_token(shapes: Mapping[int, LayerShape]) -> int:
 
 
 class RowCopy:
-    """The first tokens of a row, kept outside of the slots."""
+    """Keys and values of a row's first tokens, kept outside of the slots."""
 
 
 class KVCache(ABC):
-    """Keys and values by layer, of rows that are each in a slot; how they lie is for the cache and the
-    layouts of attention to know.
+    """Keys and values by layer of rows that have a slot each.
+
+    Only the cache and the layouts of attention know how they lie in memory.
     """
 
     shares = False
-    """Rows that begin alike have those tokens once."""
+    """Whether rows with the same first tokens share their keys and values."""
     num_slots: int
     capacity: int
-    """Tokens that a slot can have now."""
+    """Number of tokens that a slot can hold now."""
     room: int
-    """Tokens in each layer that there is memory for now."""
+    """Number of tokens that each layer has memory for now."""
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
 
@@ -78,48 +77,53 @@ class KVCache(ABC):
 
     @abstractmethod
     def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys [n, KV, length, D] and values [n, KV, length, Dv] of the first tokens of slots [n] int64."""
+        """Return keys [n, KV, length, D] and values [n, KV, length, Dv] of the first tokens of slots [n]
+        int64.
+        """
 
     @abstractmethod
     def read(self, slot: int, length: int) -> RowCopy:
-        """Keep the first `length` tokens of a slot."""
+        """Return the first `length` tokens of a slot, kept outside of it."""
 
     @abstractmethod
     def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
-        """The first `length` tokens of what `read` kept go to slots of new rows."""
+        """Put the first `length` tokens that `read` kept into slots of new rows."""
 
     @abstractmethod
     def clear(self, start: int, stop: int) -> None:
-        """Slots start..stop-1 are for new rows."""
+        """Prepare slots start..stop-1 for new rows."""
 
     @abstractmethod
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """What is in slots `source` goes to slots `destination`; the two share no slot."""
+        """Move rows from slots `source` to slots `destination`; the two share no slot."""
 
     @abstractmethod
     def fork(self, source: int, destination: Sequence[int], length: int) -> None:
-        """The first `length` tokens of one slot go to slots of new rows."""
+        """Put the first `length` tokens of one slot into slots of new rows."""
 
     @abstractmethod
     def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
-        """Tokens of these slots are to be written, up to `stop` (left out: one more of each)."""
+        """Make room for tokens of these slots up to `stop`, or for one more of each, before they are written."""
 
     @abstractmethod
     def drop(self, start: int, stop: int) -> None:
-        """No row is in slots start..stop-1 any longer."""
+        """Free slots start..stop-1, whose rows have left."""
 
     @abstractmethod
     def wipe(self, slots: Sequence[int]) -> None:
-        """What is in these slots is not finite, and must not stay behind."""
+        """Clear these slots, whose contents are not finite and must not stay behind."""
 
 
 class Places:
-    """Where N tokens go: slot and position [N] int64 of each; `source` [N] picks them among those computed
-    (None: in order).
+    """The slot and position [N] int64 at which each of N tokens is stored.
+
+    `source` [N] picks the tokens among those that were computed; None takes them in order.
     """
 
     def __init__(self, slots: Tensor, positions: Tensor, source: Tensor | None = None) -> None:
-        self.slots, self.positions, self.source = slots, positions, source
+        self.slots = slots
+        self.positions = positions
+        self.source = source
         self._flat: dict[tuple[int, int], Tensor] = {}
 
     @classmethod
@@ -130,11 +134,13 @@ class Places:
         slots: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> Places:
-        """Of pieces that are computed one after the other: all lengths[i] tokens of piece i to each of
-        slots[i], from starts[i] on.
+        """Return the places of pieces that are computed one after the other.
+
+        All lengths[i] tokens of piece i go to each of slots[i], from position starts[i] on.
         """
         owner = torch.tensor([piece for piece, own in enumerate(slots) for _ in own])
-        length, start = torch.tensor(lengths), torch.tensor(starts)
+        length = torch.tensor(lengths)
+        start = torch.tensor(starts)
         counts = length[owner]
         ends = counts.cumsum(0)
         within = torch.arange(int(ends[-1])) - (ends - counts).repeat_interleave(counts)
@@ -144,8 +150,9 @@ class Places:
         return cls(slot.to(device), positions.to(device), source.to(device))
 
     def flat(self, kv_heads: int, capacity: int) -> Tensor:
-        """Row of each (token, head) in a layer seen as [slots * KV * capacity, D]: [N * KV] int64; made once,
-        serves all layers.
+        """Return the row of each (token, head) in a layer seen as [slots * KV * capacity, D]: [N * KV] int64.
+
+        It is computed once and serves all layers.
         """
         known = self._flat.get((kv_heads, capacity))
         if known is None:
@@ -155,8 +162,9 @@ class Places:
         return known
 
     def in_blocks(self, table: Tensor, block_size: int) -> Tensor:
-        """Place of each token in a layer seen as [blocks * block_size, KV, D], by the blocks [slots, n] of
-        each slot: [N] int64.
+        """Return the row of each token in a layer seen as [blocks * block_size, KV, D]: [N] int64.
+
+        `table` [slots, n] has the blocks of each slot.
         """
         known = self._flat.get((0, block_size))
         if known is None:
@@ -174,13 +182,12 @@ class SlotCopy(RowCopy):
 
 
 class SlotCache(KVCache):
-    """Keys and values of `num_slots` rows of at most `capacity` tokens each; a slot in use holds zeros behind
-    its row's tokens.
+    """Keys and values of `num_slots` rows of at most `capacity` tokens each.
 
-    Each layer has room in one flat piece of memory, which is seen as [slots, KV, capacity, D]. Another
-    capacity is another way to see it: what stays is copied to a spare piece in the new way, and the old piece
-    is the spare one of the next layer. So the capacity can follow the longest row, attention reads whole
-    slots, and nothing is allocated while there is room.
+    A slot in use holds zeros behind its row's tokens. Each layer has one flat piece of memory, seen as
+    [slots, KV, capacity, D]. To change the capacity, kept tokens are copied to a spare piece in the new
+    shape, and the old piece becomes the spare one of the next layer. So the capacity can follow the longest
+    row, attention reads whole slots, and nothing is allocated while there is room.
     """
 
     def __init__(
@@ -219,10 +226,10 @@ class SlotCache(KVCache):
         last: bool = False,
         room: int = 0,
     ) -> None:
-        """Another size; the first `length` tokens of the first `rows` slots stay, and those of the `last`
-        slot, as the last again.
+        """Change the number of slots and their capacity.
 
-        Where memory is too small for it, there will be room for `room` tokens in each layer.
+        The first `length` tokens of the first `rows` slots stay; with `last`, those of the last slot stay in
+        the new last slot. Where memory has to grow, it gets room for `room` tokens in each layer.
         """
         assert length <= min(capacity, self.capacity), (
             f"{length} tokens are to stay, of {self.capacity} to {capacity}"
@@ -245,25 +252,28 @@ class SlotCache(KVCache):
                 if last:
                     new[-1, :, :length] = old[-1, :, :length]
                     new[-1, :, length:] = 0
-        self.num_slots, self.capacity = num_slots, capacity
+        self.num_slots = num_slots
+        self.capacity = capacity
 
     def _piece(self, name: tuple[int, int], width: int, *, copied: bool) -> Tensor:
-        """Memory for keys or values of a layer, `width` numbers a token; another piece than they are in now
-        where these are `copied`.
+        """Return memory for the keys or values of a layer, `width` numbers a token.
+
+        It is another piece than they are in now if they are to be `copied`.
         """
-        now, size = self._memory[name], self.room * width
+        now = self._memory[name]
+        size = self.room * width
         if now.numel() < size:
             self._memory[name] = now.new_zeros(size)
         elif copied:
             spare = self._spare.pop((width, now.dtype), None)
-            self._memory[name], self._spare[(width, now.dtype)] = (
-                now.new_zeros(size) if spare is None else spare,
-                now,
-            )
+            if spare is None:
+                spare = now.new_zeros(size)
+            self._memory[name] = spare
+            self._spare[(width, now.dtype)] = now
         return self._memory[name]
 
     def read(self, slot: int, length: int) -> SlotCopy:
-        """A copy of the first `length` tokens of a slot."""
+        """Return a copy of the first `length` tokens of a slot."""
         keys, values = (
             {layer: x[slot, :, :length].clone() for layer, x in stored.items()}
             for stored in (self.keys, self.values)
@@ -271,7 +281,7 @@ class SlotCache(KVCache):
         return SlotCopy(keys, values)
 
     def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
-        """The first `length` tokens of a copy go to these slots."""
+        """Write the first `length` tokens of a copy to these slots."""
         assert isinstance(copy, SlotCopy), f"slots cannot load {type(copy).__name__}"
         index = torch.tensor(destination, device=self._device)
         for stored, kept in ((self.keys, copy.keys), (self.values, copy.values)):
@@ -281,7 +291,7 @@ class SlotCache(KVCache):
                 )
 
     def clear(self, start: int, stop: int) -> None:
-        """Zeros in slots start..stop-1, for new rows."""
+        """Fill slots start..stop-1 with zeros for new rows."""
         for stored in (*self.keys.values(), *self.values.values()):
             stored[start:stop] = 0
 
@@ -294,7 +304,7 @@ class SlotCache(KVCache):
             stored.view(-1, stored.shape[-1]).index_copy_(0, flat, new.reshape(-1, stored.shape[-1]))
 
     def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """A copy of the first tokens of some slots."""
+        """Return a copy of the first tokens of some slots."""
         keys, values = (
             stored[layer][:, :, :length].index_select(0, slots) for stored in (self.keys, self.values)
         )
@@ -314,10 +324,10 @@ class SlotCache(KVCache):
             used.index_copy_(0, index, used[source : source + 1].expand(len(index), -1, -1, -1))
 
     def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
-        """Slots have their room already."""
+        """Do nothing: slots have their room already."""
 
     def drop(self, start: int, stop: int) -> None:
-        """What is there stays until the next row."""
+        """Do nothing: the tokens stay until the next row comes."""
 
     def wipe(self, slots: Sequence[int]) -> None:
-        """The next row's slot is cleared in any case."""
+        """Do nothing: a slot is cleared before its next row comes."""

@@ -1,8 +1,8 @@
-"""Liger's Triton kernels for norms, gates and rotary positions, in a model that was loaded.
+"""Liger's Triton kernels for norms, gated layers and rotary positions in a loaded model.
 
-Norms and gated layers of the one model get another `forward`. Rotary positions are a function of the
-architecture's module, so on CUDA all models of that architecture in the process turn with Liger's. Liger's
-losses are left out: log-probs are `models/log_probs.py`'s.
+Norms and gated layers of the model get another `forward`. Rotary positions are a function of the
+architecture's module, so on CUDA all models of that architecture in the process use Liger's. Liger's losses
+are not used: `models/log_probs.py` computes log-probs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGE = "liger_kernel"
 
 
 def check_liger(device: torch.device) -> None:
-    """ConfigError where Liger's kernels cannot run on `device`, or are not installed."""
+    """Raise ConfigError if Liger's kernels cannot run on `device`, or are not installed."""
     if device.type != "cuda":
         raise ConfigError(
             f"use_liger=true of a model on {device.type}: Liger's kernels are Triton programs, which run on "
@@ -40,23 +40,24 @@ def check_liger(device: torch.device) -> None:
 
 
 def use_liger_kernels(policy: PolicyModel) -> None:
-    """Give a model on CUDA Liger's kernels; ModelError where there are none for it, or its log-probs become
-    others than before.
+    """Give a model on CUDA Liger's kernels.
+
+    Raises ModelError where Liger has none for it, or where its log-probs change by more than rounding.
     """
     before = probe_log_probs(policy)
     patch_liger(policy.hf)
-    apart, limit = difference(probe_log_probs(policy), before, policy.dtype), probe_tolerance(policy.dtype)
+    apart = difference(probe_log_probs(policy), before, policy.dtype)
+    limit = probe_tolerance(policy.dtype)
     if not apart <= limit:  # also where it is nan
         raise ModelError(
             f"{type(policy.hf).__name__}: with Liger's kernels its log-probs differ by {apart:.3g} nats "
-            "from those without, at most "
-            f"{limit:.3g} is allowed: leave use_liger out"
+            f"from those without, and at most {limit:.3g} is allowed: leave use_liger out"
         )
 
 
 def patch_liger(hf: PreTrainedModel) -> None:
-    """Put Liger's kernels into a model, which may have no memory yet; ModelError where Liger has none for its
-    architecture.
+    """Put Liger's kernels into a model, which may be on the meta device; ModelError where Liger has none for
+    it.
     """
     from liger_kernel.transformers.monkey_patch import (
         MODEL_TYPE_TO_APPLY_LIGER_FN,
@@ -74,12 +75,15 @@ def patch_liger(hf: PreTrainedModel) -> None:
     for name, plain in before.items():
         now = getattr(architecture, name)
         # classes, which models without use_liger are made of, and functions, which may be called on a CPU too
-        if now is not plain:
-            setattr(architecture, name, _on_cuda(now, plain) if isinstance(plain, FunctionType) else plain)
+        if now is plain:
+            continue
+        if isinstance(plain, FunctionType):
+            plain = _on_cuda(now, plain)
+        setattr(architecture, name, plain)
 
 
 def has_liger(module: nn.Module) -> bool:
-    """Whether a part of the model computes with Liger's kernels."""
+    """Return whether a part of the model computes with Liger's kernels."""
     return any(
         str(getattr(vars(part).get("forward"), "__module__", "")).startswith(PACKAGE)
         for part in module.modules()
@@ -87,12 +91,14 @@ def has_liger(module: nn.Module) -> bool:
 
 
 def _on_cuda(theirs: Callable[..., Any], plain: Any) -> Callable[..., Any]:
-    """`theirs` for tensors on CUDA, `plain` for all others."""
+    """Return a function that calls `theirs` for tensors on CUDA and `plain` for all others."""
     plain = getattr(plain, "without_liger", plain)
 
     @functools.wraps(plain)
     def chosen(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (theirs if first.is_cuda else plain)(first, *args, **kwargs)
+        if first.is_cuda:
+            return theirs(first, *args, **kwargs)
+        return plain(first, *args, **kwargs)
 
     chosen.without_liger = plain  # type: ignore[attr-defined]
     return chosen

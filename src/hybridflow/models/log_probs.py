@@ -1,8 +1,8 @@
-"""The one log-prob function: what training computes of a token and what rollout keeps of it come from here.
+"""The one log-prob function, from which both training and rollout take the log-prob of a token.
 
 `token_log_probs` goes from hidden states to log-probs, entropy and Σπ² a chunk of tokens at a time, so that
-logits of shape [tokens, vocabulary] never exist for a whole micro-batch; the backward pass makes each chunk's
-logits again.
+logits of shape [tokens, vocabulary] never exist for a whole micro-batch; the backward pass computes each
+chunk's logits again.
 """
 
 from __future__ import annotations
@@ -16,66 +16,71 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
 CHUNK_BYTES = 64 * 2**20
+"""Largest size of a chunk of logits, in bytes."""
 
 LOWEST = -1e4
-"""Nats. exp of anything lower is 0 in every dtype, and a gradient times it stays far from overflow."""
+"""Least log-prob in nats that is computed with: exp of it is 0 in every dtype, and no product overflows."""
 
 
 class TokenOutputs(NamedTuple):
-    """What a policy says of the M predicted tokens, in float32 (float64 for a float64 model)."""
+    """Outputs of a policy for the M predicted tokens, in float32 (float64 for a float64 model)."""
 
     log_probs: Tensor
-    """[M] nats, of the temperature-scaled distribution."""
+    """Log-probs [M] of the temperature-scaled distribution, nats."""
     entropy: Tensor | None
-    """[M] nats, of the same distribution; None unless asked for."""
+    """Entropy [M] of the same distribution, nats; None unless asked for."""
     sum_pi_squared: Tensor | None = None
-    """[M], Σ_v π(v)² of the same distribution, without gradient; None unless asked for."""
+    """Σ_v π(v)² [M] of the same distribution, without gradient; None unless asked for."""
 
     def first(self, count: int) -> TokenOutputs:
-        """What is said of the first `count` tokens."""
-        return TokenOutputs(
-            self.log_probs[:count], *(None if part is None else part[:count] for part in self[1:])
-        )
+        """Return the outputs for the first `count` tokens."""
+        cut = {name: part[:count] for name, part in self._asdict().items() if part is not None}
+        return self._replace(**cut)
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What some models do to the head's output: x -> softcap·tanh(scale·x / softcap), each part where the
-    model has it.
-    """
+    """The transform that some models apply to the head's output: x -> softcap·tanh(scale·x / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> LogitTransform:
-        """`final_logit_softcapping` (Gemma), `logit_scale` (Cohere), `logits_scaling` (Granite divides by it,
-        HyperCLOVA X multiplies).
+        """Read `final_logit_softcapping` (Gemma), `logit_scale` (Cohere) and `logits_scaling`, by which
+        Granite divides and HyperCLOVA X multiplies.
         """
         kind = str(getattr(config, "model_type", ""))
         scale = 1.0
         if kind.startswith("cohere"):
             scale = float(getattr(config, "logit_scale", None) or 1.0)
         elif (scaling := getattr(config, "logits_scaling", None)) is not None:
-            scale = float(scaling) if kind == "hyperclovax" else 1.0 / float(scaling)
+            scale = 1.0 / float(scaling)
+            if kind == "hyperclovax":
+                scale = float(scaling)
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, raw: Tensor) -> Tensor:
-        """Head output [..., V] -> logits [..., V] in float32 or better."""
+        """Transform head output [..., V] -> logits [..., V] in float32 or better."""
         logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits / self.softcap) * self.softcap
 
 
 def log_probs_from_logits(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the targets: logits [M, V] float32 or better, targets [M] int64 ->
-    [M], nats.
+    """Return log softmax(logits / temperature) at the targets, [M] nats.
+
+    logits [M, V] float32 or better, targets [M] int64.
     """
     # a sum to a single number is split among threads, in another order than that of a row among rows
     if logits.shape[0] == 1:
         return log_probs_from_logits(logits.expand(2, -1), targets.expand(2), temperature)[:1]
-    scaled = logits if temperature == 1.0 else logits / temperature
+    scaled = logits
+    if temperature != 1.0:
+        scaled = logits / temperature
     return scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
 
 
@@ -93,13 +98,12 @@ def token_log_probs(
     chunk_bytes: int = CHUNK_BYTES,
     chunk_step: int = 1,
 ) -> TokenOutputs:
-    """Log-prob of each target; entropy and Σπ² of the distribution it was drawn from where they are asked
-    for.
+    """Return the log-prob of each target and, on request, entropy and Σπ² of the distribution.
 
     hidden [M, H], weight [V, H], bias [V] or None, targets [M] int64 -> [M] each, of softmax(z / temperature)
     with z = hidden·weightᵀ + bias after `LogitTransform`. Gradients flow from log-probs and entropy, not from
-    Σπ². A chunk of tokens holds at most `chunk_bytes` of logits, as a multiple of `chunk_step` tokens (and at
-    least once so many).
+    Σπ². A logit of -inf has probability 0 and adds nothing. A chunk of tokens holds at most `chunk_bytes` of
+    logits, as a multiple of `chunk_step` tokens, and at least `chunk_step` tokens.
     """
     assert temperature > 0, f"temperature {temperature} must be above 0"
     assert hidden.dim() == 2 and targets.shape == hidden.shape[:1], (
@@ -111,19 +115,23 @@ def token_log_probs(
     log_probs, entropy, squares = _TokenLogProbs.apply(
         hidden, weight, bias, targets, temperature, wanted, transform, chunk
     )  # type: ignore[no-untyped-call]
-    return TokenOutputs(
-        log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None
-    )
+    outputs = TokenOutputs(log_probs, None)
+    if with_entropy:
+        outputs = outputs._replace(entropy=entropy)
+    if with_sum_pi_squared:
+        outputs = outputs._replace(sum_pi_squared=squares)
+    return outputs
 
 
 def chunk_tokens(vocabulary: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """How many tokens' logits fit into `chunk_bytes`, at least 1."""
+    """Return how many tokens' logits fit into `chunk_bytes`, at least 1."""
     return max(1, chunk_bytes // (vocabulary * torch.promote_types(dtype, torch.float32).itemsize))
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """d logp_t/dz_v = [v = t] − p_v and d H/dz_v = −p_v (log p_v + H), with z already divided by the
-    temperature.
+    """Log-probs with their gradient: d logp_t/dz_v = [v = t] − p_v and d H/dz_v = −p_v (log p_v + H).
+
+    z is already divided by the temperature.
     """
 
     @staticmethod

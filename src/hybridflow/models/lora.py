@@ -1,9 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: y = W·x + s·B·A·x, W frozen, A and B in training, B
-zero at the start.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: y = W·x + s·B·A·x, with W frozen, A and B in training,
+and B zero at the start.
 
     settings ──add_lora──► adapters in place, base frozen ──(meta: to_empty, init_lora)──► train
-    adapters_off(model): what the base says, for the reference         fold, plain_state: W + s·B·A, for
-    export
+    adapters_off(model): the base alone, for the reference         fold, plain_state: W + s·B·A, for export
 
 Adapters are in the model's compute dtype, as every other parameter: the optimizer has their float32 masters,
 all parameters of a sharded block have one dtype, and rollout and training multiply the same numbers. There is
@@ -35,32 +34,32 @@ from hybridflow.models.value import ValueModel
 from hybridflow.protocol.randomness import generator
 
 ADAPTER = "default"
-"""peft's name of the one adapter."""
+"""The name under which peft has the one adapter."""
 ALL_LINEAR = "all-linear"
 _PART = re.compile(rf"\.lora_[AB]\.{ADAPTER}(\.weight)?$")
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Which layers get adapters, and how large."""
+    """The layers that get adapters, and the adapters' size."""
 
     rank: int
     alpha: int = 16
-    """Adapters count alpha / rank."""
+    """Numerator of the factor alpha / rank of the adapters' output."""
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     """Names of linear layers (whole, or the last parts), a regular expression of whole names, or
     `all-linear`.
     """
     exclude_modules: str | tuple[str, ...] | None = None
-    """Layers that get none, said in the same way."""
+    """Layers that get no adapter, written in the same way."""
     adapter_path: str | None = None
-    """Folder in peft's format whose rank, layers and weights hold instead."""
+    """Folder of an adapter in peft's format, whose rank, layers and weights are used instead."""
     seed: int = 0
-    """Key of the first A, which is the same on every rank and in every process."""
+    """Seed of A's first values, which are the same on every rank and in every process."""
 
     @property
     def largest_rank(self) -> int:
-        """Of all layers; ModelError where `adapter_path` cannot be read."""
+        """Largest rank of all layers; ModelError where `adapter_path` cannot be read."""
         if self.adapter_path is None:
             return self.rank
         config = read_adapter_config(self.adapter_path)
@@ -69,23 +68,27 @@ class LoraSettings:
 
     @classmethod
     def from_config(cls, config: ModelConfig, *, seed: int = 0) -> LoraSettings | None:
-        """What `lora_rank`, `lora_adapter_path` and their neighbours ask for; None: train all weights."""
+        """Return the settings of a model's keys (`lora_rank` and others), or None to train all weights."""
         if config.lora_rank == 0 and config.lora_adapter_path is None:
             return None
-        targets, exclude = (
-            tuple(each) if isinstance(each, list) else each
-            for each in (config.target_modules, config.exclude_modules)
-        )
+        targets = _frozen(config.target_modules)
         assert targets is not None
+        exclude = _frozen(config.exclude_modules)
         return cls(config.lora_rank, config.lora_alpha, targets, exclude, config.lora_adapter_path, seed)
 
 
-def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
-    """Put adapters beside linear layers in place and freeze the base; a value head goes on training whole.
+def _frozen(names: str | list[str] | None) -> str | tuple[str, ...] | None:
+    if isinstance(names, list):
+        return tuple(names)
+    return names
 
-    Before the model is sharded. On a meta device call `init_lora` after it has memory; else that is done
-    here. ModelError: targets that are no linear layers of it (its own are listed), an adapter folder that
-    does not fit, peft not installed.
+
+def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
+    """Put adapters beside linear layers, in place, and freeze the base; a value head is still trained whole.
+
+    Call this before the model is sharded. If the model is on the meta device, call `init_lora` once it has
+    memory; otherwise that is done here. Raises ModelError for targets that are no linear layers of the model
+    (the message lists its own), for an adapter folder that does not fit, and if peft is not installed.
     """
     try:
         import peft
@@ -99,9 +102,14 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
             "model.lora_rank=0"
         )
     root, prefix = _root(model)
-    file = None if settings.adapter_path is None else read_adapter(settings.adapter_path)
     layers = _linear_layers(root, prefix)
-    chosen = _targets(layers, settings) if file is None else _layers_of(file, layers)
+    sizes: dict[str, Any] = {"r": settings.rank, "lora_alpha": settings.alpha}
+    if settings.adapter_path is None:
+        chosen = _targets(layers, settings)
+    else:
+        file = read_adapter(settings.adapter_path)
+        sizes = file.settings
+        chosen = _layers_of(file, layers)
     kinds = {isinstance(layers[name], Conv1D) for name in chosen}
     if len(kinds) > 1:
         raise ModelError(
@@ -109,7 +117,7 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
             "model.target_modules"
         )
     config = peft.LoraConfig(
-        **({"r": settings.rank, "lora_alpha": settings.alpha} if file is None else file.settings),
+        **sizes,
         target_modules=[name.removeprefix(prefix) for name in chosen],
         fan_in_fan_out=kinds == {True},
         base_model_name_or_path=_whereabouts(model),
@@ -139,19 +147,24 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
 
 @torch.no_grad()
 def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
-    """Give the adapters their first values: A uniform within 1/√in and keyed by the layer's name, B zero; or
-    those of `adapter_path`.
+    """Give the adapters their first values: those of `adapter_path`, or A uniform within 1/√in and B zero.
 
-    Each rank computes its own shard, without a word to the others.
+    A is drawn with the seed and the layer's name as key. Each rank computes its own shard, without
+    communication.
     """
-    tensors = None if settings.adapter_path is None else read_adapter(settings.adapter_path).tensors
+    tensors: Mapping[str, Tensor] = {}
+    if settings.adapter_path is not None:
+        tensors = read_adapter(settings.adapter_path).tensors
     for name, layer in adapted_layers(model).items():
-        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        if tensors is not None:
-            first, second = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
+        a = layer.lora_A[ADAPTER].weight
+        b = layer.lora_B[ADAPTER].weight
+        if tensors:
+            first = tensors[f"{name}.lora_A"]
+            second = tensors[f"{name}.lora_B"]
         else:
             draw = torch.rand(a.shape, generator=generator(settings.seed, f"first adapter of {name}"))
-            first, second = (2 * draw - 1) / math.sqrt(a.shape[1]), torch.zeros(b.shape)
+            first = (2 * draw - 1) / math.sqrt(a.shape[1])
+            second = torch.zeros(b.shape)
         for own, value in ((a, first), (b, second)):
             if own.shape != value.shape:
                 raise ModelError(
@@ -162,29 +175,27 @@ def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
 
 
 def load_with_peft(policy: PolicyModel, folder: Path) -> None:
-    """Put the adapter of a folder into a plain policy by peft's own loader: what whoever reads the folder
-    will have.
-    """
+    """Put the adapter of a folder into a plain policy with peft's own loader, as other readers of it will."""
     import peft
 
     peft.PeftModel.from_pretrained(policy.hf, str(folder), autocast_adapter_dtype=False)
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """True after `add_lora`."""
+    """Return whether the model has adapters."""
     return any(_PART.search(name) for name, _ in model.named_parameters())
 
 
 def adapted_layers(model: PolicyModel | ValueModel) -> dict[str, Any]:
-    """peft's layers by the name of the linear layer in the causal language model."""
+    """Return peft's layers by the name of the linear layer in the causal language model."""
     root, prefix = _root(model)
     return {f"{prefix}{name}": module for name, module in root.named_modules() if _adapted(module)}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what its base does. Outside of training only: gradients are not asked for
-    here.
+    """Switch the adapters off inside the context, so that the model computes what its base does; for passes
+    without gradients.
     """
     layers = [module for module in model.modules() if _adapted(module)]
     _switch(layers, enabled=False)
@@ -208,25 +219,25 @@ def _switch(layers: list[Any], *, enabled: bool) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of a part of an adapter."""
+    """Return whether a parameter's name is that of a part of an adapter."""
     return _PART.search(name) is not None
 
 
 def adapter_part(name: str) -> str:
-    """`LAYER.lora_A` or `LAYER.lora_B` of an adapter parameter's name in a policy."""
+    """Return `LAYER.lora_A` or `LAYER.lora_B` for an adapter parameter's name in a policy."""
     return name.removeprefix("hf.").removesuffix(f".{ADAPTER}.weight")
 
 
 def base_name(name: str) -> str:
-    """A base parameter's name in the model without adapters, which is its name in the model's files:
-    `….q_proj.weight`.
-    """
+    """Return a base parameter's name in the model without adapters, which is also its name in the files."""
     return name.replace(".base_layer.", ".")
 
 
 def saved_names(model: nn.Module) -> frozenset[str] | None:
-    """Of a model with adapters, the entries of its state that a checkpoint holds: what is not in the base's
-    own folder. None: all.
+    """Return the entries of a model's state that a checkpoint holds: those that are not in the base's own
+    folder.
+
+    None means all of them, for a model without adapters.
     """
     names = [name for name, _ in model.named_parameters()]
     if not any(is_adapter(name) for name in names):
@@ -235,8 +246,10 @@ def saved_names(model: nn.Module) -> frozenset[str] | None:
 
 
 def fold(weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, transposed: bool = False) -> Tensor:
-    """W + s·B·A in float32 or better: weight [out, in] ([in, out] if `transposed`), a [rank, in], b [out,
-    rank]; sharded alike stays so.
+    """Return W + s·B·A in float32 or better.
+
+    weight [out, in] ([in, out] if `transposed`), a [rank, in], b [out, rank]. Tensors that are sharded alike
+    give a result that is sharded like the weight.
     """
     kind = torch.promote_types(weight.dtype, torch.float32)
     if isinstance(a, DTensor):
@@ -244,21 +257,23 @@ def fold(weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, transposed: bo
     if transposed and isinstance(b, DTensor):
         b = b.redistribute(placements=[Replicate()] * b.device_mesh.ndim)
     change = scaling * (b.to(kind) @ a.to(kind))
-    return weight.to(kind) + (change.T if transposed else change)
+    if transposed:
+        change = change.T
+    return weight.to(kind) + change
 
 
 @dataclass(frozen=True)
 class PlainEntry:
-    """An entry of the state of the model without adapters that computes the same."""
+    """An entry of the state of the plain model that computes what the model with adapters does."""
 
     tensor: Tensor
-    """The base's; what is folded into it has its shape and dtype."""
+    """The base's tensor; the folded one has its shape and dtype."""
     layer: Any = None
-    """peft's layer around it, None: the tensor as it is."""
+    """peft's layer around it, or None where nothing is folded into the tensor."""
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """The entry, folded now; sharded where the base is."""
+        """Return the tensor with its adapter folded in; it is sharded where the base is."""
         if self.layer is None:
             return self.tensor
         a, b = _parts(self.layer)
@@ -267,8 +282,10 @@ class PlainEntry:
 
 
 def plain_state(model: PolicyModel | ValueModel) -> dict[str, PlainEntry]:
-    """The state that the model without adapters would have, by the names that it had before `add_lora`."""
-    path = "hf" if isinstance(model, PolicyModel) else "backbone"
+    """Return the state of the model without adapters, by the names it had before `add_lora`."""
+    path = "backbone"
+    if isinstance(model, PolicyModel):
+        path = "hf"
     layers = {
         f"{path}.{name}.weight": layer for name, layer in _root(model)[0].named_modules() if _adapted(layer)
     }
@@ -278,7 +295,7 @@ def plain_state(model: PolicyModel | ValueModel) -> dict[str, PlainEntry]:
 
 @torch.no_grad()
 def fold_adapters(model: PolicyModel | ValueModel) -> None:
-    """Fold the adapters into the base in place: afterwards it is a plain model."""
+    """Fold the adapters into the base in place, which makes it a plain model."""
     root, _ = _root(model)
     for name, layer in [(name, module) for name, module in root.named_modules() if _adapted(module)]:
         layer.base_layer.weight.copy_(PlainEntry(layer.base_layer.weight, layer).value())
@@ -287,7 +304,7 @@ def fold_adapters(model: PolicyModel | ValueModel) -> None:
 
 
 def adapter_tensors(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tensor]]:
-    """The adapters by `LAYER.lora_A` and `LAYER.lora_B`, in the dtype they compute in, sharded where they
+    """Yield the adapters by `LAYER.lora_A` and `LAYER.lora_B`, in their compute dtype, sharded where they
     are.
     """
     for name, layer in adapted_layers(model).items():
@@ -296,40 +313,48 @@ def adapter_tensors(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tens
 
 
 def _parts(layer: Any) -> tuple[Tensor, Tensor]:
-    """A and B as they multiply: shards in training may be wider than the base, which is in the compute dtype."""
+    """Return A and B in the compute dtype, which is the base's; their shards in training may be wider."""
     dtype = layer.base_layer.weight.dtype
     return layer.lora_A[ADAPTER].weight.to(dtype), layer.lora_B[ADAPTER].weight.to(dtype)
 
 
 def adapter_config(model: PolicyModel | ValueModel) -> Any:
-    """The adapters as a peft LoraConfig, whose targets are the last parts of names where those say it all."""
+    """Return the adapters as a peft LoraConfig; its targets are last parts of names where these suffice."""
     root, _ = _root(model)
     config = copy(root.peft_config[ADAPTER])
     chosen = set(adapted_layers(model))
     short = {name.rsplit(".", 1)[-1] for name in chosen}
     meant = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in short}
-    config.target_modules = sorted(short if len(meant) == len(chosen) else chosen)
-    config.exclude_modules, config.inference_mode, config.task_type = None, True, "CAUSAL_LM"
+    config.target_modules = sorted(chosen)
+    if len(meant) == len(chosen):
+        config.target_modules = sorted(short)
+    config.exclude_modules = None
+    config.inference_mode = True
+    config.task_type = "CAUSAL_LM"
     return config
 
 
 def _whereabouts(model: PolicyModel | ValueModel) -> str | None:
-    """Where the base came from: a hub name, or the whole path of a folder."""
+    """Return where the base came from: a hub name, or the absolute path of a folder."""
     name = str(model.config.name_or_path or "")
     folder = Path(name).expanduser()
-    return str(folder.resolve()) if name and folder.is_dir() else name or None
+    if name and folder.is_dir():
+        return str(folder.resolve())
+    return name or None
 
 
 def _root(model: PolicyModel | ValueModel) -> tuple[Any, str]:
-    """The module that gets adapters, and what its layers' names begin with in the causal language model."""
+    """Return the module that gets adapters, and the prefix of its layers' names in the language model."""
     if isinstance(model, PolicyModel):
         return model.hf, ""
     return model.backbone, f"{model.backbone.base_model_prefix}."
 
 
 def _linear_layers(root: Any, prefix: str) -> dict[str, nn.Module]:
-    """Linear layers by name; not the output head, whose weight is used without a call of it."""
-    head = root.get_output_embeddings() if hasattr(root, "get_output_embeddings") else None
+    """Return the linear layers by name, without the output head, whose weight is used without calling it."""
+    head = None
+    if hasattr(root, "get_output_embeddings"):
+        head = root.get_output_embeddings()
     found = (
         (name, module) for name, module in root.named_modules() if isinstance(module, (nn.Linear, Conv1D))
     )
@@ -337,17 +362,22 @@ def _linear_layers(root: Any, prefix: str) -> dict[str, nn.Module]:
 
 
 def _targets(layers: Mapping[str, nn.Module], settings: LoraSettings) -> list[str]:
-    wanted, exclude = settings.target_modules, settings.exclude_modules
-    chosen = set(layers) if wanted == ALL_LINEAR else set()
-    for each in () if wanted == ALL_LINEAR else (wanted,) if isinstance(wanted, str) else wanted:
-        found = _matching(each, layers)
-        if not found:
-            raise ModelError(
-                f"model.target_modules: {each!r} is no linear layer that can have an adapter. "
-                f"{_offer(layers)}"
-            )
-        chosen |= found
-    for each in () if exclude is None else (exclude,) if isinstance(exclude, str) else exclude:
+    """Return the names of the layers that get an adapter, sorted."""
+    wanted = settings.target_modules
+    exclude = settings.exclude_modules
+    chosen: set[str] = set()
+    if wanted == ALL_LINEAR:
+        chosen = set(layers)
+    else:
+        for each in _listed(wanted):
+            found = _matching(each, layers)
+            if not found:
+                raise ModelError(
+                    f"model.target_modules: {each!r} is no linear layer that can have an adapter. "
+                    f"{_offer(layers)}"
+                )
+            chosen |= found
+    for each in _listed(exclude):
         chosen -= _matching(each, layers)
     if not chosen:
         raise ModelError(
@@ -357,9 +387,15 @@ def _targets(layers: Mapping[str, nn.Module], settings: LoraSettings) -> list[st
     return sorted(chosen)
 
 
+def _listed(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if isinstance(names, str):
+        return (names,)
+    return names or ()
+
+
 def _matching(wanted: str, layers: Iterable[str]) -> set[str]:
-    """Layers of this name, whole or its last parts, or else those whose whole name this regular expression
-    matches.
+    """Return the layers with this name or these last parts of a name, else those that the regular expression
+    matches as a whole.
     """
     named = {name for name in layers if name == wanted or name.endswith(f".{wanted}")}
     if named:
@@ -382,7 +418,7 @@ def _offer(layers: Iterable[str]) -> str:
 
 
 def _layers_of(file: AdapterFile, layers: Mapping[str, nn.Module]) -> list[str]:
-    """The layers that an adapter folder has adapters for."""
+    """Return the layers that an adapter folder has adapters for; ModelError for one that the model lacks."""
     names = sorted({name.rsplit(".", 1)[0] for name in file.tensors})
     odd = [name for name in names if name not in layers]
     if odd:

@@ -4,8 +4,8 @@
     merged into what the model's config.json says ─► checked ─► configuration
 
 transformers 5 keeps all rotary settings in `rope_parameters`; model cards and older configurations say
-`rope_scaling` (with `type`) and `rope_theta`. Either way is understood, and two that contradict each other are
-refused: a model that silently trains without the scaling that was asked for is no model anybody wants.
+`rope_scaling` (with `type`) and `rope_theta`. Both ways are understood. Settings that contradict each other
+are refused, so that no model trains without the scaling that was asked for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,19 @@ ORIGINAL_POSITIONS = "original_max_position_embeddings"
 
 _KEPT_BY_EVERY_TYPE = ("rope_theta", "partial_rotary_factor", ORIGINAL_POSITIONS)
 """Entries that describe the model and not one way of scaling: they stay where `rope_type` changes."""
-_ONLY_OF_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
-_ONLY_OF_SCALING += ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_ONLY_OF_SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "long_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
 _NEEDS_ORIGINAL_POSITIONS = ("llama3", "yarn", "longrope")
 
 

@@ -1,13 +1,14 @@
-"""Keys and values of the running rows in blocks: [blocks, tokens of a block, KV, D] in each layer, and a
-table of the blocks of each slot.
+"""The paged key-value cache: [blocks, tokens of a block, KV, D] in each layer, and a table of each slot's
+blocks.
 
-    slot 0  [ 4 | 7 | 2 ]        blocks that are full, or only read, may be in several slots and in what is
-    kept: they count who has them
-    slot 1  [ 4 | 7 | 9 ]        the last block of a row is its own, so that it can be written
-    kept    [ 4 | 7 | 2 ]
+    slot 0  [ 4 | 7 | 2 ]        full blocks and blocks that are only read may belong to several slots and to
+    kept
+    slot 1  [ 4 | 7 | 9 ]        prefixes, so each counts its holders; the last block of a row is its own,
+    since
+    kept    [ 4 | 7 | 2 ]        it will be written
 
-Which blocks a row has is known on the host, which never waits for the device. Block 0 is no row's: unused
-places of the table point to it.
+The host knows the blocks of every row and never waits for the device. Block 0 belongs to no row: unused
+entries of the table point to it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch import Tensor
 from hybridflow.models.kv_cache import KVCache, LayerShape, Places, RowCopy
 
 PagedKernel = Callable[..., Any]
-"""Attends over blocks where they lie: `torch.nn.attention.varlen.varlen_attn`, or what has its arguments."""
+"""A kernel that attends over blocks in place: `torch.nn.attention.varlen.varlen_attn`, or one like it."""
 
 LEAST_BLOCKS = 16
-"""Memory is taken for so many at least."""
+"""Number of blocks that memory is allocated for at least."""
 
 
 class BlockPool:
-    """Which blocks are free, and how many have each of the others."""
+    """The free blocks, and the number of holders of each of the others."""
 
     def __init__(self) -> None:
         self.counts = [1]
@@ -37,28 +38,28 @@ class BlockPool:
 
     @property
     def size(self) -> int:
-        """Blocks that there are, block 0 among them."""
+        """Number of blocks, block 0 included."""
         return len(self.counts)
 
     def grow(self, size: int) -> None:
-        """Have `size` blocks."""
+        """Add free blocks until there are `size`."""
         self.free += range(self.size, size)
         self.counts += [0] * (size - self.size)
 
     def take(self, count: int) -> list[int]:
-        """So many free blocks, for one who has each."""
+        """Take free blocks, each for one holder."""
         assert count <= len(self.free), f"{count} blocks were asked for, and {len(self.free)} are free"
         taken = [self.free.pop() for _ in range(count)]
         self.hold(taken)
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more has these blocks."""
+        """Count one more holder of these blocks."""
         for block in blocks:
             self.counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One less has them; those that nobody has are free."""
+        """Count one holder less of these blocks, and free those without any."""
         for block in blocks:
             self.counts[block] -= 1
             if self.counts[block] == 0:
@@ -66,10 +67,11 @@ class BlockPool:
 
 
 class HeldBlocks(RowCopy):
-    """The first tokens of a row, in blocks that stay as long as this object does."""
+    """The first tokens of a row, in blocks that are held as long as this object lives."""
 
     def __init__(self, pool: BlockPool, blocks: Sequence[int]) -> None:
-        self.blocks, self._pool = tuple(blocks), pool
+        self.blocks = tuple(blocks)
+        self._pool = pool
         pool.hold(self.blocks)
 
     def __del__(self) -> None:
@@ -77,13 +79,14 @@ class HeldBlocks(RowCopy):
 
 
 class PagedCache(KVCache):
-    """Rows in blocks, at most `max_blocks`; memory for them grows by doubling, and then `evict` is asked to
-    let kept ones go.
+    """A cache whose rows lie in blocks, at most `max_blocks`.
+
+    Memory grows by doubling; once it is full, `evict` is called to free blocks of kept prefixes.
     """
 
     shares = True
     kernel: PagedKernel | None = None
-    """How decoding attends; None: the tokens of each row are gathered, and attended over as in slots."""
+    """Kernel of decoding; None means that each row's tokens are gathered and attended over as in slots."""
 
     def __init__(
         self,
@@ -93,19 +96,18 @@ class PagedCache(KVCache):
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_slots, self.max_blocks, self.block_size, self.device = (
-            num_slots,
-            max_blocks,
-            block_size,
-            torch.device(device),
-        )
-        self.room, self.capacity = 0, block_size
+        self.num_slots = num_slots
+        self.max_blocks = max_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self.room = 0
+        self.capacity = block_size
         self.pool = BlockPool()
         self.blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self.lengths = [0] * num_slots
-        """Tokens of each slot."""
+        """Number of tokens of each slot."""
         self.evict: Callable[[], bool] = lambda: False
-        """Lets go of something that is kept; False: nothing is."""
+        """Evicts one kept prefix; returns False if there is none."""
         self.table = torch.zeros(num_slots, 1, dtype=torch.int32, device=device)
         self._stale: set[int] = set()  # slots whose blocks the table does not say yet
         self.keys, self.values = {}, {}
@@ -123,19 +125,21 @@ class PagedCache(KVCache):
         return sum(x.nbytes for x in (*self.keys.values(), *self.values.values(), self.table))
 
     def num_blocks(self, length: int) -> int:
-        """Blocks of a row of `length` tokens."""
+        """Return the number of blocks of a row of `length` tokens."""
         return -(-length // self.block_size)
 
     def num_obtainable(self, beside: Iterable[int] = ()) -> int:
-        """Blocks that could be free: those that neither a row nor `beside` has."""
+        """Return how many blocks could be freed: those that neither a row nor `beside` holds."""
         return self.max_blocks - 1 - len(set(beside).union(*self.blocks))
 
     def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
-        """See that these slots have blocks for tokens up to `stop` (left out: for one more each), which are
-        to be written.
+        """Take blocks for tokens of these slots up to `stop`, or for one more of each, before they are
+        written.
         """
         for slot in slots:
-            length = self.lengths[slot] + 1 if stop is None else stop
+            length = stop
+            if length is None:
+                length = self.lengths[slot] + 1
             missing = self.num_blocks(length) - len(self.blocks[slot])
             if missing > 0:
                 self.blocks[slot] += self._take(missing)
@@ -152,7 +156,7 @@ class PagedCache(KVCache):
             stored.flatten(0, 1).index_copy_(0, flat, new)
 
     def tokens_of(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The first tokens of some slots, gathered."""
+        """Return the first tokens of some slots, gathered from their blocks."""
         blocks = self.table[:, : self.num_blocks(length)].index_select(0, slots)
         keys, values = (
             stored[layer]
@@ -165,42 +169,43 @@ class PagedCache(KVCache):
         return keys, values
 
     def read(self, slot: int, length: int) -> HeldBlocks:
-        """Keep the blocks of the first tokens. The row may go on to write behind them."""
+        """Hold the blocks of a row's first tokens; the row may go on to write behind them."""
         return HeldBlocks(self.pool, self.blocks[slot][: self.num_blocks(length)])
 
     def load(self, copy: RowCopy, destination: Sequence[int], length: int) -> None:
-        """The first `length` tokens of what is kept, to slots of new rows."""
+        """Put the first `length` kept tokens into slots of new rows."""
         assert isinstance(copy, HeldBlocks), f"blocks cannot load {type(copy).__name__}"
         self._share(copy.blocks, destination, length)
 
     def fork(self, source: int, destination: Sequence[int], length: int) -> None:
-        """The first `length` tokens of one slot, to slots of new rows."""
+        """Put the first `length` tokens of one slot into slots of new rows."""
         self._share(self.blocks[source], destination, length)
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """The blocks of slots `source` are those of slots `destination` now."""
+        """Move the blocks of slots `source` to slots `destination`."""
         for old, new in zip(source, destination, strict=True):
             self.drop(new, new + 1)
-            self.blocks[new], self.blocks[old] = self.blocks[old], []
-            self.lengths[new], self.lengths[old] = self.lengths[old], 0
+            self.blocks[new] = self.blocks[old]
+            self.blocks[old] = []
+            self.lengths[new] = self.lengths[old]
+            self.lengths[old] = 0
             self._stale |= {old, new}
 
     def clear(self, start: int, stop: int) -> None:
-        """Slots start..stop-1 have no blocks."""
+        """Release the blocks of slots start..stop-1."""
         self.drop(start, stop)
 
     def drop(self, start: int, stop: int) -> None:
-        """Slots start..stop-1 have no blocks any longer."""
+        """Release the blocks of slots start..stop-1, whose rows have left."""
         for slot in range(start, stop):
             if self.blocks[slot]:
                 self.pool.release(self.blocks[slot])
-                self.blocks[slot], self.lengths[slot] = [], 0
+                self.blocks[slot] = []
+                self.lengths[slot] = 0
                 self._stale.add(slot)
 
     def wipe(self, slots: Sequence[int]) -> None:
-        """Zeros in the blocks that only these slots have, shared among them or not: what a mask hides still
-        has to be finite.
-        """
+        """Zero the blocks that only these slots hold: entries that a mask hides still have to be finite."""
         held = Counter(block for slot in slots for block in self.blocks[slot])
         own = [block for block, count in held.items() if self.pool.counts[block] == count]
         index = torch.tensor([0, *own], device=self.device)
@@ -208,9 +213,11 @@ class PagedCache(KVCache):
             stored.index_fill_(0, index, 0)
 
     def _share(self, blocks: Sequence[int], destination: Sequence[int], length: int) -> None:
-        """Whole blocks are shared; of the last one, if it is not whole, each slot gets a copy to go on in."""
+        """Share whole blocks with slots of new rows; each gets a copy of the last block if that is not full."""
         whole = blocks[: length // self.block_size]
-        last = self._take(len(destination)) if length % self.block_size else []
+        last: list[int] = []
+        if length % self.block_size:
+            last = self._take(len(destination))
         for number, slot in enumerate(destination):
             assert not self.blocks[slot], f"slot {slot} is in use"
             self.pool.hold(whole)
@@ -218,12 +225,13 @@ class PagedCache(KVCache):
             self.lengths[slot] = length
         self._stale.update(destination)
         if last:
-            index, source = torch.tensor(last, device=self.device), blocks[len(whole)]
+            index = torch.tensor(last, device=self.device)
+            source = blocks[len(whole)]
             for stored in (*self.keys.values(), *self.values.values()):
                 stored.index_copy_(0, index, stored[source].clone().expand(len(last), -1, -1, -1))
 
     def _take(self, count: int) -> list[int]:
-        """Free blocks: there is memory for them, or what is kept makes room."""
+        """Take free blocks; if there are too few, grow the memory, then evict kept prefixes."""
         missing = count - len(self.pool.free)
         if missing > 0:
             self._grow(min(self.max_blocks, max(self.pool.size + missing, 2 * self.pool.size, LEAST_BLOCKS)))
@@ -232,9 +240,7 @@ class PagedCache(KVCache):
         return self.pool.take(count)
 
     def _grow(self, num_blocks: int) -> None:
-        """Have memory for so many blocks; those in use stay what they are. One layer at a time is there
-        twice.
-        """
+        """Allocate memory for so many blocks and copy those in use, one layer at a time."""
         if num_blocks <= self.pool.size:
             return
         for tensors in (self.keys, self.values):
@@ -245,7 +251,7 @@ class PagedCache(KVCache):
         self.room = num_blocks * self.block_size
 
     def _upload(self) -> None:
-        """Bring the table up to date: rows of it that have changed, in one copy that nothing waits for."""
+        """Copy the changed rows of the table to the device in one transfer, without waiting for it."""
         if not self._stale:
             return
         width = max(len(self.blocks[slot]) for slot in self._stale)
@@ -253,7 +259,8 @@ class PagedCache(KVCache):
             self.table = self.table.new_zeros(self.num_slots, max(width, 2 * self.table.shape[1]))
             self.capacity = self.table.shape[1] * self.block_size
             self._stale = set(range(self.num_slots))
-        slots, width = sorted(self._stale), self.table.shape[1]
+        slots = sorted(self._stale)
+        width = self.table.shape[1]
         rows = torch.tensor(
             [[slot, *self.blocks[slot], *[0] * (width - len(self.blocks[slot]))] for slot in slots],
             dtype=torch.int32,

@@ -1,8 +1,8 @@
 """Attention of decoding over rows in blocks: one new token per row.
 
-On CUDA the kernel of `torch.nn.attention.varlen` reads the blocks where they lie, by the table; elsewhere,
-and for what it does not know (soft-capped scores, sinks, exact mode), the tokens of each row are gathered and
-attended over as in slots.
+On CUDA the kernel of `torch.nn.attention.varlen` reads the blocks in place, by the table. Elsewhere, and for
+features it lacks (soft-capped scores, sinks, exact mode), the tokens of each row are gathered and attended
+over as in slots.
 """
 
 from __future__ import annotations
@@ -20,28 +20,31 @@ from hybridflow.models.paged_cache import PagedCache, PagedKernel
 from hybridflow.models.slot_layout import SlotLayout
 
 BLOCK_SIZE = 256
-"""Tokens of a block that the kernel can read."""
+"""Number of tokens of a block that the kernel can read."""
 MOST_DIMS = 256
-"""Of a head."""
+"""Largest head dimension of the kernel."""
 WANTED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")
 
 
 class PagedLayout(SlotLayout):
-    """Row i of the batch is in the blocks of slot i; its new token stands at position lengths[i] and sees all
-    tokens up to itself.
+    """The layout of decoding over blocks: row i of the batch is in the blocks of slot i.
+
+    Its new token is at position lengths[i] and sees all tokens up to itself.
     """
 
     cache: PagedCache
 
     def __init__(self, cache: PagedCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
-        """As `SlotLayout`; the slots have blocks for the new tokens. `num_keys` left out: up to the newest
+        """Lay out rows as `SlotLayout` does; `num_keys` is by default the number of places up to the newest
         token.
+
+        The slots must have blocks for the new tokens.
         """
-        super().__init__(cache, lengths, longest, longest + 1 if num_keys is None else num_keys)
+        super().__init__(cache, lengths, longest, num_keys or longest + 1)
         self._slots = self.places.slots
         self._used = (lengths + 1).to(torch.int32)
         self._rows = torch.arange(self.num_rows + 1, dtype=torch.int32, device=lengths.device)
-        # of rows that lay one after the other; what counts is the table
+        # places of rows that lie one after the other; the kernel reads the table instead
         self._begins = self._rows * cache.capacity
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -55,7 +58,10 @@ class PagedLayout(SlotLayout):
         ):
             return super().attend(query, key, value, scores)
         cache.write(scores.layer_idx, key[:, :, 0], value[:, :, 0], self.places)
+        window_size = (-1, -1)
         window = scores.window(self.num_keys)
+        if window is not None:
+            window_size = (window - 1, 0)  # the one query is the newest token
         attended: Tensor = cache.kernel(
             query[:, :, 0],
             cache.keys[scores.layer_idx],
@@ -65,7 +71,7 @@ class PagedLayout(SlotLayout):
             1,
             self.num_keys,
             scale=scores.scaling,
-            window_size=(-1, -1) if window is None else (window - 1, 0),  # the one query is the newest token
+            window_size=window_size,
             enable_gqa=query.shape[1] != key.shape[1],
             seqused_k=self._used,
             block_table=cache.table[: self.num_rows],
@@ -77,12 +83,14 @@ class PagedLayout(SlotLayout):
 
 
 def varlen_kernel() -> PagedKernel | None:
-    """The kernel of this torch, where it reads blocks (from 2.13)."""
+    """Return torch's kernel if it reads blocks (from torch 2.13), else None."""
     try:
         kernel: PagedKernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
-    return kernel if set(WANTED) <= set(inspect.signature(kernel).parameters) else None
+    if set(WANTED) <= set(inspect.signature(kernel).parameters):
+        return kernel
+    return None
 
 
 def kernel_problem(
@@ -91,8 +99,9 @@ def kernel_problem(
     device: torch.device,
     block_size: int = BLOCK_SIZE,
 ) -> str | None:
-    """Why no kernel can attend over blocks of a model with these layers, if so; what the keys alone do not
-    tell is tried.
+    """Return the reason no kernel can attend over blocks of a model with these layers, or None.
+
+    After the checks of sizes and dtypes the kernel is tried and compared with attention over gathered tokens.
     """
     kernel = varlen_kernel()
     if kernel is None:
@@ -126,8 +135,8 @@ def kernel_problem(
 
 
 def _difference(kernel: PagedKernel, shape: LayerShape, window: int | None, device: torch.device) -> float:
-    """Between the kernel and attention over gathered tokens, for rows of unlike length in blocks that lie in
-    no order.
+    """Return the largest difference of the kernel from attention over gathered tokens, on rows of unlike
+    length whose blocks lie in no order.
     """
     cache = PagedCache({0: shape}, 3, 12, BLOCK_SIZE, device)
     cache.kernel = kernel

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model as a policy: packed rows in, log-probs of their response tokens out.
 
-The module that trains is the module that generates: `forward` is for training and scoring, `hidden` and
-`logits` are what the native rollout engine drives, with another layout.
+The module that trains is the module that generates: `forward` is for training and scoring, and the native
+rollout engine calls `hidden` and `logits` with another layout.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 
 class PolicyModel(nn.Module):
-    """Wraps a causal LM so that all of a training step runs inside this module's forward."""
+    """A causal LM whose forward goes from packed rows to log-probs, so that FSDP and hooks see one module
+    call.
+    """
 
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same outputs."""
     exact: ExactMode | None = None
-    """Set: a token's log-prob has the same bits in training and in generation, whatever is computed with it.
+    """Exact mode, in which a token's log-prob has the same bits in training and in generation; None without.
     """
 
     source_dtype: torch.dtype | None = None
@@ -89,16 +91,22 @@ class PolicyModel(nn.Module):
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
     ) -> TokenOutputs:
-        """Log-probs [M] of `packed.targets`, and their distributions' entropy and Σπ² [M] if asked for.
+        """Return log-probs [M] of `packed.targets` and, on request, entropy and Σπ² [M] of the distributions.
 
         Only the M predicting positions go through the head, a chunk at a time.
         """
         cut = sequence_cut(packed, self.sequence_group, self.config)
         states = packed_hidden(self.hf.base_model, packed, self.device, cut, self.exact)
         head = self.head
-        targets = (packed.targets if cut is None else packed.targets[cut.own]).to(states.device)
+        targets = packed.targets
+        if cut is not None:
+            targets = targets[cut.own]
+        targets = targets.to(states.device)
+        chunk_step = 1
         if self.exact is not None:
-            states, targets = self.exact.pad_rows(states), self.exact.pad_rows(targets)
+            states = self.exact.pad_rows(states)
+            targets = self.exact.pad_rows(targets)
+            chunk_step = self.exact.chunk_step
         outputs = token_log_probs(
             states,
             head.weight,
@@ -109,21 +117,23 @@ class PolicyModel(nn.Module):
             with_sum_pi_squared=with_sum_pi_squared,
             softcap=self.transform.softcap,
             logit_scale=self.transform.scale,
-            chunk_step=1 if self.exact is None else self.exact.chunk_step,
+            chunk_step=chunk_step,
         )
         if self.exact is not None:
             outputs = outputs.first(packed.targets.shape[0])
-        return outputs if cut is None else cut.gather_outputs(outputs)
+        if cut is not None:
+            outputs = cut.gather_outputs(outputs)
+        return outputs
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
+        """Return the last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout, self.exact)
 
     def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Like `hidden` for one new token of each row, [B, 1] -> [B, 1, H]: the same bits, in less time where
-        the model allows it.
+        """Return the last hidden states [B, 1, H] of one new token of each row, with the same bits as
+        `hidden`.
 
-        The faster way is used once its first states have been the very ones of the modules, on this model and
+        A faster path is used if its first states have been equal to those of the modules, on this model and
         this machine.
         """
         if (self._flat_tried and self._flat is None) or torch.is_grad_enabled():
@@ -131,12 +141,13 @@ class PolicyModel(nn.Module):
         rows = input_ids.shape[0]
         if self.exact is not None:
             input_ids, position_ids, layout = self.exact.pad_tokens(input_ids, position_ids, layout)
-        decoder = self._first_decode if self._flat is None else self._flat
+        decoder = self._flat or self._first_decode
         return decoder(input_ids, position_ids, layout)[:rows]
 
     def _first_decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """By the modules, and once more the faster way: where the states are the same, that way is kept."""
-        self._flat_tried, seen = True, ScoresSeen(layout)
+        """Decode by the modules and by the faster path, which is kept if the states are equal."""
+        self._flat_tried = True
+        seen = ScoresSeen(layout)
         states = run_backbone(self.hf.base_model, input_ids, position_ids, seen)
         flat = FlatDecoder.of(self.hf.base_model, seen.of_layer)
         if flat is None:
@@ -144,29 +155,29 @@ class PolicyModel(nn.Module):
         if torch.equal(flat(input_ids, position_ids, layout), states):
             self._flat = flat
             return states
-        # once more: the layout now holds what the other way has stored
+        # once more: the cache now has what the other path has stored
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout)
 
     @property
     def decodes_flat(self) -> bool:
-        """Whether `decode` has found its faster way to be right."""
+        """Whether `decode` uses its faster path."""
         return self._flat is not None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., H], in float32 or better, before any temperature."""
+        """Return logits [..., V] of hidden states [..., H], in float32 or better, before any temperature."""
         if self.exact is not None and hidden.dim() == 2:
             return self.transform(self.head(self.exact.pad_rows(hidden)))[: hidden.shape[0]]
         return self.transform(self.head(hidden))
 
 
 def use_attention(hf: PreTrainedModel) -> None:
-    """Switch a model to our attention, or raise ModelError where its layers do not let it be chosen."""
+    """Switch a model to our attention; ModelError where its attention cannot be chosen."""
     register()
     if not getattr(hf, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(hf).__name__} (model_type {hf.config.model_type!r}) does not let its attention be "
-            "chosen, so rows cannot be packed: "
-            "it is not supported. Use an attention-only causal language model such as Llama, Qwen, Mistral, "
+            "chosen, so rows cannot be packed: it is not supported. Use an attention-only causal language "
+            "model such as Llama, Qwen, Mistral, "
             "Gemma or Phi"
         )
     hf.set_attn_implementation(ATTENTION_NAME)
@@ -179,7 +190,7 @@ def run_backbone(
     layout: Layout,
     exact: ExactMode | None = None,
 ) -> Tensor:
-    """Last hidden states of a Hugging Face base model under `layout`, with no cache and no mask of its own."""
+    """Return the last hidden states of a Hugging Face base model under `layout`, without its cache and mask."""
     batch, length = input_ids.shape
     if exact is not None:
         input_ids, position_ids, layout = exact.pad_tokens(input_ids, position_ids, layout)
@@ -187,13 +198,15 @@ def run_backbone(
         input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, layout=layout
     )
     states: Tensor = outputs.last_hidden_state
-    return states if exact is None else states[:batch, :length]
+    if exact is None:
+        return states
+    return states[:batch, :length]
 
 
 def sequence_cut(
     packed: PackedBatch, group: ProcessGroup | None, config: PretrainedConfig
 ) -> SequenceCut | None:
-    """How `packed` is cut among the ranks of `group`; None without a group or with a rank alone in it."""
+    """Return the cut of `packed` among the ranks of `group`; None without a group of several ranks."""
     if group is None or group.size() == 1:
         return None
     assert packed.places is None, "rows share no tokens where ranks share rows"
@@ -208,28 +221,31 @@ def packed_hidden(
     cut: SequenceCut | None = None,
     exact: ExactMode | None = None,
 ) -> Tensor:
-    """Hidden states [M, H] at the positions that predict `packed.targets`; under a cut, those of the rank's
-    share `cut.own`.
+    """Return hidden states [M, H] at the positions that predict `packed.targets`.
+
+    Under a cut they are those of this rank's share, `cut.own`.
     """
     layout: Layout = PackedLayout.build(packed.lengths, device, places=packed.places)
-    input_ids, position_ids, index = packed.input_ids, packed.position_ids, packed.predict_index
+    input_ids = packed.input_ids
+    position_ids = packed.position_ids
+    index = packed.predict_index
     if cut is not None:
-        layout, input_ids, position_ids, index = (
-            cut.layout(layout),
-            cut.tokens(input_ids),
-            cut.tokens(position_ids),
-            cut.predict_index,
-        )
+        layout = cut.layout(layout)
+        input_ids = cut.tokens(input_ids)
+        position_ids = cut.tokens(position_ids)
+        index = cut.predict_index
     states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
     if packed.places is not None:  # the last token of a shared prompt predicts the first of several responses
         return SharedTokens(packed.shared_predict_index, None, device).spread(states[0], index.to(device))
     selected: Tensor = _SelectTokens.apply(states[0], index.to(device))  # type: ignore[no-untyped-call]
-    return selected if cut is None else cut.deal(selected)
+    if cut is not None:
+        selected = cut.deal(selected)
+    return selected
 
 
 class _SelectTokens(torch.autograd.Function):
-    """Rows of [N, H] at distinct indices [M]: the backward pass copies instead of adding (ten times faster on
-    CPU, and the same to the bit whatever the number of threads).
+    """Selection of rows of [N, H] at distinct indices [M]. The backward pass copies instead of adding, which
+    is ten times faster on CPU and gives the same bits with any number of threads.
     """
 
     @staticmethod

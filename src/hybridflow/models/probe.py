@@ -1,4 +1,4 @@
-"""Does our attention compute what this model means? Asked once when a model is loaded, on a few tokens.
+"""A test that our attention computes the model's own log-probs, made once when a model is loaded.
 
 Rows of different length are packed, and their last tokens decoded from a key-value cache; the log-probs are
 compared with those of each row alone under transformers' own eager attention. A layer that never calls the
@@ -24,7 +24,7 @@ _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, to
 
 
 class _CountingLayout(PackedLayout):
-    """A packed layout that counts which layers called it."""
+    """A packed layout that counts the calls of each layer."""
 
     calls: Counter[int]
 
@@ -35,13 +35,12 @@ class _CountingLayout(PackedLayout):
 
 @torch.no_grad()
 def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
-    """The largest difference, in nats, of packed and of cached log-probs from each row's alone; ModelError
-    above `tolerance`.
+    """Return the largest difference, in nats, of packed and of cached log-probs from those of each row alone.
 
-    The default tolerance goes by the dtype: 1e-3 in float32, 0.3 in bfloat16 (wrong attention shifts
-    log-probs by 1 to 2). In half precision a position's difference is the mean over the vocabulary: a logit
-    of 20 is itself rounded by 0.06, and among a hundred thousand of them the worst of a healthy model is
-    above any limit that would find a wrong one.
+    Raises ModelError above `tolerance`. Its default depends on the dtype: 1e-3 in float32, 0.3 in bfloat16
+    (wrong attention shifts log-probs by 1 to 2). In half precision a position's difference is the mean over
+    the vocabulary: a logit of 20 is itself rounded by 0.06, and among a hundred thousand of them the worst of
+    a healthy model exceeds any limit that would find a wrong one.
     """
     was_training = policy.training
     policy.eval()
@@ -53,12 +52,16 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
     finally:
         policy.train(was_training)
     if not all(bool(row.isfinite().all()) for row in alone):
+        hint = ""
+        if policy.dtype.itemsize < 4:
+            hint = " (this dtype may be too narrow for them)"
         raise ModelError(
             f"{type(policy.hf).__name__} gives log-probs that are not finite: look for NaN or infinity in "
-            "the weights of the model's folder"
-            + (" (this dtype may be too narrow for them)" if policy.dtype.itemsize < 4 else "")
+            f"the weights of the model's folder{hint}"
         )
-    limit = tolerance if tolerance is not None else probe_tolerance(policy.dtype)
+    limit = tolerance
+    if limit is None:
+        limit = probe_tolerance(policy.dtype)
     differences = {
         "packed": max(
             difference(ours, theirs, policy.dtype) for ours, theirs in zip(packed, alone, strict=True)
@@ -71,16 +74,16 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
         if not worst <= limit:  # also where it is nan
             raise ModelError(
                 f"{type(policy.hf).__name__} does not give the same log-probs {how} as a row alone: they "
-                f"differ by {worst:.3g} nats, at "
-                f"most {limit:.3g} is allowed. Its layers do something our attention does not know, so it "
-                "cannot be trained here"
+                f"differ by {worst:.3g} nats, at most {limit:.3g} is allowed. Its layers do something that "
+                "our "
+                "attention does not implement, so it cannot be trained here"
             )
     return max(differences.values())
 
 
 @torch.no_grad()
 def probe_log_probs(policy: PolicyModel) -> Tensor:
-    """Log-probs [tokens, V] of the probe's rows, packed: by them two copies of a model are compared."""
+    """Return log-probs [tokens, V] of the probe's rows, packed, by which two copies of a model are compared."""
     was_training = policy.training
     policy.eval()
     try:
@@ -90,22 +93,25 @@ def probe_log_probs(policy: PolicyModel) -> Tensor:
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:
-    """How far log-probs of one model may lie apart that were computed in two ways, in nats as `difference`
-    counts them.
+    """Return how far log-probs of one model may lie apart that are computed in two ways.
+
+    The unit is nats, measured as `difference` does.
     """
     return _TOLERANCES.get(dtype, 0.3)
 
 
 def difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
-    """The largest difference of log-probs [..., V]; for models of half precision of the means over the
+    """Return the largest difference of log-probs [..., V]; in half precision, of the means over the
     vocabulary.
     """
     apart = (ours - theirs).abs()
-    return float(apart.max() if dtype.itemsize >= 4 else apart.mean(-1).max())
+    if dtype.itemsize < 4:
+        apart = apart.mean(-1)
+    return float(apart.max())
 
 
 def _rows(policy: PolicyModel) -> list[Tensor]:
-    """Token ids that differ from row to row, spread over the vocabulary; no random numbers."""
+    """Return token ids that differ from row to row and cover the vocabulary, without random numbers."""
     vocabulary = policy.head.weight.shape[0]
     ids = [
         [(1 + 7919 * (row + 1) * (place + 1)) % vocabulary for place in range(length)]
@@ -115,7 +121,7 @@ def _rows(policy: PolicyModel) -> list[Tensor]:
 
 
 def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
-    """Log-probs [length, V] of each row, from one packed pass; ModelError if a layer did not call our
+    """Return log-probs [length, V] of each row from one packed pass; ModelError if a layer did not call our
     attention.
     """
     layout = _CountingLayout.build(_LENGTHS, policy.device)
@@ -126,15 +132,15 @@ def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
     if len(layout.calls) != wanted or set(layout.calls.values()) != {1}:
         raise ModelError(
             f"{type(policy.hf).__name__}: {len(layout.calls)} of {wanted} layers call the attention "
-            "function (calls by layer: "
-            f"{dict(layout.calls)}). Recurrent and linear-attention layers mix rows when packed, so this "
-            "model cannot be trained here"
+            f"function (calls by layer: {dict(layout.calls)}). Recurrent and linear-attention layers mix "
+            "rows "
+            "when packed, so this model cannot be trained here"
         )
     return list(policy.logits(hidden)[0].log_softmax(-1).split(_LENGTHS))
 
 
 def _cached(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
-    """Log-probs [V] after each row, its last token decoded over cached keys and values of the others."""
+    """Return log-probs [V] after each row, whose last token is decoded over cached keys and values."""
     prompts = [row[:-1] for row in rows]
     states: dict[int, tuple[Tensor, Tensor]] = {}
     layout = PackedLayout.build(
@@ -160,12 +166,12 @@ def _cached(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
 
 
 def _positions(rows: list[Tensor]) -> Tensor:
-    """[1, N], from 0 in each row."""
+    """Return position ids [1, N], from 0 in each row."""
     return torch.cat([torch.arange(len(row), device=row.device) for row in rows])[None]
 
 
 def _alone(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
-    """Log-probs [length, V] of each row run by itself with transformers' eager attention."""
+    """Return log-probs [length, V] of each row, run alone with transformers' eager attention."""
     policy.hf.set_attn_implementation("eager")
     try:
         logits = [policy.hf(input_ids=row[None], use_cache=False).logits[0] for row in rows]

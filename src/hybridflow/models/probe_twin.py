@@ -1,9 +1,8 @@
-"""The probe of an architecture whose weights are spread over ranks: a small twin with random weights stands
-in for it.
+"""The probe of a sharded model's architecture, on a small second model with random weights.
 
 The probe runs rows through transformers' eager attention, which calls submodules that only the model's own
-forward would gather. What it tests is the architecture, not the weights, so a twin with the first layers of
-each kind and few tokens says the same.
+forward would gather. It tests the architecture and not the weights, so a model with the first layers of each
+kind and a small vocabulary gives the same answer.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def probe_twin(
     trust_remote_code: bool = False,
     use_liger: bool = False,
 ) -> float | None:
-    """`probe_policy` of a float32 twin of the model that `config` describes; None where even the twin would
-    be too large.
+    """Run `probe_policy` on a small float32 model of the architecture that `config` describes.
 
-    The global random stream is left as it was.
+    Returns its difference in nats, or None where even the small model would be too large. The global random
+    stream stays as it was.
     """
     twin = twin_config(config)
     with torch.device("meta"):
@@ -49,7 +48,8 @@ def probe_twin(
             size / 1e9,
         )
         return None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [each for each in (device,) if each.type == "cuda"]
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         hf = AutoModelForCausalLM.from_config(
             twin, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
@@ -61,8 +61,9 @@ def probe_twin(
 
 
 def twin_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture with fewer layers and tokens, and weights so large that attention moves the
-    log-probs.
+    """Return a configuration of the same architecture with fewer layers and tokens.
+
+    Its weights are so large that attention moves the log-probs.
     """
     twin = copy.deepcopy(config)
     text = twin.get_text_config()

@@ -1,4 +1,4 @@
-"""Transformers draws a bar for every file it reads or writes; the run has its own progress display."""
+"""A switch for transformers' progress bars, which it draws for every file; a run has its own display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Switch transformers' progress bars off inside, and back as they were afterwards."""
+    """Switch transformers' progress bars off inside the context, and restore them afterwards."""
     were_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -1,10 +1,10 @@
-"""Sequence parallelism after Ulysses (Jacobs et al. 2023, arXiv:2309.14509): the tokens of a micro-batch, cut
-among the ranks of a group.
+"""Sequence parallelism after Ulysses (Jacobs et al. 2023, arXiv:2309.14509): the tokens of a micro-batch are
+cut among the ranks of a group.
 
-Each rank runs every layer on its part of the N packed tokens. Around attention the parts are exchanged: out
-go all heads of some tokens, in come some heads of all tokens; after it the way back. Everything else of a
-transformer looks at one token at a time. The M predicted tokens are dealt to the ranks in equal shares before
-the output head, whatever part they lie in, and what the head says of them is gathered.
+Each rank runs every layer on its part of the N packed tokens. Before attention the ranks exchange all heads
+of some tokens for some heads of all tokens, and after it they exchange back. Everything else in a transformer
+looks at one token at a time. The M predicted tokens are dealt to the ranks in equal shares before the output
+head, whatever part they lie in, and the head's outputs are gathered.
 
 A rank's gradient is that of its own share of the outputs: the sum over the group is the gradient of the uncut
 model, when every rank computes the same loss from the gathered outputs.
@@ -31,16 +31,19 @@ from hybridflow.protocol.packing import PackedBatch
 
 
 class SequenceCut:
-    """Which of the N tokens and which of the M predicted tokens of a packed batch are this rank's.
+    """This rank's share of the N tokens and of the M predicted tokens of a packed batch.
 
-    Example: 7 tokens on 2 ranks are parts of 4; the second holds tokens 4 to 6 and one dummy that nobody
-    reads. If only tokens 4 to 6 predict, each rank still gets its share of the three hidden states: two and
+    Example: 7 tokens on 2 ranks are parts of 4; the second holds tokens 4 to 6 and one dummy that is never
+    read. If only tokens 4 to 6 predict, each rank still gets its share of the three hidden states: two and
     one.
     """
 
     def __init__(self, packed: PackedBatch, group: dist.ProcessGroup) -> None:
-        self.group, self.size, self.rank = group, group.size(), group.rank()
-        self.num_tokens, self.num_targets = packed.num_tokens, len(packed.targets)
+        self.group = group
+        self.size = group.size()
+        self.rank = group.rank()
+        self.num_tokens = packed.num_tokens
+        self.num_targets = len(packed.targets)
         self.part = -(-self.num_tokens // self.size)
         # rank r: held[r] to held[r + 1]
         held = [_predicting_before(rank * self.part, packed) for rank in range(self.size + 1)]
@@ -55,52 +58,59 @@ class SequenceCut:
         )
 
     def tokens(self, whole: Tensor) -> Tensor:
-        """This rank's part [P] of a column [N], with zeros for dummy tokens."""
+        """Return this rank's part [P] of a column [N], with zeros for dummy tokens."""
         mine = whole[self.rank * self.part : (self.rank + 1) * self.part]
         return pad(mine, (0, self.part - len(mine)))
 
     def layout(self, whole: Layout) -> SequenceLayout:
-        """The layout of a part, around that of all N tokens."""
+        """Return the layout of this rank's part, around that of all N tokens."""
         return SequenceLayout(whole, self)
 
     def deal(self, states: Tensor) -> Tensor:
-        """Hidden states at this rank's predicting positions -> those of its share of the M targets, `own`."""
+        """Exchange hidden states at this rank's predicting positions for those of its share of targets,
+        `own`.
+        """
         if not self.num_targets:
             return states
         dealt: Tensor = _AllToAll.apply(states, self.group, self._sends, self._receives)  # type: ignore[no-untyped-call]
         return dealt
 
     def gather(self, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Columns of the own share -> complete ones [M], the same on every rank.
+        """Gather columns of each rank's share to complete ones [M], the same on every rank.
 
-        Backward takes the own share's gradient and leaves the others to their ranks.
+        The backward pass takes the gradient of this rank's share and leaves the others to their ranks.
         """
         wholes = _Gather.apply(
             torch.stack(tuple(columns)), self.group, self._share, self.num_targets, self.own
         )  # type: ignore[no-untyped-call]
         # copies, since FSDP warns of modules that return views
-        return tuple(
-            whole.clone() if column.requires_grad else whole.detach()
-            for column, whole in zip(columns, wholes, strict=True)
-        )
+        complete = []
+        for column, whole in zip(columns, wholes, strict=True):
+            if not column.requires_grad:
+                whole = whole.detach()
+            complete.append(whole.clone())
+        return tuple(complete)
 
     def gather_outputs(self, outputs: TokenOutputs) -> TokenOutputs:
-        """What the head says of the own share -> of all M predicted tokens."""
+        """Gather the head's outputs from each rank's share to all M predicted tokens."""
         given = {name: column for name, column in outputs._asdict().items() if column is not None}
         return outputs._replace(**dict(zip(given, self.gather(list(given.values())), strict=True)))
 
 
 class SequenceLayout:
-    """Attention of a part of the tokens: exchanged for some heads of all tokens, attended under the whole
-    layout, exchanged back.
+    """The layout of a part of the tokens: it exchanges them for some heads of all tokens, attends under the
+    whole layout, and exchanges back.
     """
 
     def __init__(self, whole: Layout, cut: SequenceCut) -> None:
-        self.whole, self.cut = whole, cut
+        self.whole = whole
+        self.cut = cut
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query [1, H, P, D], key [1, KV, P, D], value [1, KV, P, Dv] -> [1, P, H, Dv]."""
-        heads, size, rank = query.shape[1], self.cut.size, self.cut.rank
+        heads = query.shape[1]
+        size = self.cut.size
+        rank = self.cut.rank
         query, key, value = divide_heads(query, key, value, size)
         if scores.sinks is not None:
             each = query.shape[1] // size
@@ -111,8 +121,8 @@ class SequenceLayout:
         return self._to_tokens(self.whole.attend(query, key, value, scores))[:, :, :heads]
 
     def _to_heads(self, states: list[Tensor]) -> list[Tensor]:
-        """All heads of P tokens -> 1/size of the heads of N tokens, each [1, h, N, D]; one exchange for all
-        of them.
+        """Exchange all heads of P tokens for 1/size of the heads of N tokens, each [1, h, N, D], in one
+        message.
         """
         each = [x[0].unflatten(0, (self.cut.size, -1)).transpose(1, 2) for x in states]  # [size, P, h, D]
         sizes = [x.shape[2:] for x in each]
@@ -124,36 +134,40 @@ class SequenceLayout:
         ]
 
     def _to_tokens(self, attended: Tensor) -> Tensor:
-        """[1, N, h, Dv], some heads of all tokens -> [1, P, size·h, Dv], all heads of this rank's."""
+        """Exchange [1, N, h, Dv], some heads of all tokens, for [1, P, size·h, Dv], all heads of this rank's."""
         dummies = self.cut.part * self.cut.size - self.cut.num_tokens
-        tokens = pad(attended[0], (0, 0, 0, 0, 0, dummies)) if dummies else attended[0]
+        tokens = attended[0]
+        if dummies:
+            tokens = pad(tokens, (0, 0, 0, 0, 0, dummies))
         mine = _AllToAll.apply(tokens.unflatten(0, (self.cut.size, -1)), self.cut.group, None, None)  # type: ignore[no-untyped-call]
         whole: Tensor = mine.transpose(0, 1).flatten(1, 2)[None]
         return whole
 
 
 def divide_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads that `size` ranks can share evenly: query [1, H', P, D], key [1, KV', P, D], value [1, KV', P,
-    Dv].
+    """Repeat and pad heads so that `size` ranks can share them evenly.
 
-    Key-value heads are repeated as often as it takes for each rank to have all that its query heads look at.
-    Where that does not come out even, every query head gets its own, and heads of zeros fill up the rest:
-    they stand last and are to be dropped.
+    Returns query [1, H', P, D], key [1, KV', P, D] and value [1, KV', P, Dv]. Key-value heads are repeated
+    until each rank has all that its query heads look at. Where that does not come out even, every query head
+    gets its own, and heads of zeros fill up the rest: they come last and are to be dropped.
     """
-    heads, kv_heads = query.shape[1], key.shape[1]
+    heads = query.shape[1]
+    kv_heads = key.shape[1]
     if kv_heads % size:
-        group, times = heads // kv_heads, size // math.gcd(kv_heads, size)
-        times = times if group % times == 0 else group
+        group = heads // kv_heads
+        times = size // math.gcd(kv_heads, size)
+        if group % times:
+            times = group
         key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-        missing = -heads % size if times == group else 0
-        if missing:
+        missing = -heads % size
+        if missing and times == group:
             query, key, value = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (query, key, value))
     return query, key, value
 
 
 def check_positions(config: PretrainedConfig, lengths: Sequence[int]) -> None:
     """Raise ModelError for rows so long that rotary frequencies depend on the longest position, which only
-    one part holds.
+    one rank holds.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -165,17 +179,14 @@ def check_positions(config: PretrainedConfig, lengths: Sequence[int]) -> None:
         if (kind == "longrope" or "dynamic" in kind) and limit is not None and max(lengths) > limit:
             raise ModelError(
                 f"a row of {max(lengths)} tokens: rotary embeddings of type {kind!r} change past {limit} "
-                "tokens, and a rank that holds a "
-                "part of the row cannot tell. Set ulysses_sequence_parallel_size=1, or shorten "
-                "data.max_prompt_length and "
+                "tokens, and a rank that holds a part of the row cannot tell. Set "
+                "ulysses_sequence_parallel_size=1, or shorten data.max_prompt_length and "
                 "data.max_response_length"
             )
 
 
 def _predicting_before(edge: int, packed: PackedBatch) -> int:
-    """How many predicting positions lie before a position; known on the host, so no device is asked and
-    waited for.
-    """
+    """Return how many predicting positions lie before a position, computed on the host without waiting."""
     ends = accumulate(packed.lengths)
     firsts = (end - 1 - count for end, count in zip(ends, packed.num_predicted, strict=True))
     return sum(
@@ -184,13 +195,14 @@ def _predicting_before(edge: int, packed: PackedBatch) -> int:
 
 
 def _overlap(first: list[int], i: int, second: list[int], j: int) -> int:
-    """How many numbers lie both in [first[i], first[i + 1]) and in [second[j], second[j + 1])."""
+    """Return how many numbers lie both in [first[i], first[i + 1]) and in [second[j], second[j + 1])."""
     return max(0, min(first[i + 1], second[j + 1]) - max(first[i], second[j]))
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows of [R, ...] to the ranks of a group, `sends` of them to each (None: equal counts), `receives`
-    back; the gradient returns.
+    """Exchange of rows [R, ...] among the ranks of a group, whose gradient goes the way back.
+
+    `sends` has the number of rows for each rank, `receives` the number from each; None means equal counts.
     """
 
     @staticmethod
@@ -208,13 +220,16 @@ class _AllToAll(torch.autograd.Function):
 def _exchange(
     rows: Tensor, group: dist.ProcessGroup, sends: list[int] | None, receives: list[int] | None
 ) -> Tensor:
-    received = rows.new_empty((len(rows) if receives is None else sum(receives), *rows.shape[1:]))
+    count = len(rows)
+    if receives is not None:
+        count = sum(receives)
+    received = rows.new_empty((count, *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
     return received
 
 
 class _Gather(torch.autograd.Function):
-    """Columns [k, m] of each rank's share to [k, M] on all ranks; the gradient of the own share comes back."""
+    """Gather of each rank's columns [k, m] to [k, M] on all ranks; its gradient is that of this rank's share."""
 
     @staticmethod
     def forward(

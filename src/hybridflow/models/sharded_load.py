@@ -1,5 +1,5 @@
-"""A model that no rank ever holds whole: parameters on the meta device, then each rank reads its own slices
-from the files.
+"""Loading of a model that no rank ever holds whole: parameters start on the meta device, and each rank reads
+its own slices from the files.
 
     meta_model ─► placements (tensor parallel, adapters, shards) ─► materialise ─► load_weights
 
@@ -41,25 +41,29 @@ from hybridflow.models.value import ValueModel
 
 logger = logging.getLogger(__name__)
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+_MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {"policy": PolicyModel, "value": ValueModel}
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without memory for its parameters, and where they come from."""
+    """A model without memory for its parameters, and the places they come from."""
 
     module: PolicyModel | ValueModel
     config: PretrainedConfig
     sources: Mapping[str, tuple[str, ...]]
-    """Name of a parameter or saved buffer of `module` -> its names in the files: several where weights are
-    tied, any of them will do.
+    """Names in the files by name of a parameter or saved buffer of `module`; tied weights have several, any
+    of which will do.
     """
     where: str
-    """Folder or hub name."""
+    """Folder or hub name of the files."""
     dtype: torch.dtype
     """The compute dtype; weights are rounded to it as they are read, as they are on one rank."""
     direct: bool
-    """The files hold these names, so far as the architecture says."""
+    """Whether the architecture says that the files have the module's names and shapes."""
     load_whole: Callable[[], PreTrainedModel]
 
 
@@ -73,8 +77,9 @@ def meta_model(
     gradient_checkpointing: bool = False,
     use_liger: bool = False,
 ) -> MetaModel:
-    """The model of `path` with parameters of `dtype` on the meta device and buffers on the CPU; ModelError as
-    `build_policy`.
+    """Make the model of `path` with parameters of `dtype` on the meta device and buffers on the CPU.
+
+    Raises ModelError as `build_policy` does.
     """
     config, where = causal_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     before = source_dtype(config, where)
@@ -96,7 +101,7 @@ def meta_model(
     names: dict[int, list[str]] = {}
     for name, tensor in hf.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-    module = PolicyModel(hf) if kind == "policy" else ValueModel(hf)
+    module = _MODELS[kind](hf)
     sources: dict[str, tuple[str, ...]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) in names:
@@ -110,8 +115,9 @@ def meta_model(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter that a module gets goes to the meta device; what was tied stays so, and buffers
-    are made as ever.
+    """Put every parameter that a module gets inside the context on the meta device.
+
+    Ties stay, and buffers are made as usual.
     """
     register = nn.Module.register_parameter
 
@@ -128,8 +134,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialise(module: nn.Module, device: torch.device, buffers: torch.device) -> None:
-    """Memory for the parameters on `device`, unwritten, and the buffers as they are on the device `buffers`.
-    Ties stay.
+    """Give the parameters memory on `device`, unwritten, and move the buffers to the device `buffers`; ties
+    stay.
     """
     kept = {owner: (dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()}
     module.to_empty(device=device)
@@ -138,13 +144,14 @@ def materialise(module: nn.Module, device: torch.device, buffers: torch.device) 
         for name, before in parameters.items():
             owner._parameters[name] = first.setdefault(id(before), owner._parameters[name])
         for name, buffer in own_buffers.items():
-            owner._buffers[name] = None if buffer is None else buffer.to(buffers)
+            if buffer is not None:
+                buffer = buffer.to(buffers)
+            owner._buffers[name] = buffer
 
 
 @torch.no_grad()
 def load_weights(model: MetaModel) -> None:
-    """Write this rank's slices of all weights; parameters that are in no file (adapters, a value head) are
-    left to others.
+    """Write this rank's slices of all weights; parameters in no file (adapters, a value head) stay unwritten.
 
     Raises ModelError for weights that are missing, of another shape or not finite, and for files that cannot
     be read.
@@ -154,7 +161,9 @@ def load_weights(model: MetaModel) -> None:
         if base_name(name) in model.sources:
             wanted.setdefault(id(tensor), (base_name(name), tensor))
     with ExitStack() as stack:
-        read = _file_reader(model, list(wanted.values()), stack) if model.direct else None
+        read: Read | None = None
+        if model.direct:
+            read = _file_reader(model, list(wanted.values()), stack)
         if read is None:
             logger.info(
                 "the files of %s hold other names than the model: it is loaded whole, then cut", model.where
@@ -174,7 +183,7 @@ def load_weights(model: MetaModel) -> None:
 
 
 Read = Callable[[tuple[str, ...], tuple[slice, ...]], Tensor]
-"""(names in the files, the slices wanted) -> that part of the tensor, on the CPU."""
+"""(names in the files, wanted slices) -> that part of the tensor, on the CPU."""
 
 
 def _whole_reader(hf: PreTrainedModel) -> Read:
@@ -183,7 +192,7 @@ def _whole_reader(hf: PreTrainedModel) -> Read:
 
 
 def _file_reader(model: MetaModel, wanted: list[tuple[str, Tensor]], stack: ExitStack) -> Read | None:
-    """Reads slices straight from the files; None where a weight is not in them under its own name and shape."""
+    """Return a reader of slices of the files; None where a weight has another name or shape in them."""
     files = _weight_files(model.where)
     try:
         handles = {
@@ -202,19 +211,20 @@ def _file_reader(model: MetaModel, wanted: list[tuple[str, Tensor]], stack: Exit
 
     def read(names: tuple[str, ...], where: tuple[slice, ...]) -> Tensor:
         name = next(source for source in names if source in files)
-        value: Tensor = (
-            handles[files[name]].get_slice(name)[where] if where else handles[files[name]].get_tensor(name)
-        )
+        value: Tensor
+        if where:
+            value = handles[files[name]].get_slice(name)[where]
+        else:
+            value = handles[files[name]].get_tensor(name)
         return value
 
     return read
 
 
 def _weight_files(where: str) -> dict[str, str]:
-    """Name of each tensor in the model's safetensors -> the file that holds it; empty where there are none by
-    the usual names.
-    """
-    index, single = _file(where, _INDEX), _file(where, _SINGLE)
+    """Return the file of each tensor by its name; empty where there are no safetensors by the usual names."""
+    index = _file(where, _INDEX)
+    single = _file(where, _SINGLE)
     try:
         if single is not None:
             with safe_open(single, framework="pt") as opened:
@@ -235,20 +245,17 @@ def _weight_files(where: str) -> dict[str, str]:
 
 
 def _file(where: str, name: str) -> str | None:
-    """Local path of one of the model's files, downloaded where `where` is a hub name; None if there is no
-    such file.
-    """
+    """Return the local path of one of the model's files, downloaded for a hub name; None if there is none."""
     if Path(where).is_dir():
         path = Path(where) / name
-        return str(path) if path.is_file() else None
-    found = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else str(found)
+        if path.is_file():
+            return str(path)
+        return None
+    return cached_file(where, name, _raise_exceptions_for_missing_entries=False) or None
 
 
 def _read_generation_config(hf: PreTrainedModel, where: str) -> None:
-    """What `from_pretrained` does beside loading weights: chat models have their end tokens in
-    generation_config.json.
-    """
+    """Read generation_config.json, where chat models have their end tokens, as `from_pretrained` does."""
     try:
         hf.generation_config = GenerationConfig.from_pretrained(where)
     except OSError:

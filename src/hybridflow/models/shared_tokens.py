@@ -1,8 +1,8 @@
-"""Tokens that several rows share: reading them at every place where they stand, and the gradient, which is
-the sum over those places.
+"""Tokens that several rows share: a gather to each of their places, whose gradient is the sum over the
+places.
 
-    tokens [N] ──index [P], an entry may come several times──► places [P]         backward: places [P] ──sum
-    by token──► tokens [N]
+    forward:   tokens [N] ──index [P], an entry may come several times──► places [P]
+    backward:  places [P] ──sum by token──► tokens [N]
 
 Sums are made of gathers in a fixed order: as fast as copies, and the same to the bit each time, on a GPU too.
 """
@@ -16,26 +16,29 @@ from torch import Tensor
 
 
 class Places(NamedTuple):
-    """The places of all tokens that stand at equally many of them."""
+    """The places of all tokens that have the same number of places."""
 
     tokens: Tensor
-    """[T] int64, distinct."""
+    """Distinct tokens [T] int64."""
     places: Tensor
-    """[T, c] int64."""
+    """Their places [T, c] int64."""
 
 
 class SharedTokens:
-    """Where each token stands: `index` [P] int64 says it of places, `real` [P] bool which of them count
-    (None: all).
+    """The places of each token: `index` [P] int64 is the token at each place.
+
+    `real` [P] bool marks the places that count; None means all.
     """
 
     def __init__(self, index: Tensor, real: Tensor | None, device: torch.device | str) -> None:
-        places = torch.arange(len(index)) if real is None else real.nonzero()[:, 0]
+        places = torch.arange(len(index))
+        if real is not None:
+            places = real.nonzero()[:, 0]
         order = index[places].argsort(stable=True)
         tokens, counts = index[places][order].unique_consecutive(return_counts=True)
         first = counts.cumsum(0) - counts
         self.first_places = places[order[first]].to(device)
-        """[tokens in use] int64: where each token stands for the first time, tokens ascending."""
+        """First place of each token in use, [tokens in use] int64, tokens ascending."""
         self.parts: list[Places] = []
         for count in counts.unique().tolist():
             having = counts == count
@@ -43,29 +46,26 @@ class SharedTokens:
             self.parts.append(Places(tokens[having].to(device), where.to(device)))
 
     def spread(self, tokens: Tensor, index: Tensor) -> Tensor:
-        """Tokens [N, ...] at the places of `index` [P] -> [P, ...]; places that do not count give no
-        gradient.
-        """
+        """Gather tokens [N, ...] at `index` [P] -> [P, ...]; places that do not count give no gradient."""
         spread: Tensor = _Spread.apply(tokens, index, self)  # type: ignore[no-untyped-call]
         return spread
 
     def sum(self, places: Tensor, num_tokens: int) -> Tensor:
-        """[P, ...] summed by token -> [num_tokens, ...], 0 for tokens that stand nowhere."""
+        """Sum [P, ...] by token -> [num_tokens, ...], 0 for tokens without a place."""
         total = places.new_zeros(num_tokens, *places.shape[1:])
         for part in self.parts:
             found = places.index_select(0, part.places.flatten())
-            total.index_copy_(
-                0,
-                part.tokens,
-                found if part.places.shape[1] == 1 else found.unflatten(0, part.places.shape).sum(1),
-            )
+            if part.places.shape[1] > 1:
+                found = found.unflatten(0, part.places.shape).sum(1)
+            total.index_copy_(0, part.tokens, found)
         return total
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, index: Tensor, shared: SharedTokens) -> Tensor:
-        ctx.shared, ctx.num_tokens = shared, tokens.shape[0]
+        ctx.shared = shared
+        ctx.num_tokens = tokens.shape[0]
         return tokens.index_select(0, index)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How large a model is: what is counted of it before any of it has memory."""
+"""The size of a model, counted on the meta device before any of it has memory."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tensor_parallel import check_sizes, tensor_slices, tensor_styles
 from hybridflow.models.value import ValueModel
 
+_MODELS = {"policy": PolicyModel, "value": ValueModel}
+
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters of a model or a part of it, shared ones once."""
+    """Numbers of parameters of a model or a part of it; shared ones count once."""
 
     all: int
     trained: int
     cut: int = 0
-    """Of all, those that tensor parallelism cuts."""
+    """Number of all parameters that tensor parallelism cuts."""
     cut_trained: int = 0
-    """Of the trained ones."""
+    """Number of trained parameters that tensor parallelism cuts."""
 
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter], cut: set[int]) -> Count:
-        """What is in `parameters`; `cut` holds the ids of those that are cut."""
+        """Count `parameters`; `cut` has the ids of those that tensor parallelism cuts."""
         each = list({id(parameter): parameter for parameter in parameters}.values())
         trained = [parameter for parameter in each if parameter.requires_grad]
         numbers = (each, trained, [p for p in each if id(p) in cut], [p for p in trained if id(p) in cut])
         return cls(*(sum(parameter.numel() for parameter in some) for some in numbers))
 
     def on_rank(self, tensor: int, shards: int = 1) -> Count:
-        """What one rank holds of it where `tensor` ranks cut it and each of these slices is sharded over
-        `shards` ranks.
+        """Return the numbers that one rank holds if `tensor` ranks cut the layers and `shards` share each
+        slice.
         """
 
         def held(count: int, cut: int) -> int:
@@ -52,13 +54,13 @@ class Count:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model in numbers."""
+    """The sizes of a model."""
 
     whole: Count
     root: Count
-    """What is outside of the blocks: embeddings, last norm, head."""
+    """Parameters outside of the blocks: embeddings, last norm, head."""
     block: Count
-    """The largest block."""
+    """Parameters of the largest block."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -66,7 +68,7 @@ class ModelSize:
     head_dim: int
     vocab_size: int
     itemsize: int
-    """Bytes of a number in the compute dtype."""
+    """Bytes of one number in the compute dtype."""
 
 
 def size_of(
@@ -80,21 +82,23 @@ def size_of(
     tensor: int = 1,
     blocks: bool = False,
 ) -> ModelSize:
-    """Count the model that `build_engine` would make of these arguments, on the meta device; no weights are
-    read.
+    """Count the model that `build_engine` would make of these arguments; no weights are read.
 
-    `tensor`: ranks that cut its layers. `blocks` counts block and root too, else they are 0. Raises
-    ModelError as building it would.
+    `tensor` is the number of ranks that cut its layers. `blocks` counts block and root too, which are 0
+    otherwise. Raises ModelError as building the model would.
     """
-    shape, compute = shape_of(config), resolve_dtype(dtype, device)
+    shape = shape_of(config)
+    compute = resolve_dtype(dtype, device)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(
             shape, dtype=compute, attn_implementation="eager", trust_remote_code=config.trust_remote_code
         )
-        module: PolicyModel | ValueModel = PolicyModel(hf) if kind == "policy" else ValueModel(hf)
+        module: PolicyModel | ValueModel = _MODELS[kind](hf)
     cut: set[int] = set()
     if tensor > 1:
-        base = hf if kind == "policy" else hf.base_model
+        base = hf
+        if kind == "value":
+            base = hf.base_model
         check_sizes(base, tensor_styles(base), tensor)
         cut = {id(base.get_parameter(name)) for name in tensor_slices(base)}
     if lora is not None:
@@ -109,7 +113,8 @@ def size_of(
         inside = {id(parameter) for part in decoder_blocks(module) for parameter in part.parameters()}
         root = Count.of((parameter for parameter in module.parameters() if id(parameter) not in inside), cut)
     text = shape.get_text_config()
-    heads, hidden = text.num_attention_heads, text.hidden_size
+    heads = text.num_attention_heads
+    hidden = text.hidden_size
     return ModelSize(
         whole,
         root,

@@ -1,11 +1,11 @@
-"""Dense layers cut among the ranks of a replica that generates: plain tensors and one sum a block half, no
-gradients.
+"""Dense layers cut among the ranks of a generating replica: plain tensors, one sum for each half of a block,
+and no gradients.
 
     colwise ──own columns──► attention over own heads, own part of an MLP ──► rowwise ──sum over ranks──►
     whole again
 
-The plan is the one that training cuts by (`tensor_parallel.tensor_styles`), so a rank that trains and
-generates holds the same slices.
+The plan is that of training (`tensor_parallel.tensor_styles`), so a rank that trains and generates has the
+same slices in both.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ ROLLOUT_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
 class SlicedLinear(nn.Linear):
-    """This rank's slice of a linear layer, under the same parameter names."""
+    """This rank's slice of a linear layer, with the same parameter names."""
 
     style: Style
     replica: Replica
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out], where a colwise layer gives its own outputs and a rowwise one takes its
-        own inputs.
+        """Compute [..., in] -> [..., out]; a colwise layer gives its own outputs, a rowwise one takes its own
+        inputs.
         """
         if self.style.startswith("colwise"):
             out = linear(input, self.weight, self.bias)
-            return self._gathered(out) if self.style == "colwise_gather" else out
+            if self.style == "colwise_gather":
+                return self._gathered(out)
+            return out
         if self.style == "rowwise_split":
             input = input.chunk(self.replica.size, -1)[self.replica.rank]
         out = self.replica.sum_(linear(input, self.weight))
-        return out if self.bias is None else out + self.bias
+        if self.bias is not None:
+            out = out + self.bias
+        return out
 
     def _gathered(self, out: Tensor) -> Tensor:
         parts = [torch.empty_like(out) for _ in range(self.replica.size)]
@@ -49,8 +53,9 @@ class SlicedLinear(nn.Linear):
 
 
 def check_sliceable(policy: PolicyModel, ranks: int) -> dict[str, Style]:
-    """How each module of `policy.hf` is cut among so many ranks; ModelError where its architecture or its
-    sizes do not let it.
+    """Return how each module of `policy.hf` is cut among so many ranks.
+
+    Raises ModelError where its architecture or its sizes do not allow it.
     """
     try:
         styles = tensor_styles(policy.hf)
@@ -61,17 +66,21 @@ def check_sliceable(policy: PolicyModel, ranks: int) -> dict[str, Style]:
 
 
 def slice_layers(policy: PolicyModel, styles: dict[str, Style], replica: Replica) -> dict[str, int]:
-    """Put slices in the places of dense layers, on the meta device, adapters beside them included.
+    """Replace dense layers, and adapters beside them, by slices on the meta device.
 
-    The dim along which each of these parameters is cut, by its name in `policy`; rank r of n has the r-th of
-    n equal slices.
+    Returns the dimension along which each of these parameters is cut, by its name in `policy`; rank r of n
+    has the r-th of n equal slices.
     """
     dims: dict[str, int] = {}
     for name, style in styles.items():
         module = policy.hf.get_submodule(name)
-        cut = {name: style} if isinstance(module, nn.Linear) else {}
+        cut: dict[str, Style] = {}
+        if isinstance(module, nn.Linear):
+            cut = {name: style}
         if hasattr(module, "base_layer"):  # y = W·x + s·B·A·x: the outputs are B's, the inputs are A's
-            part = "lora_B" if style.startswith("colwise") else "lora_A"
+            part = "lora_A"
+            if style.startswith("colwise"):
+                part = "lora_B"
             cut = {f"{name}.base_layer": style, f"{name}.{part}.{ADAPTER}": style}
         for path, how in cut.items():
             dims |= {f"hf.{path}.{leaf}": dim for leaf, dim in _slice(policy.hf, path, how, replica).items()}
@@ -81,17 +90,26 @@ def slice_layers(policy: PolicyModel, styles: dict[str, Style], replica: Replica
 def _slice(hf: nn.Module, path: str, style: Style, replica: Replica) -> dict[str, int]:
     whole = hf.get_submodule(path)
     assert isinstance(whole, nn.Linear), f"{path} is a {type(whole).__name__}"
-    outputs = style.startswith("colwise")
-    sizes = (
-        whole.in_features // (1 if outputs else replica.size),
-        whole.out_features // (replica.size if outputs else 1),
+    inputs = whole.in_features
+    outputs = whole.out_features
+    dims: dict[str, int] = {}
+    if style.startswith("colwise"):
+        outputs //= replica.size
+        dims["weight"] = 0
+        if whole.bias is not None:
+            dims["bias"] = 0
+    else:
+        inputs //= replica.size
+        dims["weight"] = 1
+    layer = SlicedLinear(
+        inputs, outputs, bias=whole.bias is not None, device="meta", dtype=whole.weight.dtype
     )
-    layer = SlicedLinear(*sizes, bias=whole.bias is not None, device="meta", dtype=whole.weight.dtype)
-    layer.style, layer.replica = style, replica
+    layer.style = style
+    layer.replica = replica
     parent, _, leaf = path.rpartition(".")
     owner = hf.get_submodule(parent)
     if isinstance(owner, nn.ModuleDict):
         owner[leaf] = layer
     else:
         setattr(owner, leaf, layer)
-    return {"weight": 0 if outputs else 1} | ({"bias": 0} if outputs and whole.bias is not None else {})
+    return dims

@@ -1,4 +1,4 @@
-"""Attention of decoding: one new token per row, over the keys and values of its slot.
+"""Attention of decoding: one new token per row attends over the keys and values of its slot.
 
 On CPU the query heads that share a key-value head are folded into the query axis and the attention is written
 out (two matrix products around a masked softmax) over whole slots: with one query per row that is 1.5 times
@@ -17,25 +17,30 @@ from hybridflow.models.kv_cache import KVCache, Places
 
 
 class SlotLayout:
-    """Row i of the batch is slot i; its new token stands at position lengths[i] and sees all tokens up to
-    itself.
+    """The layout of decoding: row i of the batch is in slot i.
+
+    Its new token is at position lengths[i] and sees all tokens up to itself.
     """
 
     exact: Kernel | None = None
-    """Attends instead of the device's own kernels; set in exact mode."""
+    """Replaces the device's own kernels; set in exact mode."""
 
     def __init__(self, cache: KVCache, lengths: Tensor, longest: int, num_keys: int | None = None) -> None:
-        """lengths [B] int64: tokens in each slot so far; `longest` is their maximum (told, so that nothing
-        waits for the device).
+        """Lay out rows with `lengths` [B] int64 tokens in their slots so far.
 
-        `num_keys`: attend over so many places of each slot, more than `longest`; left out: all of them on
-        CPU, else up to the newest token.
+        `longest` is their maximum, given so that nothing waits for the device. `num_keys` is the number of
+        places of each slot that are attended over, more than `longest`; by default it is all of them on CPU,
+        and elsewhere those up to the newest token.
         """
         assert longest < cache.capacity, f"position {longest} is outside of slots of {cache.capacity} tokens"
-        self.cache, self.lengths = cache, lengths
-        if num_keys is None:
-            num_keys = cache.capacity if lengths.device.type == "cpu" else longest + 1
-        self.num_rows, self.num_keys = lengths.shape[0], num_keys
+        self.cache = cache
+        self.lengths = lengths
+        self.num_rows = lengths.shape[0]
+        self.num_keys = longest + 1
+        if num_keys is not None:
+            self.num_keys = num_keys
+        elif lengths.device.type == "cpu":
+            self.num_keys = cache.capacity
         self.places = Places(torch.arange(self.num_rows, device=lengths.device), lengths)
         self._allowed: dict[int | None, Tensor] = {}
         self._bias: dict[int | None, Tensor] = {}
@@ -53,7 +58,8 @@ class SlotLayout:
         if self.exact is not None:
             return self.exact.attend(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
         if self.num_keys < self.cache.capacity:
-            keys, values = keys[:, :, : self.num_keys], values[:, :, : self.num_keys]
+            keys = keys[:, :, : self.num_keys]
+            values = values[:, :, : self.num_keys]
         if scores.softcap is not None or scores.sinks is not None:
             return masked_attention(query, keys, values, self._mask(window)[:, None], scores).transpose(1, 2)
         folded = query.reshape(batch, keys.shape[1], heads // keys.shape[1], dim)
@@ -63,7 +69,9 @@ class SlotLayout:
                 folded, keys, values, attn_mask=mask, scale=scores.scaling
             )
         else:
-            scale = dim**-0.5 if scores.scaling is None else scores.scaling
+            scale = scores.scaling
+            if scale is None:
+                scale = dim**-0.5
             bias = self._bias_of_heads(window, keys.shape[1], query.dtype)
             raw = torch.baddbmm(bias, folded.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=scale)
             weights = raw.softmax(-1, dtype=torch.promote_types(raw.dtype, torch.float32))
@@ -71,11 +79,11 @@ class SlotLayout:
         return attended.reshape(batch, 1, heads, values.shape[-1])
 
     def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [B, KV, K, D] and values [B, KV, K, Dv] of the rows, at least `num_keys` of each."""
+        """Return keys [B, KV, K, D] and values [B, KV, K, Dv] of the rows, at least `num_keys` of each."""
         return self.cache.keys[layer][: self.num_rows], self.cache.values[layer][: self.num_rows]
 
     def _mask(self, window: int | None) -> Tensor:
-        """[B, K] bool: positions up to the new token, and in the newest `window` of them."""
+        """Return [B, K] bool: positions up to the new token, and in the newest `window` of them."""
         known = self._allowed.get(window)
         if known is None:
             places = torch.arange(self.num_keys, device=self.lengths.device)
@@ -86,7 +94,7 @@ class SlotLayout:
         return known
 
     def _additive(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The mask as [B, 1, 1, K] of 0 and -inf."""
+        """Return the mask as [B, 1, 1, K] of 0 and -inf."""
         known = self._bias.get(window)
         if known is None:
             allowed = self._mask(window)
@@ -97,7 +105,7 @@ class SlotLayout:
         return known
 
     def _bias_of_heads(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """The same for each of the key-value heads, [B * KV, 1, K]; made once, serves all layers."""
+        """Return the mask for each key-value head, [B * KV, 1, K]; it is made once and serves all layers."""
         known = self._of_heads.get((window, kv_heads))
         if known is None:
             known = self._additive(window, dtype)[:, 0].repeat_interleave(kv_heads, dim=0)

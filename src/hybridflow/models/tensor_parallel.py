@@ -1,4 +1,4 @@
-"""Tensor parallelism: each dense layer of a model's blocks, cut among the ranks of a mesh by the plan that
+"""Tensor parallelism: each dense layer of a model's blocks is cut among the ranks of a mesh, by the plan that
 transformers publishes.
 
 A `colwise` layer holds some of its outputs on each rank, the `rowwise` layer after it some of its inputs;
@@ -32,8 +32,8 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 
 Style = Literal["colwise", "rowwise", "colwise_gather", "rowwise_split", "partial_norm"]
-"""How a module is cut: outputs; inputs; outputs that are gathered at once; inputs that come whole; or not at
-all, but its inputs are.
+"""The way a module is cut: its outputs; its inputs; outputs that are gathered at once; inputs that come
+whole; or not at all, while its inputs are.
 """
 
 KEY = "fsdp_config.tensor_parallel_size"
@@ -71,15 +71,14 @@ def apply_tensor_parallel(model: PolicyModel | ValueModel, mesh: DeviceMesh) -> 
 
 
 def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
-    """How each module of the blocks that takes part is cut, by its name in `hf`; ModelError where that cannot
-    be.
+    """Return the style of each module of the blocks that is cut, by its name in `hf`.
+
+    Raises ModelError where the architecture cannot be cut.
     """
     backbone: Any = hf.base_model
-    prefix = (
-        ""
-        if backbone is hf
-        else next(name for name, module in hf.named_modules() if module is backbone) + "."
-    )
+    prefix = ""
+    if backbone is not hf:
+        prefix = next(name for name, module in hf.named_modules() if module is backbone) + "."
     plan = _published_plan(backbone)
     modules = {name: module for name, module in backbone.named_modules() if _generic(name) in plan}
     styles: dict[str, Style] = {}
@@ -105,8 +104,7 @@ def tensor_styles(hf: PreTrainedModel) -> dict[str, Style]:
 
 
 def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
-    """The dimension along which tensor parallelism cuts a parameter, by its name in `hf`; parameters left
-    whole are absent.
+    """Return the dimension along which each parameter is cut, by its name in `hf`; whole ones are absent.
 
     Rank r of n holds the r-th of n equal slices. The bias of a rowwise layer is left whole: it is added once,
     after the sum.
@@ -121,8 +119,9 @@ def tensor_slices(hf: PreTrainedModel) -> dict[str, int]:
 
 
 def check_sizes(hf: PreTrainedModel, styles: dict[str, Style], ranks: int, *, key: str = KEY) -> None:
-    """Raise ModelError naming the sizes that `ranks` does not divide and the numbers that would do; `styles`
-    are `tensor_styles(hf)`.
+    """Raise ModelError for sizes that `ranks` does not divide, naming them and the numbers that would do.
+
+    `styles` are `tensor_styles(hf)`.
     """
     config: PretrainedConfig = hf.config.get_text_config()
     sizes: dict[str, int] = {}
@@ -134,28 +133,26 @@ def check_sizes(hf: PreTrainedModel, styles: dict[str, Style], ranks: int, *, ke
                 getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             )
         elif isinstance(module, nn.Linear):
-            size = module.out_features if style.startswith("colwise") else module.in_features
-            known = size == getattr(config, "intermediate_size", None)
-            sizes[
-                "intermediate_size"
-                if known
-                else f"{_generic(name)} {'outputs' if style.startswith('colwise') else 'inputs'}"
-            ] = size
+            size = module.in_features
+            what = f"{_generic(name)} inputs"
+            if style.startswith("colwise"):
+                size = module.out_features
+                what = f"{_generic(name)} outputs"
+            if size == getattr(config, "intermediate_size", None):
+                what = "intermediate_size"
+            sizes[what] = size
     wrong = {name: size for name, size in sizes.items() if size % ranks}
     if wrong:
         largest = math.gcd(*sizes.values())
         fitting = [str(number) for number in range(1, min(largest, 2 * ranks) + 1) if largest % number == 0]
         raise ModelError(
             f"{key}={ranks} does not divide {', '.join(f'{name}={size}' for name, size in wrong.items())} "
-            "of this "
-            f"{config.model_type!r} model; set it to {' or '.join(fitting)}"
+            f"of this {config.model_type!r} model; set it to {' or '.join(fitting)}"
         )
 
 
 def _published_plan(backbone: PreTrainedModel) -> dict[str, str]:
-    """What transformers says of the modules and parameters inside blocks: names with `*` for the block's
-    number.
-    """
+    """Return transformers' plan for the modules and parameters inside blocks; names have `*` for the number."""
     published = (
         getattr(backbone.config.get_text_config(), "base_model_tp_plan", None)
         or getattr(backbone, "_tp_plan", None)
@@ -174,21 +171,20 @@ def _generic(name: str) -> str:
 def _cannot(backbone: PreTrainedModel, why: str) -> ModelError:
     return ModelError(
         f"{type(backbone).__name__} (model_type {backbone.config.model_type!r}) cannot be cut by tensor "
-        f"parallelism: {why}. "
-        f"Set {KEY}=1; ulysses_sequence_parallel_size cuts sequences of any model"
+        f"parallelism: {why}. Set {KEY}=1; ulysses_sequence_parallel_size cuts sequences of any model"
     )
 
 
 def _check_covered(backbone: PreTrainedModel, styles: dict[str, Style]) -> None:
-    """A parameter between cut layers that the plan does not name would meet slices of what it was made for."""
+    """Raise ModelError for a parameter between cut layers that the plan does not name."""
     for parent in _colwise_parents(styles):
         for name, _ in backbone.get_submodule(parent).named_parameters(prefix=parent):
             if name.rpartition(".")[0] not in styles:
-                raise _cannot(backbone, f"its plan says nothing of {name}")
+                raise _cannot(backbone, f"its plan does not name {name}")
 
 
 def _colwise_parents(styles: dict[str, Style]) -> list[str]:
-    """Attentions and MLPs, whose forward feeds one input to layers that are cut."""
+    """Return the attentions and MLPs, whose forward feeds one input to several layers that are cut."""
     return list(
         dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise")
     )
@@ -197,9 +193,7 @@ def _colwise_parents(styles: dict[str, Style]) -> list[str]:
 def _shared_input(
     mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Hand all layers of `module` one DTensor, so that the gradients they send back are added up before they
-    cross ranks, not after.
-    """
+    """Hand all layers of `module` one DTensor, so that their gradients are added up before they cross ranks."""
     if args and isinstance(args[0], Tensor):
         return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
     if isinstance(states := kwargs.get("hidden_states"), Tensor):
@@ -214,26 +208,32 @@ def _parallel_style(style: Style) -> ParallelStyle:
     if style == "partial_norm":
         return _PartialNorm()
     if style.startswith("colwise"):
-        return ColwiseParallel(output_layouts=Replicate() if style == "colwise_gather" else Shard(-1))
-    return RowwiseParallel(input_layouts=Replicate() if style == "rowwise_split" else Shard(-1))
+        if style == "colwise_gather":
+            return ColwiseParallel(output_layouts=Replicate())
+        return ColwiseParallel(output_layouts=Shard(-1))
+    if style == "rowwise_split":
+        return RowwiseParallel(input_layouts=Replicate())
+    return RowwiseParallel(input_layouts=Shard(-1))
 
 
 class _PartialNorm(ParallelStyle):
-    """A norm over each of a rank's own heads: the weights are the same on all ranks, and their gradients are
-    summed.
+    """The style of a norm over a rank's own heads: its weights are equal on all ranks, and their gradients
+    are summed.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group, forward = device_mesh.get_group(), module.forward
+        group = device_mesh.get_group()
+        forward = module.forward
 
         @functools.wraps(forward)
         def with_summed_gradients(*args: Any, **kwargs: Any) -> Any:
             # looked up at each call, as sharding puts gathered parameters in their place for the time of a
             # pass
             parameters: dict[str, Any] = dict(module._parameters)
-            module._parameters.update(
-                {name: p if p is None else _SumGradient.apply(p, group) for name, p in parameters.items()}
-            )  # type: ignore[no-untyped-call]
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    summed: Any = _SumGradient.apply(parameter, group)  # type: ignore[no-untyped-call]
+                    module._parameters[name] = summed
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -244,7 +244,7 @@ class _PartialNorm(ParallelStyle):
 
 
 class _SumGradient(torch.autograd.Function):
-    """The same tensor on all ranks; its gradient is the sum of theirs."""
+    """Identity of a tensor that all ranks have, whose gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,6 +1,4 @@
-"""A model of about 0.4 million parameters, made here: for the demo, for tests, for trying a recipe on a
-laptop.
-"""
+"""A model of about 0.4 million parameters, made on the spot for the demo, for tests and for trying a recipe."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ def tiny_config(
     kv_heads: int = 2,
     intermediate: int = 384,
 ) -> LlamaConfig:
-    """Llama architecture with tied embeddings, its vocabulary and special tokens the tokenizer's.
+    """Return a Llama configuration with tied embeddings and the tokenizer's vocabulary and special tokens.
 
-    Not Qwen2: transformers' AutoTokenizer overrules the tokenizer of a folder whose model_type is qwen2 with
-    its own.
+    It is not Qwen2, because AutoTokenizer of transformers replaces the tokenizer of a folder whose model_type
+    is qwen2 by its own.
     """
     return LlamaConfig(
         vocab_size=len(tokenizer),
@@ -55,13 +53,13 @@ def create_tiny_model(
     intermediate: int = 384,
     seed: int = 0,
 ) -> Path:
-    """Write a randomly initialised model and its tokenizer as a Hugging Face folder; the same `seed` gives
-    the same weights.
+    """Write a randomly initialised model and its tokenizer as a Hugging Face folder.
 
-    The global random stream is left as it was.
+    The same `seed` gives the same weights. The global random stream stays as it was.
     """
     folder = Path(folder)
-    tokenizer = tokenizer if tokenizer is not None else create_tiny_tokenizer()
+    if tokenizer is None:
+        tokenizer = create_tiny_tokenizer()
     config = tiny_config(
         tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, intermediate=intermediate
     )

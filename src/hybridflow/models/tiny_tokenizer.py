@@ -1,9 +1,9 @@
-"""A tokenizer of about 120 tokens for tiny models: one token a digit, an operator, a letter; ChatML; nothing
-downloaded.
+"""A tokenizer of about 120 tokens for tiny models, made on the spot: a token for each digit, operator and
+letter, and the ChatML template.
 
-Arithmetic is short: `3 + 4 = 7 . ` is the six tokens `3`, ` + `, `4`, ` = `, `7`, ` . `: operators take the spaces around them,
-so that a digit is the same token wherever it stands. All printable ASCII is encoded a character at a time, and decoding gives
-back the very text that was encoded.
+Arithmetic is short: `3 + 4 = 7 . ` is the six tokens `3`, ` + `, `4`, ` = `, `7`, ` . `. Operators include
+the spaces around them, so that a digit is the same token everywhere. All printable ASCII is encoded a
+character at a time, and decoding gives back the text that was encoded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-UNKNOWN, PAD, START, END = "<unk>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+UNKNOWN = "<unk>"
+PAD = "<|pad|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
 WORDS = ("system", "user", "assistant", "#### ", "####", *(f" {sign} " for sign in "+-*/=."))
 CHARACTERS = (
     *string.digits,
@@ -42,7 +45,9 @@ CHAT_TEMPLATE = """\
 
 
 def create_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer; the same ids on every call. A character outside printable ASCII becomes `<unk>`."""
+    """Return the tokenizer, with the same ids on every call; other characters than printable ASCII are
+    `<unk>`.
+    """
     vocabulary = {token: index for index, token in enumerate((UNKNOWN, PAD, START, END, *WORDS, *CHARACTERS))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = Split(

@@ -1,8 +1,8 @@
-"""A second module of the same class and configuration as a policy, whose parameters have no memory until it
-is given to them.
+"""A second module (the twin) of a policy's class and configuration, whose parameters get memory only for
+generation.
 
-Generation drives it where the policy's own module cannot generate: its parameters are shards and its blocks
-gather them at each call.
+It generates where the policy's own module cannot, because its parameters are shards that its blocks gather at
+each call.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from hybridflow.models.liger import has_liger, patch_liger
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.sliced import check_sliceable, slice_layers
+from hybridflow.models.tensor_parallel import Style
 
 
 class Twin:
-    """The module, and the dim along which each sliced parameter is cut.
+    """A second module for generation, and the dimension along which each sliced parameter is cut.
 
     `policy` gives the architecture and the buffers, which are never sharded; `dtypes` are those of the twin's
     parameters, by name. With `replica` of several ranks it has this rank's slices. Raises ModelError for a
@@ -40,7 +41,8 @@ class Twin:
         lora: LoraSettings | None = None,
         replica: Replica | None = None,
     ) -> None:
-        self.device, self.replica = device, replica or Replica()
+        self.device = device
+        self.replica = replica or Replica()
         kind: Any = next(each for each in type(policy.hf).__mro__ if not issubclass(each, FSDPModule))
         with torch.device("meta"):
             own = kind._from_config(
@@ -50,35 +52,37 @@ class Twin:
         self.policy.hf.generation_config = policy.hf.generation_config
         if has_liger(policy):
             patch_liger(self.policy.hf)
-        styles = check_sliceable(self.policy, self.replica.size) if self.replica.size > 1 else {}
+        styles: dict[str, Style] = {}
+        if self.replica.size > 1:
+            styles = check_sliceable(self.policy, self.replica.size)
         if lora is not None:
             add_lora(self.policy, lora)
         self.slices = slice_layers(self.policy, styles, self.replica)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.policy.named_parameters()}
-        """Of this rank's slices, where they are sliced."""
+        """Shapes of the parameters, or of this rank's slices of them."""
         _forget_parameters(self.policy, dtypes, device)
         _take_buffers(self.policy, policy, device)
         self.policy.eval()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By name, tied ones once."""
+        """The parameters by name; tied ones are there once."""
         return dict(self.policy.named_parameters())
 
     def allocate(self) -> Mapping[str, Tensor]:
-        """Give all parameters memory, whose content is arbitrary; by name."""
+        """Give all parameters memory with arbitrary contents, and return them by name."""
         for name, parameter in self.parameters.items():
             parameter.data = torch.empty(self.shapes[name], dtype=parameter.dtype, device=self.device)
         return {name: parameter.data for name, parameter in self.parameters.items()}
 
     def free(self) -> None:
-        """Take the memory away."""
+        """Free the memory of all parameters."""
         for parameter in self.parameters.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
 
 def _forget_parameters(policy: PolicyModel, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-    """Parameters of the meta device become empty ones of `device`; tied ones stay tied."""
+    """Replace parameters on the meta device by empty ones on `device`; tied ones stay tied."""
     named = dict(policy.named_parameters())
     assert named.keys() == dtypes.keys(), (
         f"the twin has other parameters than the policy: {sorted(named.keys() ^ dtypes.keys())[:3]}"
@@ -94,13 +98,12 @@ def _forget_parameters(policy: PolicyModel, dtypes: Mapping[str, torch.dtype], d
 
 
 def _take_buffers(twin: PolicyModel, policy: PolicyModel, device: torch.device) -> None:
-    """Copies of the policy's buffers; ModelError for a tensor that a module keeps neither as parameter nor as
-    buffer.
-    """
+    """Copy the policy's buffers; ModelError for a tensor that is neither parameter nor buffer of a module."""
     theirs = dict(policy.named_buffers(remove_duplicate=False))
     for path, module in twin.named_modules():
         for name in list(module._buffers):
-            module._buffers[name] = theirs[f"{path}.{name}" if path else name].detach().clone().to(device)
+            whole_name = f"{path}.{name}".removeprefix(".")
+            module._buffers[name] = theirs[whole_name].detach().clone().to(device)
         odd = [
             name
             for name, value in vars(module).items()
@@ -109,6 +112,5 @@ def _take_buffers(twin: PolicyModel, policy: PolicyModel, device: torch.device) 
         if odd:
             raise ModelError(
                 f"{type(twin.hf).__name__}: {path} keeps the tensor {odd[0]!r} neither as parameter nor as "
-                "buffer, so a second module "
-                "cannot be made of it for generation: train on one rank"
+                "buffer, so a second module cannot be made of it for generation: train on one rank"
             )

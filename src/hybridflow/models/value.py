@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 class ValueModel(nn.Module):
-    """V(state before token t), read at the position that predicts token t. The head starts at zero, so the
-    first values are 0.
+    """The value of the state before token t, read at the position that predicts token t.
+
+    The head starts at zero, so the first values are 0.
     """
 
     sequence_group: ProcessGroup | None = None
@@ -66,9 +67,11 @@ class ValueModel(nn.Module):
         return parameter
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Values [M] of the predicted tokens, in reward units, float32 or better."""
+        """Return values [M] of the predicted tokens, in reward units, float32 or better."""
         cut = sequence_cut(packed, self.sequence_group, self.config)
         states = packed_hidden(self.backbone, packed, self.device, cut)
         # FSDP warns of modules that return views
         values: Tensor = self.head(states.to(self.head.weight.dtype))[:, 0].clone()
-        return values if cut is None else cut.gather([values])[0]
+        if cut is not None:
+            (values,) = cut.gather([values])
+        return values

@@ -1,3 +1,3 @@
-"""Weights from the ranks that train to the ranks that generate: what is missing travels, and what arrived is
-proven.
+"""Weights from the ranks that train to the ranks that generate: each rank gets the parts that it lacks, and
+checksums prove that they arrived.
 """

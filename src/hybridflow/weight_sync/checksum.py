@@ -1,4 +1,5 @@
-"""Numbers of tensors (`bit_sum`): which are computed anew, and what is said where two are not the same."""
+"""Checksums of weights (`bit_sum`): when they are computed again, and the message where two of them differ.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +8,19 @@ from collections.abc import Callable, Collection
 from torch import Tensor
 
 Take = Callable[[str, Callable[[], Tensor]], Tensor]
-"""(name of a tensor, how its number is computed) -> its number."""
+"""(name of a tensor, function that computes its checksum) -> its checksum."""
 
 
 def anew(name: str, compute: Callable[[], Tensor]) -> Tensor:
-    """The rule that computes each number when it is asked for."""
+    """Compute a checksum each time it is asked for."""
     return compute()
 
 
 class Remembered:
-    """Numbers of tensors that nothing should write, such as the base under adapters: remembered, and yet held
-    to.
+    """Remembered checksums of tensors that nothing should write, such as the base under adapters.
 
-    At each push one of `turns` parts of them is computed again, so a frozen tensor that was written all the
-    same is found within as many pushes. Tensors in `written` are computed each time.
+    At each push one of `turns` parts of them is computed again, so that a frozen tensor that was written by
+    mistake is found within as many pushes. Tensors in `written` are computed each time.
     """
 
     def __init__(self, *, turns: int = 16) -> None:
@@ -29,7 +29,7 @@ class Remembered:
         self._places: dict[str, int] = {}
 
     def at(self, push: int, written: Collection[str]) -> Take:
-        """The rule for push number `push`."""
+        """Return the function that gives checksums at push number `push`."""
 
         def take(name: str, compute: Callable[[], Tensor]) -> Tensor:
             if name in written:
@@ -44,18 +44,21 @@ class Remembered:
 
 
 def first_difference(sent: Tensor, arrived: Tensor) -> int:
-    """Index of the first number [n] int64 that is not the same in both; n where all are."""
+    """Return the index of the first of n checksums, [n] int64, that differs; n where all are equal."""
     wrong = (sent != arrived).nonzero()
-    return int(wrong[0]) if len(wrong) else len(sent)
+    return int(min(wrong, default=len(sent)))
 
 
 def explain_difference(name: str, sent: Tensor, arrived: Tensor, *, version: int) -> str:
-    """What an error says of a weight whose number on this rank may be another than the trainer's (it is on
-    some rank).
+    """Return the message for a weight that arrived otherwise than the trainer holds it, on this rank or
+    another.
     """
-    here = "differs on another rank" if int(sent) == int(arrived) else f"is {int(arrived) % 2**64:016x}"
+    here = f"is {int(arrived) % 2**64:016x}"
+    if int(sent) == int(arrived):
+        here = "differs on another rank"
     return (
         f"weights of version {version} did not arrive as the trainer holds them: the first that differs is "
-        f"{name}, whose checksum there is "
-        f"{int(sent) % 2**64:016x} and here {here}. Nothing was generated with them"
+        f"{name}, whose checksum there is {int(sent) % 2**64:016x} and here {here}. Nothing was generated "
+        "with "
+        "them"
     )

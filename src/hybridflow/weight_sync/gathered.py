@@ -1,7 +1,6 @@
-"""The weights of a policy that training spreads over ranks, gathered into a twin while it generates.
+"""Weights of a sharded policy, gathered into a second module (the twin) while that generates.
 
-shards of the trainer ──Reshard──► twin's parameters (all of them, or this rank's slices) ──checksums──►
-proven equal
+shards of the trainer ──Reshard──► the twin's parameters (all, or this rank's slices) ──► checksums compared
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
 
 
 class GatheredWeights:
-    """Implements `WeightSource` for `twin`: all ranks of the process's world make it, acquire and release
-    together.
+    """A `WeightSource` for `twin`, filled from the shards of `policy`.
+
+    All ranks of the world make it, acquire and release together.
     """
 
     def __init__(self, policy: PolicyModel, twin: Twin, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -33,16 +33,18 @@ class GatheredWeights:
         )
 
     def acquire(self, version: int) -> None:
-        """Gather the weights as they are in training now, and prove it; RolloutError on all ranks, naming a
-        weight that differs on one.
+        """Gather the weights as they are in training now, and compare checksums.
+
+        Raises RolloutError on all ranks, naming a weight, where one differs on any rank.
         """
         self.reshard.run(self.twin.allocate())
-        sent, arrived = self.reshard.checksums(), self.holding.checksums(self.twin.parameters)
+        sent = self.reshard.checksums()
+        arrived = self.holding.checksums(self.twin.parameters)
         (first,) = min_over([first_difference(sent, arrived)], self.reshard.group)
         if first < len(sent):
             name = list(self.holding.boxes)[first]
             raise RolloutError(explain_difference(name, sent[first], arrived[first], version=version))
 
     def release(self) -> None:
-        """Free what was gathered; again, nothing happens."""
+        """Free the gathered weights; a second call does nothing."""
         self.twin.free()

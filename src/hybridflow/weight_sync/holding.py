@@ -1,4 +1,4 @@
-"""What a rank that generates holds of each parameter, and the number for what is in it."""
+"""The part of each parameter that a generating rank holds, and its checksums."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from hybridflow.weight_sync.checksum import Take, anew
 
 @dataclass(frozen=True)
 class Holding:
-    """Boxes by name, in the order of the model; those in `cut` are slices, the ranks of `replica` have the
-    others.
+    """The boxes of the parameters that one rank holds, by name and in the model's order.
+
+    Parameters in `cut` are slices, and the other ranks of `replica` hold the rest of them.
     """
 
     boxes: dict[str, Box]
@@ -30,7 +31,7 @@ class Holding:
 
     @classmethod
     def whole(cls, policy: PolicyModel) -> Holding:
-        """All of an unsharded policy."""
+        """Return the holding of a rank that has all of an unsharded policy."""
         return cls(
             {name: Box.whole(parameter.shape) for name, parameter in policy.named_parameters()},
             frozenset(),
@@ -39,7 +40,7 @@ class Holding:
 
     @classmethod
     def of(cls, twin: Twin, whole: Mapping[str, Tensor]) -> Holding:
-        """What a twin has of the parameters `whole`, of which only the shapes are looked at."""
+        """Return the holding of a twin; of the parameters `whole` only the shapes are read."""
         boxes = {name: Box.whole(tensor.shape) for name, tensor in whole.items()}
         for name, dim in twin.slices.items():
             boxes[name] = boxes[name].cut(dim, twin.replica.rank, twin.replica.size)
@@ -48,15 +49,15 @@ class Holding:
         return cls(boxes, frozenset(twin.slices), twin.replica)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
-        """What of a whole tensor belongs here."""
+        """Return the part of a whole tensor that belongs to this rank."""
         return tensor[self.boxes[name].within(Box.whole(tensor.shape))]
 
     @torch.no_grad()
     def checksums(self, parameters: Mapping[str, Tensor], take: Take = anew) -> Tensor:
-        """[number of parameters] int64 on the CPU: of each whole parameter, as the ranks of the replica,
-        which all ask, hold it.
+        """Return a checksum of each whole parameter, [number of parameters] int64 on the CPU.
 
-        `take`: which of this rank's numbers are computed and which remembered.
+        The ranks of the replica call this together. `take` decides which of this rank's checksums are
+        computed and which are remembered.
         """
         sums = torch.stack(
             [take(name, partial(bit_sum, parameters[name].detach(), box)) for name, box in self.boxes.items()]
@@ -66,8 +67,9 @@ class Holding:
 
 
 def trainer_parameters(policy: PolicyModel) -> dict[str, Tensor]:
-    """A policy's parameters as this rank holds them in training: shards, also of blocks that kept what their
-    last forward gathered.
+    """Return a policy's parameters as this rank holds them in training, by name.
+
+    Blocks that still hold gathered parameters from their last forward are resharded first.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):

@@ -1,8 +1,10 @@
-"""Weights of engines that have their own (vLLM, SGLang): whole tensors by the names of the model's files, out
-of a policy of this process.
+"""Weights for engines that keep their own copy (vLLM, SGLang): whole tensors under the names of the model's
+files, read from a policy in this process.
 
-actor's module, sharded or not ──plain_weights──► engine.update_weights             the actor lives here
-WeightShares ──PushedWeights──► a policy on the CPU ──plain_weights──► the same     it lives elsewhere
+    actor's module, sharded or not ──plain_weights──► engine.update_weights         the actor is in this
+    process
+    WeightShares ──PushedWeights──► a policy on the CPU ──plain_weights──► the same      it is in another
+    process
 """
 
 from __future__ import annotations
@@ -24,35 +26,36 @@ from hybridflow.weight_sync.holding import trainer_parameters
 from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
 
 _ADAPTER_FACTS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules")
-"""Of peft's LoraConfig, what an engine must know of adapters."""
+"""Entries of peft's LoraConfig that an engine needs to apply adapters."""
 
 
 @runtime_checkable
 class AdapterEngine(Protocol):
-    """An engine that takes adapters over a base."""
+    """An engine that takes adapters apart from the base model under them."""
 
     @property
     def has_base(self) -> bool:
-        """Whether the base has come and is still there."""
+        """Whether the engine has the base model's weights."""
         ...
 
     def update_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the base."""
+        """Take the weights of the base model."""
         ...
 
     def update_adapters(
         self, weights: Iterable[tuple[str, Tensor]], version: int, adapter: dict[str, Any]
     ) -> None:
-        """Take adapters, by which the base becomes `version`."""
+        """Take adapters; base and adapters together are weights of version `version`."""
         ...
 
 
 class OwnedWeights:
-    """Of an engine beside the policy that trains; where that is sharded, all ranks have such an engine and
-    update it together.
+    """Weights pushed to an engine in the trainer's process; where the policy is sharded, all ranks have such
+    an engine and update it together.
 
-    `trainer`: brings weights that rest in CPU memory to the device meanwhile. `narrow`: as `WeightExport`'s.
-    `adapters`: the policy's adapters are sent by themselves, over a base that is sent once.
+    `trainer`: the engine that brings offloaded weights to the device while they are read. `narrow`: dtypes in
+    which the policy computes with parameters that it keeps in a wider one, by name. `adapters`: the policy's
+    adapters are sent alone, over a base that is sent once.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class OwnedWeights:
         *,
         adapters: bool = False,
     ) -> None:
-        self.policy, self.trainer, self.adapters = policy, trainer, adapters
+        self.policy = policy
+        self.trainer = trainer
+        self.adapters = adapters
         self._dtypes = {base_name(name): dtype for name, dtype in narrow.items()}
 
     def update(self, engine: RolloutEngine, version: int) -> None:
@@ -94,16 +99,18 @@ class OwnedWeights:
 
 
 class StagedWeights:
-    """Takes shares of the actor's ranks into a policy on the CPU, proves them there, and from there updates
-    the engine.
+    """Weights pushed by the actor's ranks in other processes: they are put into a policy on the CPU, compared
+    there with the trainer's checksums, and sent on to the engine.
 
     `stage`: an engine over that policy, which keeps its version.
     """
 
     def __init__(self, pushed: PushedWeights, stage: RolloutEngine, *, adapters: bool = False) -> None:
-        self.pushed, self.stage, self.owned = pushed, stage, OwnedWeights(pushed.policy, adapters=adapters)
+        self.pushed = pushed
+        self.stage = stage
+        self.owned = OwnedWeights(pushed.policy, adapters=adapters)
 
     def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:
-        """As `PushedWeights.update`, and on to the engine."""
+        """Take the shares as `PushedWeights.update` does, then update the engine; errors are the same."""
         self.pushed.update(self.stage, shares, version)
         self.owned.update(engine, version)

@@ -1,10 +1,11 @@
-"""Who sends which box of which parameter to whom: decided once, from shapes alone, alike on all ranks.
+"""The plan of a weight exchange: which rank sends which box of which parameter to which rank.
 
-    held boxes of all ranks ─┐ wanted boxes of all ranks ┴─► a piece of a parameter at a time: routes (source,
-    target, box) ─► rounds of bounded bytes
+    boxes held and boxes wanted by all ranks ──► routes (source, target, box), a piece of a parameter at a
+    time
+    ──► rounds of bounded bytes
 
-A target takes what it holds from itself; the rest comes from one of the ranks that hold it, and targets
-spread over copies.
+The plan is made once, from shapes alone, and is equal on all ranks. A target copies what it holds itself; the
+rest comes from one of the ranks that hold it, so that copies share the sending evenly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Boxes = Mapping[str, Box]
 
 
 class Route(NamedTuple):
-    """A box that goes from one rank to another, or stays."""
+    """A box that goes from one rank to another, or stays where source and target are equal."""
 
     source: int
     target: int
@@ -30,7 +31,7 @@ class Route(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A slab of one parameter."""
+    """A slab of one parameter, with the routes of its boxes."""
 
     name: str
     routes: tuple[Route, ...]
@@ -38,7 +39,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a plan must know of a parameter: whole shape, and the dtype in which it arrives."""
+    """A parameter as the plan sees it: its whole shape, and the dtype in which it arrives."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,18 +47,19 @@ class Parameter:
 
 @dataclass
 class Round:
-    """Pieces that travel in one exchange; all of one dtype."""
+    """Pieces of one dtype that travel in one exchange."""
 
     dtype: torch.dtype
     pieces: list[Piece] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
-    """Bytes by rank, sent or received, whichever are more."""
+    """Bytes that each rank sends or receives, whichever is more."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All rounds, and for each parameter the ranks that answer for its checksum: together they hold every
-    element once.
+    """All rounds of an exchange, and for each parameter the ranks that compute its checksum.
+
+    Together those ranks hold every element once.
     """
 
     rounds: list[Round]
@@ -67,7 +69,7 @@ class Plan:
 def make_plan(
     held: Sequence[Boxes], wanted: Sequence[Boxes], parameters: Mapping[str, Parameter], bucket_bytes: int
 ) -> Plan:
-    """The exchange that gives each rank its wanted boxes; one entry a rank in `held` and `wanted`.
+    """Return the plan that gives each rank its wanted boxes; `held` and `wanted` have one entry a rank.
 
     In a round no rank sends, nor receives, more than `bucket_bytes`, except where a single row of a parameter
     is larger.
@@ -81,7 +83,7 @@ def make_plan(
         owners[name] = tuple(ranks[0] for ranks in holders(have).values())
         for routes in _pieces(have, want, parameter, bucket_bytes):
             load = _load(routes, len(held), parameter.dtype.itemsize)
-            last = rounds[-1] if rounds else None
+            last = next(reversed(rounds), None)
             if (
                 last is None
                 or last.dtype != parameter.dtype
@@ -97,7 +99,8 @@ def make_plan(
 def _pieces(
     have: tuple[Box | None, ...], want: tuple[Box | None, ...], parameter: Parameter, bucket_bytes: int
 ) -> tuple[tuple[Route, ...], ...]:
-    """Routes of one parameter, cut into slabs along its longest dim where they are more than a bucket."""
+    """Return the routes of one parameter, cut into slabs along its longest dimension if they exceed a bucket.
+    """
     whole = Box.whole(parameter.shape)
     routes = _routes(have, want, whole)
     load = max(_load(routes, len(have), parameter.dtype.itemsize), default=0)
@@ -117,7 +120,9 @@ def _routes(have: Sequence[Box | None], want: Sequence[Box | None], slab: Box) -
     parts = holders(have)
     routes = []
     for target, whole in enumerate(want):
-        box = None if whole is None else whole & slab
+        if whole is None:
+            continue
+        box = whole & slab
         if box is None:
             continue
         found = 0
@@ -126,7 +131,9 @@ def _routes(have: Sequence[Box | None], want: Sequence[Box | None], slab: Box) -
             if common is not None:
                 # copies lie evenly over the ranks, so this is the copy nearest to the target, and each serves
                 # as many
-                source = target if target in ranks else ranks[target * len(ranks) // len(have)]
+                source = target
+                if target not in ranks:
+                    source = ranks[target * len(ranks) // len(have)]
                 routes.append(Route(source, target, common))
                 found += common.numel
         assert found == box.numel, (
@@ -136,7 +143,7 @@ def _routes(have: Sequence[Box | None], want: Sequence[Box | None], slab: Box) -
 
 
 def holders(have: Sequence[Box | None]) -> dict[Box, tuple[int, ...]]:
-    """The distinct boxes that are held, each with the ranks that hold it, ascending."""
+    """Return the distinct boxes that are held, each with the ranks that hold it in ascending order."""
     found: dict[Box, tuple[int, ...]] = {}
     for rank, box in enumerate(have):
         if box is not None and box.numel:
@@ -145,7 +152,9 @@ def holders(have: Sequence[Box | None]) -> dict[Box, tuple[int, ...]]:
 
 
 def _load(routes: Sequence[Route], num_ranks: int, itemsize: int) -> list[int]:
-    sent, received = [0] * num_ranks, [0] * num_ranks
+    """Return the bytes that each rank sends or receives, whichever is more."""
+    sent = [0] * num_ranks
+    received = [0] * num_ranks
     for route in routes:
         if route.source != route.target:
             sent[route.source] += route.box.numel * itemsize

@@ -1,8 +1,8 @@
-"""Weights for replicas in processes of their own: whole tensors out of the ranks that train, into a replica's
+"""Weights for replicas in processes of their own: whole tensors from the ranks that train into a replica's
 module.
 
-ranks that train ──WeightExport──► a WeightShare of each: its part of the tensors, all checksums
-──PushedWeights──► engines
+    ranks that train ──WeightExport──► a WeightShare from each: its part of the tensors, and all checksums
+    ──PushedWeights──► engines
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
 
 @dataclass(frozen=True)
 class WeightShare:
-    """What one rank sends."""
+    """The tensors that one rank sends, with the checksums of all."""
 
     version: int
     tensors: dict[str, Tensor]
-    """Whole tensors on the CPU in the compute dtype, by name. The shares of all ranks together have every
-    tensor that training changes.
-    """
+    """Whole tensors on the CPU in the compute dtype, by name; the shares of all ranks together have every
+    tensor that training changes."""
     checksums: dict[str, int]
-    """Of every tensor of the model, whoever sends it, and of those that never change (`Remembered`)."""
+    """Checksums of every tensor of the model, whichever rank sends it and even if it never changes."""
 
 
 class WeightExport:
-    """Puts whole tensors together on the ranks that train, each as many bytes; all ranks make it and call
-    `share` together.
+    """The sending side: it gathers whole tensors on the ranks that train, about as many bytes on each.
 
-    `narrow`: the dtypes in which the policy computes with parameters that are kept in a wider one, by name.
+    All ranks make it and call `share` together. `narrow`: the dtypes in which the policy computes with
+    parameters that it keeps in a wider one, by name.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class WeightExport:
         )
 
     def share(self, version: int) -> WeightShare:
-        """This rank's part of the weights as they are now, called `version`."""
+        """Return this rank's part of the weights as they are now, as version `version`."""
         tensors = {
             name: torch.empty(box.shape, dtype=self.reshard.dtypes[name])
             for name, box in self.reshard.wanted.items()
@@ -76,7 +75,7 @@ class WeightExport:
 
 
 def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
-    """The part that each tensor goes to, in order, always to the part that has least so far."""
+    """Return the number of the part that each tensor goes to: always the part with the least so far."""
     loads = [0] * parts
     owners = {}
     for name, size in sizes.items():
@@ -86,28 +85,30 @@ def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
 
 
 class PushedWeights:
-    """Takes shares into the module of an engine that has its own weights; the ranks of a replica do it
-    together.
+    """The receiving side: it puts shares into the module of an engine that has its own weights.
+
+    The ranks of a replica do it together.
     """
 
     def __init__(self, policy: PolicyModel, holding: Holding) -> None:
-        self.policy, self.holding = policy, holding
+        self.policy = policy
+        self.holding = holding
         self._sums = Remembered()
 
     def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:
-        """Make the engine's weights those of the trainer, which it then calls `version`.
+        """Make the engine's weights those of the trainer, and set its version to `version`.
 
-        Compared is what is here afterwards with what the trainer holds: a share that got lost is found, and
-        an update that rightly changed nothing passes. RolloutError names the first weight that differs, or
-        what the shares lack. Weights that no share brings are compared by remembered checksums, each computed
-        again in its turn.
+        The weights that are here afterwards are compared with those that the trainer holds: a share that got
+        lost is found, and an update that changed nothing passes. Weights that no share brings are compared by
+        remembered checksums, each computed again in its turn. Raises RolloutError that names the first weight
+        that differs, or the weights that the shares lack.
         """
         before = engine.policy_version
+        if not shares:
+            raise RolloutError(f"update to version {version} got no weights")
         odd = sorted({share.version for share in shares} - {version})
-        if odd or not shares:
-            raise RolloutError(
-                f"update to version {version} got {f'weights of version {odd[0]}' if odd else 'no weights'}"
-            )
+        if odd:
+            raise RolloutError(f"update to version {version} got weights of version {odd[0]}")
         sent = shares[0].checksums
         if set(sent) != set(self.holding.boxes):
             lacking = sorted(set(sent) ^ set(self.holding.boxes))

@@ -1,6 +1,7 @@
-"""The exchange: each rank sends the boxes it holds to the ranks that want them, in rounds of bounded bytes.
+"""The weight exchange: each rank sends the boxes it holds to the ranks that want them, in rounds of bounded
+bytes.
 
-What a rank holds itself is copied on the spot and never travels. The sender casts to the dtype in which a
+A box that a rank holds itself is copied in place and never travels. The sender casts to the dtype in which a
 parameter arrives.
 """
 
@@ -28,25 +29,26 @@ Named = tuple[str, Box]
 
 @dataclass
 class _Work:
-    """A rank's part of one round."""
+    """The part of one round that one rank has to do."""
 
     dtype: torch.dtype
     travels: bool
     """Whether any rank sends anything."""
     stays: list[Named] = field(default_factory=list)
     sends: list[list[Named]] = field(default_factory=list)
-    """By target rank."""
+    """Boxes to send, by target rank."""
     takes: list[list[Named]] = field(default_factory=list)
-    """By source rank."""
+    """Boxes to receive, by source rank."""
 
 
 class Reshard:
-    """An exchange among the ranks of `group`, planned when it is made and run as often as weights are wanted.
+    """A weight exchange among the ranks of `group`, planned once and run whenever weights are wanted.
 
-    `held`: gives the parameters as they are in training, by name, on every rank (DTensors, or plain ones that
-    every rank has whole); it is asked at each run, since they may move. `wanted`: the boxes that this rank
-    wants, possibly none. `dtypes`: in which they arrive. `device`: where buffers are made. All ranks of the
-    group make it and run it together; no group: the default one, or this process alone.
+    `held` returns the parameters as they are in training, by name (DTensors, or plain ones that every rank
+    has whole); it is called at each run, since they may move. `wanted`: the boxes that this rank wants,
+    possibly none. `dtypes`: the dtype in which each parameter arrives. `device`: where buffers are made. All
+    ranks of the group make it and run it together; without a group it is the default one, or this process
+    alone.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class Reshard:
     ) -> None:
         now = held()
         assert set(wanted) <= set(now), f"nobody holds {sorted(set(wanted) - set(now))[:3]}"
-        self.held, self.wanted, self.device, self.group = held, dict(wanted), torch.device(device), group
+        self.held = held
+        self.wanted = dict(wanted)
+        self.device = torch.device(device)
+        self.group = group
         self.rank, self.world_size = rank_and_size(group)
         self.boxes = {name: own_box(tensor) for name, tensor in now.items()}
         self.dtypes = {name: dtypes[name] for name in now}
@@ -71,12 +76,13 @@ class Reshard:
         self._work = _work_of(plan, self.rank, self.world_size)
         self._answers_for = {name for name, owners in plan.owners.items() if self.rank in owners}
         self.bytes_sent = 0
-        """Since it was made, and so `bytes_received`; what a rank copies from itself is in neither."""
+        """Bytes sent to other ranks in all runs."""
         self.bytes_received = 0
+        """Bytes received from other ranks in all runs."""
 
     @torch.no_grad()
     def run(self, out: Mapping[str, Tensor]) -> None:
-        """Fill `out`: tensors of the shapes of the wanted boxes and of their dtypes."""
+        """Fill `out`, tensors with the shapes and dtypes of the wanted boxes, by name."""
         held = {name: local(tensor) for name, tensor in self.held().items()}
         for work in self._work:
             for name, box in work.stays:
@@ -109,10 +115,10 @@ class Reshard:
 
     @torch.no_grad()
     def checksums(self, take: Take = anew) -> Tensor:
-        """[number of parameters] int64 on the CPU: of each whole parameter as it is held now, cast to the
-        dtype it arrives in.
+        """Return a checksum of each whole parameter, [number of parameters] int64 on the CPU.
 
-        `take`: which of this rank's numbers are computed and which remembered.
+        They are of the parameters as they are held now, cast to the dtype in which they arrive. `take`
+        decides which of this rank's checksums are computed and which are remembered.
         """
         sums = torch.zeros(len(self.boxes), dtype=torch.int64, device=self.device)
         for index, (name, tensor) in enumerate(self.held().items()):
@@ -127,7 +133,9 @@ class Reshard:
 
 
 def _work_of(plan: Plan, rank: int, world_size: int) -> list[_Work]:
-    """This rank's routes; routes of equal pieces (a model has many) are looked at once."""
+    """Return this rank's part of each round; the routes of equal pieces, of which a model has many, are read
+    once.
+    """
     known: dict[int, list[Route]] = {}
     found = []
     for each in plan.rounds:
@@ -141,19 +149,18 @@ def _work_of(plan: Plan, rank: int, world_size: int) -> list[_Work]:
             if id(routes) not in known:
                 known[id(routes)] = [route for route in routes if rank in (route.source, route.target)]
             for source, target, box in known[id(routes)]:
-                (
-                    work.stays
-                    if source == target
-                    else work.sends[target]
-                    if source == rank
-                    else work.takes[source]
-                ).append((name, box))
+                if source == target:
+                    work.stays.append((name, box))
+                elif source == rank:
+                    work.sends[target].append((name, box))
+                else:
+                    work.takes[source].append((name, box))
         found.append(work)
     return found
 
 
 def _cut(flat: Tensor, by_rank: Sequence[Sequence[Named]]) -> Iterator[tuple[Tensor, str, Box]]:
-    """A flat buffer as the boxes that lie in it one after the other."""
+    """Yield the boxes that lie in a flat buffer one after the other, each with its name."""
     offset = 0
     for some in by_rank:
         for name, box in some:

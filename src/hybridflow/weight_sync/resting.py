@@ -1,5 +1,5 @@
-"""Weights of a trainer that rest in CPU memory between its phases (`fsdp_config.param_offload`): on the
-device while they are read.
+"""Weights of a trainer that offloads them to CPU memory between its phases (`fsdp_config.param_offload`):
+they are on the device while they are read.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from hybridflow.rollout.base import WeightSource
 
 
 class RestingWeights:
-    """Implements `WeightSource`: over the trainer's own module, which stays on the device while the engine is
-    awake, or over another source that reads it (`inner`), which has the weights of its own once they are
-    acquired.
+    """A `WeightSource` that brings the trainer's offloaded weights to the device.
+
+    Without `inner`, generation uses the trainer's own module, which stays on the device until `release`. With
+    `inner`, that source copies the weights, and the trainer's are offloaded again at once.
     """
 
     def __init__(self, engine: TrainEngine, inner: WeightSource | None) -> None:
-        self.engine, self.inner = engine, inner
+        self.engine = engine
+        self.inner = inner
         self._on_the_device = False
 
     def acquire(self, version: int) -> None:
@@ -29,7 +31,7 @@ class RestingWeights:
                 self._let_go()
 
     def release(self) -> None:
-        """Let the weights rest again, or free the inner source's; a second time, nothing happens."""
+        """Offload the trainer's weights again, or free the inner source's; a second call does nothing."""
         if self.inner is not None:
             self.inner.release()
         else:

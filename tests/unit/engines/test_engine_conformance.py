@@ -4,6 +4,7 @@ know nothing else of it.
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from engine_zoo import (
     ENGINES,
+    VOCABULARY,
     EngineMaker,
     Gradients,
     ask_policy,
@@ -29,6 +31,7 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines import BatchLimits, LossFn, TrainEngine
 from hybridflow.errors import CheckpointError, ConfigError, TrainingError
+from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
@@ -59,6 +62,12 @@ def infinite_gradient(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Ten
 def infinite_loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
     """A finite gradient."""
     return outputs["log_probs"].sum() + float("inf"), Metrics()
+
+
+def reinforce(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+    """Importance ratio times advantage over the tokens that are learned from."""
+    ratio = (outputs["log_probs"] - micro.batch["old_log_probs"]).exp()
+    return torch.where(micro.batch["loss_mask"], ratio * micro.batch["advantages"], 0.0).sum(), Metrics()
 
 
 def step(
@@ -258,6 +267,38 @@ def test_too_many_bad_steps_in_a_row_end_the_run(make: EngineMaker, tmp_path: Pa
     with pytest.raises(TrainingError, match=r"3 in a row of at most 3.*trainer\.max_nonfinite_steps"):
         step(engine, rows, not_a_number)
     assert len(folders(tmp_path)) == 5
+
+
+def test_a_skipped_step_says_why(make: EngineMaker, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning names the column and the place, or the model's own output, and says where to look."""
+    said: list[str] = []
+
+    def reason(rows: DataProto, loss: LossFn = not_a_number, module: PolicyModel | None = None) -> str:
+        caplog.clear()
+        step(make(module or tiny_policy(), OPTIM), rows, loss)
+        (record,) = [each for each in caplog.records if each.name.endswith("nonfinite")]
+        said.append(record.getMessage())
+        return said[-1]
+
+    rows = training_rows(dtype=torch.float32)
+    rows.batch["old_log_probs"][6, 2] = float("-inf")
+    rows.batch["advantages"][4] = float("nan")  # the whole row is left out of the loss
+    text = reason(rows, reinforce)
+    assert "old_log_probs is -inf at row 6, response token 2" in text and "has probability 0" in text
+    rows = training_rows(dtype=torch.float32)
+    rows.batch["advantages"][0, 1] = float("nan")
+    text = reason(rows)
+    assert "advantages is nan at row 0, response token 1" in text and "scores of the reward function" in text
+    assert "so the loss or its gradient overflows" in reason(training_rows(dtype=torch.float32))
+    impossible = tiny_policy(tied=False)
+    token = int(training_rows().batch["responses"][0, 0])
+    impossible.head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
+    with torch.no_grad():
+        impossible.head.bias[token] = float("-inf")
+    rows = training_rows(dtype=torch.float32)
+    text = reason(rows, likelihood(rows), impossible)
+    assert re.search(r"\d+ of the model's log_probs for these rows are not finite", text), text
+    assert all("(loss " in text and "1 in a row of at most 3)" in text for text in said)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""The FSDP2 engine. At world size 1 there is nothing to shard: no wrapping and no process group."""
+"""The FSDP2 engine. On one rank it shards nothing and needs no process group."""
 
 from hybridflow.engines.fsdp.engine import FSDPEngine
 

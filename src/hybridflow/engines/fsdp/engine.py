@@ -1,16 +1,16 @@
-"""One model in training: packed micro-batches, one optimizer step for each mini-batch, a guard against
-numbers that are not finite.
+"""The engine of one model in training: packed micro-batches, one optimizer step for each mini-batch, and a
+guard against a loss or gradient that is not finite.
 
-On one rank the module is as it was built. On several, each holds a shard of it (`sharding`), and what every
-rank must do alike is agreed upon: the number of micro-batches, the gradient norm with the loss (one message
-for both), and so whether a step is taken.
+On one rank the module is as it was built. On several, each holds a shard of it (`sharding`), and the ranks
+agree on everything that they must do alike: the number of micro-batches, and the loss with the gradient norm
+(one message for both), which decide whether a step is taken.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.process_group import max_over
 from hybridflow.distributed.shards import local, piece_for, placed_like
 from hybridflow.engines.base import BatchLimits, ForwardFn, LossFn
-from hybridflow.engines.fsdp.micro_batches import MicroBatch, nothing, plan
+from hybridflow.engines.fsdp.micro_batches import Agree, MicroBatch, nothing, plan
 from hybridflow.engines.fsdp.nonfinite import NonfiniteGuard
 from hybridflow.engines.fsdp.offload import ActivationOffload, Residence
 from hybridflow.engines.fsdp.optimizer import MasterAdamW
@@ -38,13 +38,13 @@ from hybridflow.protocol import DataProto
 
 
 class FSDPEngine:
-    """Implements `TrainEngine`.
+    """A `TrainEngine` over a whole or an FSDP2-sharded module.
 
     `name` prefixes the metrics (`actor`, `critic`). An optimizer step whose loss or gradient norm is not
     finite changes nothing: it is reported, its rows are written to `dump_dir`, and after
     `max_nonfinite_steps` of them in a row a TrainingError ends the run. With a `mesh`, `module` is sharded
-    over it and `device` is where it computes; `narrow` names the parameters that are gathered in a narrower
-    dtype than their shards have. All ranks then call `forward`, `train_mini_batch` and the rest together.
+    over it and computes on `device`; `narrow` has the dtypes in which parameters are gathered that are
+    narrower than their shards, by name. All ranks then make every call together.
     """
 
     def __init__(
@@ -63,26 +63,30 @@ class FSDPEngine:
         narrow: Mapping[str, torch.dtype] | None = None,
         activations: ActivationOffload | None = None,
     ) -> None:
-        self.module, self.name, self.optim, self.fsdp, self.mesh = module, name, optim, fsdp, mesh
-        self.device = next(module.parameters()).device if device is None else device
+        self.module = module
+        self.name = name
+        self.optim = optim
+        self.fsdp = fsdp
+        self.mesh = mesh
+        self.device = device or next(module.parameters()).device
         self.narrow = narrow or {}
-        self.optimizer = (
-            None if optim is None else MasterAdamW(module.named_parameters(), optim, narrow=self.narrow)
-        )
-        self.total_steps = (
-            total_steps if optim is None or optim.total_training_steps < 0 else optim.total_training_steps
-        )
+        self.optimizer: MasterAdamW | None = None
+        self.total_steps = total_steps
+        if optim is not None:
+            self.optimizer = MasterAdamW(module.named_parameters(), optim, narrow=self.narrow)
+            if optim.total_training_steps >= 0:
+                self.total_steps = optim.total_training_steps
         self.grad_clip = grad_clip
-        part = "" if mesh is None else f"_rank{mesh.rank}" if mesh.is_leader else None
-        self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, part)
+        self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, _dump_suffix(mesh))
         self.residence = Residence(module, self.optimizer, self.device, fsdp)
         self.activations = activations
         self.num_steps = 0  # optimizer steps applied
 
     @torch.no_grad()
     def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
-        """Outputs of all rows without gradients, each [B, R] float on the CPU; no rows give [0, R] under the
-        same names.
+        """Return the outputs of all rows without gradients, each [B, R] float on the CPU.
+
+        A batch without rows gives [0, R] under the same names.
         """
         self.module.eval()
         results: dict[str, Tensor] = {}
@@ -103,7 +107,7 @@ class FSDPEngine:
     def train_mini_batch(
         self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits
     ) -> Metrics:
-        """One optimizer step on the rows of `batch`, which are this rank's part of the mini-batch."""
+        """Take one optimizer step on the rows of `batch`, which are this rank's part of the mini-batch."""
         assert self.optimizer is not None and self.optim is not None, (
             f"{self.name} was built without an optimizer"
         )
@@ -111,76 +115,93 @@ class FSDPEngine:
         self.optimizer.zero_grad()
         metrics = Metrics()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        odd: dict[str, Tensor] = {}  # numbers that are not finite, by name of the output
         with self.residence.parameters(), self.residence.masters():
             with _memory_named(self.name, limits):
                 micros = self._plan(batch, limits)
                 for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
                     self._before(last=number == len(micros))
                     packed = micro.packed
-                    with nullcontext() if self.activations is None else self.activations.kept():
+                    with self._activations_kept():
                         named = forward(self.module, packed)
                     if micro.rows is None:
                         nothing(named).backward()
                         continue
+                    for key, value in named.items():
+                        odd[key] = odd.get(key, 0) + (~value.detach().isfinite()).sum()
                     outputs = {key: packed.unpack(value) for key, value in named.items()}
                     share, micro_metrics = loss(outputs, micro.rows)
                     share.backward()
                     total += share.detach()
                     metrics.update(micro_metrics)
                 self._reshard()
-            return self._step(batch, total, metrics)
+            return self._step(batch, total, metrics, odd)
 
     @property
     def rests(self) -> bool:
-        """Whether the parameters leave the device between phases (`fsdp_config.param_offload`)."""
+        """Whether the parameters are offloaded to CPU memory between phases (`fsdp_config.param_offload`)."""
         return self.residence.moves_parameters
 
     def onload(self) -> None:
-        """Bring the parameters to the device, for whoever reads them outside of this engine's own calls."""
+        """Bring the parameters to the device, for a reader outside of this engine's own calls."""
         self.residence.onload()
 
     def offload(self) -> None:
-        """Send the parameters back to where they rest (`fsdp_config.param_offload`)."""
+        """Undo one `onload`; the last one sends the parameters back to CPU memory, if they are offloaded."""
         self.residence.offload()
 
     def _plan(self, batch: DataProto, limits: BatchLimits, *, at_least: int = 0) -> list[MicroBatch]:
-        return plan(batch, limits, self.device, None if self.mesh is None else max_over, at_least=at_least)
+        agree: Agree | None = None
+        if self.mesh is not None:
+            agree = max_over
+        return plan(batch, limits, self.device, agree, at_least=at_least)
+
+    def _activations_kept(self) -> AbstractContextManager[None]:
+        if self.activations is None:
+            return nullcontext()
+        return self.activations.kept()
 
     def _before(self, *, last: bool) -> None:
         if self.mesh is not None:
             before_micro_batch(self.module, last=last, keep_gathered=not self.fsdp.reshard_after_forward)
 
     def _reshard(self) -> None:
-        """Every parameter is this rank's shard again."""
+        """Free gathered parameters, so that every parameter is this rank's shard again."""
         if self.mesh is not None:
             reshard(self.module)
 
     def _measure(self, total: Tensor) -> tuple[float, Tensor]:
-        """The mini-batch's loss and its gradient norm (0-d): the same numbers on every rank."""
+        """Return the mini-batch's loss and its gradient norm (0-d), which are the same on every rank."""
         assert self.optimizer is not None
         if self.mesh is None:
             return float(total), self.optimizer.gradient_norm()
         self.optimizer.collect_shards()
-        # ranks that share rows have the same loss
-        mine = total if self.mesh.is_leader else torch.zeros_like(total)
+        mine = total
+        if not self.mesh.is_leader:  # ranks that share rows have the same loss: one of them counts it
+            mine = torch.zeros_like(total)
         numbers = torch.stack([mine, self.optimizer.gradient_square(self.mesh.sizes.world_size, self.device)])
         dist.all_reduce(numbers)
         return float(numbers[0]), numbers[1].sqrt()
 
-    def _step(self, batch: DataProto, total: Tensor, metrics: Metrics) -> Metrics:
+    def _step(self, batch: DataProto, total: Tensor, metrics: Metrics, odd: Mapping[str, Tensor]) -> Metrics:
+        """Apply the gradients of a mini-batch whose loss is `total`, or report why that cannot be done.
+
+        `odd`: how many of the module's outputs are not finite, 0-d each, by name.
+        """
         assert self.optimizer is not None and self.optim is not None
         loss, norm = self._measure(total)
         grad_norm = float(norm)
         lr = learning_rate(self.num_steps, self.optim, self.total_steps)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        # what is true of the step, not of a rank's rows, is said once
+        # metrics of the step, not of a rank's rows, come from one rank
         counts = self.mesh is None or self.mesh.rank == 0
         if counts:
-            metrics.add_sum(f"{self.name}/num_updates", 1.0 if finite else 0.0)
-            metrics.add_sum(f"{self.name}/num_skipped_steps", 0.0 if finite else 1.0)
+            metrics.add_sum(f"{self.name}/num_updates", float(finite))
+            metrics.add_sum(f"{self.name}/num_skipped_steps", float(not finite))
         if not finite:
             self.optimizer.zero_grad()
-            self.guard.report(batch, loss, grad_norm, self.num_steps)
+            outputs = {name: int(count) for name, count in odd.items()}
+            self.guard.report(batch, loss, grad_norm, self.num_steps, outputs)
             return metrics
         self.guard.in_a_row = 0
         if counts:
@@ -195,8 +216,9 @@ class FSDPEngine:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Module (with adapters: what is trained), optimizer, counters; sharded tensors are DTensors, all
-        else is equal on all ranks.
+        """Return the state of module, optimizer and counters; of a model with adapters only what is trained.
+
+        Sharded tensors are DTensors, and everything else is equal on all ranks.
         """
         model = self._model()
         rounded: dict[int, Tensor] = {}  # tied parameters stay one tensor
@@ -205,16 +227,19 @@ class FSDPEngine:
             if shard.data_ptr() not in rounded or shard.numel() == 0:
                 rounded[shard.data_ptr()] = placed_like(shard.to(dtype), model[key])
             model[key] = rounded[shard.data_ptr()]
+        optimizer: dict[str, Any] = {}
+        if self.optimizer is not None:
+            optimizer = self.optimizer.state_dict()
         return {
             "model": model,
-            "optimizer": {} if self.optimizer is None else self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "scheduler": {"num_steps": self.num_steps, "nonfinite_in_a_row": self.guard.in_a_row},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the parts of `state_dict()` that are there, in place: whoever shares the module sees the
-        new weights.
+        """Load the parts of `state_dict()` that are there, in place: every user of the module sees the new
+        weights.
         """
         if "model" in state:
             self._load_module(state["model"])
@@ -228,8 +253,9 @@ class FSDPEngine:
             self.guard.in_a_row = int(state["scheduler"]["nonfinite_in_a_row"])
 
     def _model(self) -> dict[str, Tensor]:
-        """The module's state, without the base of adapters: that is in its own folder and stays as it is."""
-        state, names = self.module.state_dict(), saved_names(self.module)
+        """Return the module's state without the base of adapters, which stays as it is in its own folder."""
+        state = self.module.state_dict()
+        names = saved_names(self.module)
         return {name: tensor for name, tensor in state.items() if names is None or name in names}
 
     def _load_module(self, saved: dict[str, Tensor]) -> None:
@@ -249,15 +275,24 @@ class FSDPEngine:
             local(own[key]).copy_(piece_for(own[key], value))
 
 
+def _dump_suffix(mesh: EngineMesh | None) -> str | None:
+    """Return the suffix of this rank's folder of dumped rows; None where another rank has the same rows."""
+    if mesh is None:
+        return ""
+    if mesh.is_leader:
+        return f"_rank{mesh.rank}"
+    return None
+
+
 @contextmanager
 def _memory_named(name: str, limits: BatchLimits) -> Iterator[None]:
-    """Say which keys to lower where a forward or backward does not fit the device."""
+    """Turn an out-of-memory error of the device into a TrainingError that names the keys to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise TrainingError(
             f"{name}: out of device memory in a forward of at most {limits.max_tokens} tokens: lower its "
-            "*_max_token_len_per_gpu or "
-            "*_micro_batch_size_per_gpu, or set enable_gradient_checkpointing=true. "
+            "*_max_token_len_per_gpu or *_micro_batch_size_per_gpu, or set "
+            "enable_gradient_checkpointing=true. "
             f"({str(error).splitlines()[0]})"
         ) from error

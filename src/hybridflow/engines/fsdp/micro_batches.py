@@ -1,8 +1,8 @@
-"""A rank's rows as packed micro-batches, as many on each rank, since every forward gathers parameters from
-all of them.
+"""Packed micro-batches of a rank's rows. Every rank has the same number of them, since each forward gathers
+parameters from all ranks.
 
-A rank with fewer micro-batches first splits its heaviest ones; what is then still missing are dummies, two
-tokens whose outputs count nothing.
+A rank with fewer micro-batches first splits its heaviest ones. If that is not enough, it adds dummies: two
+tokens whose outputs do not count.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hybridflow.protocol.balancing import karmarkar_karp, split_micro_batches
 from hybridflow.protocol.packing import PackedBatch, pack, prompt_groups, share_prompts
 
 Agree = Callable[[Sequence[int]], list[int]]
-"""The largest of each number over all ranks."""
+"""A function that returns the largest of each number over all ranks."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward; a dummy has none."""
+    """The rows of one forward pass; a dummy has none."""
 
     indices: list[int] | None
     rows: DataProto | None
@@ -36,11 +36,10 @@ class MicroBatch:
 def plan(
     batch: DataProto, limits: BatchLimits, device: torch.device, agree: Agree | None, *, at_least: int = 0
 ) -> list[MicroBatch]:
-    """The micro-batches of `batch` on `device`; under `agree`, equally many on all ranks, and `at_least` so
-    many.
+    """Return the micro-batches of `batch` on `device`, `at_least` so many.
 
-    Raises ConfigError for a row or group above the limits; then every other rank raises TrainingError, and
-    none is left waiting.
+    With `agree`, all ranks get the same number. Raises ConfigError for a row or group above the limits; every
+    other rank then raises TrainingError, so that none is left waiting.
     """
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
     groups = _groups(batch, lengths, limits)
@@ -69,30 +68,37 @@ def plan(
 
 
 def _on_device(indices: list[int], rows: DataProto, device: torch.device, sharing: bool) -> MicroBatch:
-    """Packed before it goes there: packing asks for lengths and places, and each answer of a device would be
-    waited for.
+    """Pack rows and move them to `device`, in this order: packing reads lengths and places, and each read
+    from a device would wait for it.
     """
     packed = pack(rows)
-    return MicroBatch(indices, rows.to(device), (share_prompts(packed) if sharing else packed).to(device))
+    if sharing:
+        packed = share_prompts(packed)
+    return MicroBatch(indices, rows.to(device), packed.to(device))
 
 
 def _groups(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int] | None:
-    """A number for each row, the same for those that stay together; None: each goes where it fits."""
+    """Return a number for each row, equal for rows that stay together; None where each goes where it fits."""
     if limits.keep_groups:
         numbers: list[int] = batch.batch["group_ids"].tolist()
         return numbers
-    return together(batch, lengths, limits) if limits.share_prompts else None
+    if limits.share_prompts:
+        return together(batch, lengths, limits)
+    return None
 
 
 def together(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> list[int]:
-    """A number for each row, the same for rows of one prompt as long as they fit into one forward."""
-    # of a prompt: the number of its newest part, that part's tokens and rows
+    """Return a number for each row, equal for rows of one prompt as long as they fit into one forward."""
+    # by prompt: the number of its newest part, and that part's tokens and rows
     parts: dict[int, tuple[int, int, int]] = {}
-    numbers, used = [], 0
+    numbers = []
+    used = 0
     for prompt, length in zip(prompt_groups(batch), lengths, strict=True):
         number, tokens, rows = parts.get(prompt, (-1, 0, 0))
         if number < 0 or tokens + length > limits.max_tokens or rows == limits.max_rows:
-            number, tokens, rows, used = used, 0, 0, used + 1
+            number = used
+            tokens = rows = 0
+            used += 1
         parts[prompt] = (number, tokens + length, rows + 1)
         numbers.append(number)
     return numbers
@@ -101,8 +107,9 @@ def together(batch: DataProto, lengths: Sequence[int], limits: BatchLimits) -> l
 def split_further(
     bins: list[list[int]], lengths: Sequence[int], groups: Sequence[int] | None, count: int
 ) -> list[list[int]]:
-    """Halve the heaviest of `bins` until there are `count` or each is one row (or group): the ranks wait for
-    the slowest each time.
+    """Halve the heaviest of `bins` until there are `count`, or each is one row (or group).
+
+    The heaviest is split since all ranks wait for the slowest one in each forward.
     """
     bins = [list(rows) for rows in bins]
     while len(bins) < count:
@@ -120,15 +127,17 @@ def split_further(
 
 
 def bin_units(rows: Sequence[int], groups: Sequence[int] | None) -> list[list[int]]:
-    """Rows that must stay together, of a micro-batch."""
+    """Return the rows of a micro-batch as lists of rows that must stay together."""
+    if groups is None:
+        return [[row] for row in rows]
     units: dict[int, list[int]] = {}
     for row in rows:
-        units.setdefault(row if groups is None else groups[row], []).append(row)
+        units.setdefault(groups[row], []).append(row)
     return list(units.values())
 
 
 def dummy() -> PackedBatch:
-    """One row of two tokens, the second predicted: the least that goes through a model."""
+    """Return one row of two tokens, the second predicted: the least that goes through a model."""
     zero = torch.zeros(1, dtype=torch.int64)
     return PackedBatch(
         input_ids=torch.zeros(2, dtype=torch.int64),
@@ -144,6 +153,6 @@ def dummy() -> PackedBatch:
 
 
 def nothing(outputs: dict[str, Tensor]) -> Tensor:
-    """A loss of 0 whose backward goes through all of the model."""
+    """Return a loss of 0 whose backward pass goes through all of the model."""
     total: Tensor = sum((value * 0.0).sum() for value in outputs.values() if value.requires_grad)  # type: ignore[assignment]
     return total

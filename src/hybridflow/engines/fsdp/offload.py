@@ -1,8 +1,7 @@
-"""Memory that is not needed all the time: parameters and optimizer between phases, activations between
-forward and backward.
+"""Offloading to CPU memory: parameters and optimizer between phases, activations between forward and
+backward.
 
-Whatever moves, moves in whole phases and at the places named here. On a CPU nothing moves, and all of it
-runs.
+Tensors move for a whole phase, at the places named here. On a CPU the same code runs and nothing moves.
 """
 
 from __future__ import annotations
@@ -20,13 +19,17 @@ CPU = torch.device("cpu")
 
 
 class Residence:
-    """Where a model and its optimizer rest, and how they come to the device."""
+    """The offloader of a model and its optimizer: it sends them to CPU memory and brings them back to the
+    device.
+    """
 
     def __init__(
         self, module: nn.Module, optimizer: MasterAdamW | None, device: torch.device, config: FSDPConfig
     ) -> None:
-        self.module, self.optimizer, self.device = module, optimizer, device
-        # under offload_policy all of it lives on the CPU as it is
+        self.module = module
+        self.optimizer = optimizer
+        self.device = device
+        # under offload_policy FSDP itself keeps all of it on the CPU
         self.moves_parameters = config.param_offload and not config.offload_policy
         self.moves_optimizer = config.optimizer_offload and not config.offload_policy
         self._users = 1
@@ -37,7 +40,7 @@ class Residence:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """Inside, the parameters are on the device."""
+        """Keep the parameters on the device inside the context."""
         self.onload()
         yield  # an exception ends the run: gathered parameters must not be moved
         self.offload()
@@ -49,15 +52,14 @@ class Residence:
         self._users += 1
 
     def offload(self) -> None:
-        """Send the parameters to rest, if nobody else asked for them."""
+        """Undo one `onload`; the last one sends the parameters to CPU memory."""
         self._users -= 1
         if self._users == 0 and self.moves_parameters:
             self.module.to(CPU)
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Inside, float32 masters apart from the parameters are on the device: gradients of a bfloat16 model
-        add up beside them.
+        """Keep float32 masters on the device inside the context: a bfloat16 model's gradients add up there.
         """
         if not self.moves_optimizer or self.optimizer is None:
             yield
@@ -68,8 +70,9 @@ class Residence:
 
     @contextmanager
     def moments(self) -> Iterator[None]:
-        """Inside, the moments are where their masters are; a state that was loaded while the parameters
-        rested left them behind.
+        """Keep the moments on the device of their masters inside the context.
+
+        They may be elsewhere: a state that is loaded while the parameters are offloaded stays in CPU memory.
         """
         if self.optimizer is None or not (self.moves_optimizer or self.moves_parameters):
             yield
@@ -81,15 +84,15 @@ class Residence:
 
 
 class ActivationOffload:
-    """What autograd keeps for the backward pass waits in CPU memory; parameters, which would only be copied
-    in vain, stay.
+    """Offloading of activations: tensors that autograd keeps for the backward pass wait in CPU memory.
 
-    With gradient checkpointing these are the inputs of the blocks. Copies are queued on the stream that
-    computes, so they come back in order without a wait.
+    Parameters stay, since the device has them anyway. With gradient checkpointing the activations are the
+    inputs of the blocks. Copies are queued on the stream that computes, so they come back in order without a
+    wait.
     """
 
     smallest = 1024
-    """Elements below which a tensor stays where it is."""
+    """Number of elements below which a tensor stays where it is."""
 
     def __init__(self, module: nn.Module, blocks: list[nn.Module]) -> None:
         self._parameters: set[int] = set()
@@ -98,15 +101,16 @@ class ActivationOffload:
         self._blocks = set(blocks)
 
     def _note_parameters(self, part: nn.Module, args: object) -> None:
-        """Gathered parameters get their memory when their block begins: hooks of the sharding ran before this
-        one.
+        """Remember the memory of a block's parameters when it begins; FSDP's hook has gathered them by then.
         """
-        own = part.parameters() if part in self._blocks else _outside(part, self._blocks)
+        own = _outside(part, self._blocks)
+        if part in self._blocks:
+            own = part.parameters()
         self._parameters |= {_memory(parameter) for parameter in own}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around a forward whose backward follows."""
+        """Offload activations of the forward pass inside the context, whose backward pass follows."""
         self._parameters.clear()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -122,11 +126,11 @@ class ActivationOffload:
 
     def _unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
         device, tensor = packed
-        return tensor.to(device, non_blocking=tensor.is_pinned() if device.type == "cuda" else False)
+        return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_pinned())
 
 
 def _outside(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Parameter]:
-    """Parameters of `module` that are not in a block."""
+    """Yield the parameters of `module` that are in no block."""
     if module in blocks:
         return
     yield from module.parameters(recurse=False)

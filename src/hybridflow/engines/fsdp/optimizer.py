@@ -1,9 +1,9 @@
-"""AdamW that owns float32 masters: the module keeps its compute dtype, a step rounds into it in place.
+"""AdamW that owns float32 masters: the module keeps its compute dtype, and a step rounds into it in place.
 
-Where the module is float32 or wider already, masters are the parameters themselves and cost nothing. Where it
-is bfloat16, gradients of the micro-batches add up in float32, because bfloat16 sums lose the small ones.
-Where parameters are sharded, the masters are this rank's pieces, in the same memory: a step is plain AdamW
-over plain tensors, and no rank talks to another.
+In a float32 or wider module the masters are the parameters themselves and cost nothing. In a bfloat16 module
+the gradients of micro-batches add up in float32, because bfloat16 sums lose small terms. Where parameters are
+sharded, the masters are this rank's pieces, in the same memory: a step is plain AdamW over plain tensors,
+without communication.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hybridflow.errors import CheckpointError
 class MasterAdamW:
     """AdamW over named parameters; weight decay on matrices only (biases, norms and scalars are not decayed).
 
-    `narrow` names sharded parameters that are used in a narrower dtype than their shards have: those are
-    masters, and saved as such.
+    `narrow` names sharded parameters that are gathered in a narrower dtype than their shards have: those
+    shards are masters, and are saved as such.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class MasterAdamW:
     ) -> None:
         self.narrow = narrow
         self.moments_rest: torch.device | None = None
-        """Where the moments wait between steps; None: where their masters are."""
+        """Device of the moments between steps; None means that of their masters."""
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
         assert self.parameters, "an optimizer needs at least one parameter that requires a gradient"
         self.masters: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
@@ -62,7 +62,10 @@ class MasterAdamW:
 
         def accumulate(p: Tensor) -> None:
             assert p.grad is not None
-            master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+            if master.grad is None:
+                master.grad = p.grad.float()
+            else:
+                master.grad.add_(p.grad)
             p.grad = None
 
         parameter.register_post_accumulate_grad_hook(accumulate)
@@ -70,7 +73,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def collect_shards(self) -> None:
-        """Give the masters the gradients of their sharded parameters (no parameter may be gathered)."""
+        """Give the masters the gradients of their sharded parameters; no parameter may be gathered meanwhile.
+        """
         for master in self.masters.values():
             master.grad = None
         self.refresh_shards()
@@ -80,11 +84,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def gradient_square(self, world_size: int, device: torch.device) -> Tensor:
-        """This rank's share of the squared 2-norm, 0-d float64 on `device`: the shares of all ranks sum to
-        the whole.
+        """Return this rank's share of the squared gradient norm, 0-d float64 on `device`.
 
-        A piece that several ranks hold (copies of the model, parameters that tensor parallelism leaves whole)
-        is shared among them.
+        The shares of all ranks sum to the whole. A piece that several ranks hold (copies of the model,
+        parameters that tensor parallelism leaves whole) counts in equal parts on each.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
         for name, master in self.masters.items():
@@ -95,9 +98,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """2-norm of all gradients together, 0-d float; 0 where there are none. For parameters that are not
-        sharded.
-        """
+        """Return the 2-norm of all gradients together, 0-d float; for parameters that are not sharded."""
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if not grads:
             return torch.zeros(())
@@ -113,7 +114,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One AdamW step at learning rate `lr`, rounded into the module's parameters in place."""
+        """Take one AdamW step at learning rate `lr`, rounded into the module's parameters in place."""
         for param_group in self.adamw.param_groups:
             param_group["lr"] = lr
         self.adamw.step()
@@ -121,7 +122,7 @@ class MasterAdamW:
             parameter.copy_(self.masters[name])
 
     def _apart(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose masters are memory of their own."""
+        """Return the parameters whose masters have memory of their own, with their names."""
         return (
             (name, p)
             for name, p in self.parameters.items()
@@ -134,22 +135,23 @@ class MasterAdamW:
             master.grad = self.parameters[name].grad = None
 
     def move_masters(self, device: torch.device) -> None:
-        """Masters apart from their parameters go to `device`; a gradient beside one is dropped."""
+        """Move masters that have memory of their own to `device`, and drop their gradients."""
         for name, _ in self._apart():
             self.masters[name].grad = None
             self.masters[name].data = self.masters[name].data.to(device)
 
     def move_moments(self, device: torch.device | None) -> None:
-        """The moments and step counts go to `device`; None: to their masters."""
+        """Move the moments and step counts to `device`; None means to their masters."""
         for master, entry in self.adamw.state.items():
             for key, value in entry.items():
-                entry[key] = value.to(master.device if device is None else device)
+                entry[key] = value.to(device or master.device)
 
     def _rest(self, master: Tensor) -> torch.device:
-        return master.device if self.moments_rest is None else self.moments_rest
+        """Return the device of a master's moments between steps."""
+        return self.moments_rest or master.device
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of a master: before its first step, zeros, as AdamW itself would start."""
+        """Return AdamW's state of a master; before its first step these are zeros, as AdamW itself starts."""
         if not self.adamw.state.get(master):
             rest = self._rest(master)
             zeros = {
@@ -162,17 +164,17 @@ class MasterAdamW:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Moments, step counts and masters by parameter name, the same names on any number of ranks; DTensors
-        where sharded.
+        """Return moments, step counts and masters by parameter name; DTensors where sharded.
+
+        The names are the same on any number of ranks.
         """
         self.refresh_shards()
         state: dict[str, Any] = {}
         for name, master in self.masters.items():
             parameter = self.parameters[name]
-            entry = {
-                key: value if key == "step" else placed_like(value, parameter)
-                for key, value in self._moments(master).items()
-            }
+            entry = dict(self._moments(master))
+            for key in entry.keys() - {"step"}:
+                entry[key] = placed_like(entry[key], parameter)
             if isinstance(parameter, DTensor):
                 if name in self.narrow:
                     entry["master"] = parameter.detach()
@@ -183,7 +185,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over `state_dict()`, of as many ranks or of others; CheckpointError where the names differ."""
+        """Load a `state_dict()` of any number of ranks; CheckpointError where the names differ."""
         if set(state) != set(self.masters):
             odd = sorted(set(state) ^ set(self.masters))[:3]
             raise CheckpointError(
@@ -191,7 +193,8 @@ class MasterAdamW:
             )
         self.copy_from_parameters()
         for name, entry in state.items():
-            master, parameter = self.masters[name], self.parameters[name]
+            master = self.masters[name]
+            parameter = self.parameters[name]
             if "master" in entry:  # else the checkpoint is of a run whose parameters were their own masters
                 master.copy_(piece_for(parameter, entry["master"]))
                 if master is not parameter and not isinstance(parameter, DTensor):
@@ -207,17 +210,20 @@ class MasterAdamW:
                 self.adamw.state.pop(master, None)
 
     def _taken(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
-        return (value if key == "step" else piece_for(parameter, value)).clone()
+        """Return a copy of this rank's piece of an entry of the optimizer's state."""
+        if key == "step":
+            return value.clone()
+        return piece_for(parameter, value).clone()
 
     def refresh_shards(self) -> None:
-        """Masters of sharded parameters see them where they are now."""
+        """Point the masters of sharded parameters to the memory where these are now."""
         for name, parameter in self.parameters.items():
             if isinstance(parameter, DTensor):
                 self.masters[name].data = local(parameter)
 
     @torch.no_grad()
     def copy_from_parameters(self) -> None:
-        """Masters become what the module's parameters are, after those were written from outside."""
+        """Copy the module's parameters into the masters, after they were written from outside."""
         self.refresh_shards()
         for name, parameter in self._apart():
             self.masters[name].copy_(parameter)

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the optimizer step, so that a resume needs no scheduler object."""
+"""The learning rate as a pure function of the optimizer step, so that a resume needs no scheduler object."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from hybridflow.config.model import OptimConfig
 
 
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
-    """Steps of linear warm-up: the absolute number where given, else the share of all steps."""
+    """Return the number of warm-up steps: the absolute number where given, else the share of all steps."""
     if config.lr_warmup_steps >= 0:
         return config.lr_warmup_steps
     return int(config.lr_warmup_steps_ratio * total_steps)
 
 
 def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 0).
+    """Return the learning rate of optimizer step `step` (the first is 0).
 
-    Warm-up reaches `lr` at its last step; then constant, a line, or half-cosine(s) down to `min_lr_ratio *
-    lr` at `total_steps`.
+    Warm-up is linear and reaches `lr` at its last step. After it the rate is constant, or falls along a line
+    or half-cosines to `min_lr_ratio * lr` at `total_steps`.
     """
     warmup = warmup_steps(config, total_steps)
     if step < warmup:

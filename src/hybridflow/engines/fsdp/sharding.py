@@ -1,4 +1,4 @@
-"""FSDP2 on a model: which modules are gathered together, in which dtypes, and when gradients travel.
+"""FSDP2 on a model: the modules that are gathered together, their dtypes, and when gradients are reduced.
 
 Gradients are summed over ranks, not averaged: a loss share is normalised by the counts of the whole
 mini-batch already.
@@ -28,16 +28,19 @@ REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard(
     module: nn.Module, blocks: Sequence[nn.Module], mesh: EngineMesh, config: FSDPConfig, compute: torch.dtype
 ) -> None:
-    """Spread parameters over the ranks of `mesh`: each block a group of its own, the rest with the root.
+    """Shard parameters over the ranks of `mesh`: each block is a group, and the rest is a group with the
+    root.
 
-    The root's group (embeddings, last norm, head) stays gathered from its forward to its backward: the head's
-    weight is used between the two. A head in a wider dtype than `compute` (the value model's) is a group of
-    its own, which is not rounded.
+    The root's group (embeddings, last norm, head) stays gathered from its forward to its backward, since the
+    head's weight is used between the two. A head in a wider dtype than `compute` (the value model's) is a
+    group of its own, which is not rounded.
     """
-    reduce = None if compute == torch.float64 else REDUCE_DTYPES[config.mixed_precision.reduce_dtype]
-    offload = (
-        CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.offload_policy else OffloadPolicy()
-    )
+    reduce: torch.dtype | None = None
+    if compute != torch.float64:
+        reduce = REDUCE_DTYPES[config.mixed_precision.reduce_dtype]
+    offload = OffloadPolicy()
+    if config.offload_policy:
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
     def group(part: nn.Module, reshard: bool, dtype: torch.dtype) -> None:
         # inputs and buffers keep their dtypes: positions, rotary frequencies and the value head's input are
@@ -64,10 +67,9 @@ def shard(
 
 
 def widen_trained(module: nn.Module) -> dict[str, torch.dtype]:
-    """Trainable parameters narrower than float32 become float32 (on the meta device): their shards are the
-    masters.
+    """Make trainable parameters float32 that are narrower (on the meta device): their shards are the masters.
 
-    Returns the dtypes that they had by name, those of tied parameters under all of their names.
+    Returns the dtypes that they had, by name; those of tied parameters are under all of their names.
     """
     known: dict[int, nn.Parameter] = {}
     narrow: dict[str, torch.dtype] = {}
@@ -83,18 +85,18 @@ def widen_trained(module: nn.Module) -> dict[str, torch.dtype]:
 
 
 def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """The modules whose parameters are gathered together, the root among them."""
+    """Yield the modules whose parameters are gathered together, the root among them."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
 def before_micro_batch(module: nn.Module, *, last: bool, keep_gathered: bool) -> None:
-    """Say what the backward of the next micro-batch sends.
+    """Choose which gradients the backward pass of the next micro-batch reduces over ranks.
 
-    reshard_after_forward=true is for memory: a block's gradient is summed and scattered in every backward, so
+    reshard_after_forward=true saves memory: a block's gradient is summed and scattered in every backward, so
     that no rank ever holds a whole gradient; only the sum over copies of the model (HSDP), which saves no
-    memory, waits for the last one. reshard_after_forward=false (`keep_gathered`) is for few messages:
-    parameters stay gathered and whole gradients, in the dtype of the reduction, add up on each rank until the
-    last micro-batch sends them.
+    memory, waits for the last micro-batch. reshard_after_forward=false (`keep_gathered`) saves messages:
+    parameters stay gathered, and whole gradients, in the dtype of the reduction, add up on each rank until
+    the last micro-batch reduces them.
     """
     assert isinstance(module, FSDPModule)
     if keep_gathered:
@@ -105,8 +107,6 @@ def before_micro_batch(module: nn.Module, *, last: bool, keep_gathered: bool) ->
 
 
 def reshard(module: nn.Module) -> None:
-    """Free all gathered parameters: outside of a forward and its backward, every parameter is this rank's
-    shard.
-    """
+    """Free all gathered parameters, so that every parameter is this rank's shard."""
     for part in sharded_modules(module):
         part.reshard()

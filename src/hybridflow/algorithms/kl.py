@@ -38,9 +38,11 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor 
             f"unknown KL estimator {kind!r}{way_out}: choose from {', '.join(KL_KINDS)}, with + for the "
             "gradient of k2"
         )
-    x, y = at_least_float32(log_prob), at_least_float32(ref_log_prob)
+    x = at_least_float32(log_prob)
+    y = at_least_float32(ref_log_prob)
     if mask is not None:
-        x, y = zero_outside(x, mask), zero_outside(y, mask)
+        x = zero_outside(x, mask)
+        y = zero_outside(y, mask)
     value = _estimate(x, y, base)
     if kind == base:
         return value
@@ -74,7 +76,8 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def _full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    ours, theirs = at_least_float32(logits).log_softmax(-1), at_least_float32(ref_logits).log_softmax(-1)
+    ours = at_least_float32(logits).log_softmax(-1)
+    theirs = at_least_float32(ref_logits).log_softmax(-1)
     probs = ours.exp()
     return (probs * torch.where(probs > 0, ours - theirs, 0.0)).sum(-1)
 
@@ -114,7 +117,9 @@ class AdaptiveKLController:
                 "the adaptive KL controller needs target_kl above 0 and horizon of at least 1, got "
                 f"{target} and {horizon}"
             )
-        self.value, self.target, self.horizon = value, target, horizon
+        self.value = value
+        self.target = target
+        self.horizon = horizon
 
     def update(self, current_kl: float, num_rows: int) -> None:
         """Move after use: `current_kl` is the mean over rows of the token mean, in nats; `num_rows` the rows

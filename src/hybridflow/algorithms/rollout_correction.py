@@ -143,13 +143,13 @@ def correction_metrics(
     rows that lost some token. Everything in float64. (numerator, denominator) where parts of a batch can be
     added up, else a float; 0 where there are no tokens.
     """
-    old, rollout = (
-        zero_outside(old_log_prob, mask).detach().double(),
-        zero_outside(rollout_log_prob, mask).detach().double(),
-    )
-    log_ratio, rows = _log_ratio(old, rollout, mask), mask.bool().any(-1)
+    old = zero_outside(old_log_prob, mask).detach().double()
+    rollout = zero_outside(rollout_log_prob, mask).detach().double()
+    log_ratio = _log_ratio(old, rollout, mask)
+    rows = mask.bool().any(-1)
     sums = log_ratio.sum(-1).clamp(-20.0, 20.0)
-    old_mean, rollout_mean = masked_mean(old, mask, dim=-1), masked_mean(rollout, mask, dim=-1)
+    old_mean = masked_mean(old, mask, dim=-1)
+    rollout_mean = masked_mean(rollout, mask, dim=-1)
     kept = mask.bool() if keep is None else keep.bool()
     found: dict[str, Ratio | float] = {
         "kl": _mean(-log_ratio, mask),
@@ -167,7 +167,9 @@ def correction_metrics(
     applied = ratios if weights is None else weights.detach().double()
     units = mask.bool()
     if level == "sequence":  # one number a row, which its sampled tokens share
-        ratios, applied, units = ratios[:, 0], zero_outside(applied, mask).amax(-1), rows
+        ratios = ratios[:, 0]
+        applied = zero_outside(applied, mask).amax(-1)
+        units = rows
     low, high = parse_is_threshold(threshold)
     found["rollout_is_ratio_fraction_high"] = _mean(ratios > high, units)
     found["rollout_is_ratio_fraction_low"] = _mean(ratios < (1.0 / high if low is None else low), units)
@@ -194,7 +196,8 @@ def _spread(weights: Tensor, units: Tensor) -> dict[str, Ratio | float]:
 
 
 def _log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
-    old, rollout = zero_outside(old_log_prob, mask).detach(), zero_outside(rollout_log_prob, mask).detach()
+    old = zero_outside(old_log_prob, mask).detach()
+    rollout = zero_outside(rollout_log_prob, mask).detach()
     return (old - rollout).clamp(-20.0, 20.0)
 
 

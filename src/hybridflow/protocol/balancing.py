@@ -206,7 +206,8 @@ def karmarkar_karp(weights: Sequence[float], k: int) -> list[list[int]]:
     ]
     heapq.heapify(heap)
     for count in range(len(weights), 2 * len(weights) - 1):
-        left, right = heapq.heappop(heap)[2], heap[0][2]
+        left = heapq.heappop(heap)[2]
+        right = heap[0][2]
         joined = [_join(heavy, light) for heavy, light in zip(left, reversed(right))]
         joined.sort()
         heapq.heapreplace(heap, (joined[0][0] - joined[-1][0], count, joined))

@@ -30,7 +30,8 @@ def join_rows(parts: Sequence[DataProto], pad_id: int) -> DataProto:
     """
     filled = with_all_columns([part for part in parts if len(part)] or list(parts[:1]))
     widths = [_longest(part) for part in filled]
-    prompt, response = max(width[0] for width in widths), max(width[1] for width in widths)
+    prompt = max(width[0] for width in widths)
+    response = max(width[1] for width in widths)
     return DataProto.concat([_fit(part, prompt, response, pad_id) for part in filled])
 
 
@@ -52,7 +53,8 @@ def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
 
 
 def _longest(part: DataProto) -> tuple[int, int]:
-    attended, width = part.batch["attention_mask"], part.batch["prompts"].shape[1]
+    attended = part.batch["attention_mask"]
+    width = part.batch["prompts"].shape[1]
     lengths = [attended[:, :width].sum(-1), attended[:, width:].sum(-1)]
     return (int(lengths[0].max()), int(lengths[1].max())) if len(part) else (0, 0)
 

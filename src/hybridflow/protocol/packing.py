@@ -84,7 +84,8 @@ def pack(batch: DataProto) -> PackedBatch:
     Raises BatchError for a row without tokens, a response without a prompt token before it (nothing predicts
     its first token), and for `responses` that are not the tail of `input_ids`.
     """
-    input_ids, responses = batch.batch["input_ids"], batch.batch["responses"]
+    input_ids = batch.batch["input_ids"]
+    responses = batch.batch["responses"]
     attended = batch.batch["attention_mask"].bool()
     num_rows, width = responses.shape
     start = input_ids.shape[1] - width
@@ -132,9 +133,13 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
     """
     ids = packed.input_ids.numpy()
     known: dict[bytes, int] = {}
-    places, kept, start, num_kept = torch.empty(packed.num_tokens, dtype=torch.int64), [], 0, 0
+    places = torch.empty(packed.num_tokens, dtype=torch.int64)
+    kept = []
+    start = 0
+    num_kept = 0
     for length, predicted in zip(packed.lengths, packed.num_predicted, strict=True):
-        prompt, end = length - predicted, start + length
+        prompt = length - predicted
+        end = start + length
         first = known.get(key := ids[start : start + prompt].tobytes())
         own = start if first is None else start + prompt
         if first is None:
@@ -148,7 +153,8 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
     if num_kept == packed.num_tokens:
         return packed
     keep = torch.cat(kept)
-    input_ids, position_ids = packed.input_ids[keep], packed.position_ids[keep]
+    input_ids = packed.input_ids[keep]
+    position_ids = packed.position_ids[keep]
     return replace(
         packed,
         input_ids=input_ids,

@@ -17,7 +17,9 @@ from torch import Tensor
 from hybridflow.errors import DataError
 from hybridflow.protocol.columns import BatchError
 
-_TENSORS, _META, _FORMAT = "tensors.safetensors", "meta.json", 1
+_TENSORS = "tensors.safetensors"
+_META = "meta.json"
+_FORMAT = 1
 
 
 def write(

@@ -53,7 +53,9 @@ class ActorWorker(StatefulWorker):
         self, engine: TrainEngine, config: ActorConfig, *, temperature: float, log_prob_limits: BatchLimits
     ) -> None:
         super().__init__(engine)
-        self.config, self.temperature, self.log_prob_limits = config, temperature, log_prob_limits
+        self.config = config
+        self.temperature = temperature
+        self.log_prob_limits = log_prob_limits
         self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
         self._export: WeightExport | None = None
         self.limits = BatchLimits(

@@ -44,7 +44,8 @@ def difference(rollout: Tensor, trained: Tensor) -> Metrics:
     metrics = Metrics()
     if rollout.numel() == 0:
         return metrics
-    log_difference, apart = (rollout - trained).abs(), (rollout.exp() - trained.exp()).abs()
+    log_difference = (rollout - trained).abs()
+    apart = (rollout.exp() - trained.exp()).abs()
     metrics.add_max(APART, log_difference.max())
     metrics.add_max("training/rollout_probs_diff_max", apart.max())
     metrics.add_mean("training/rollout_probs_diff_mean", apart.sum(), float(apart.numel()))
@@ -61,7 +62,8 @@ def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> 
     row, token = (int(place) for place in wrong.nonzero()[0])
     row_id = int(rows.batch["row_id"][row]) if "row_id" in rows else row
     uid = f" of prompt {rows.non_tensor_batch['uid'][row]}" if "uid" in rows.non_tensor_batch else ""
-    ours, theirs = f"{float(rollout[row, token]):.9g}", f"{float(trained[row, token]):.9g}"
+    ours = f"{float(rollout[row, token]):.9g}"
+    theirs = f"{float(trained[row, token]):.9g}"
     raise TrainingError(
         f"exact mode, step {step}: row {row_id}{uid}, response token {token} has log-prob {ours} from the "
         f"rollout and {theirs} from "
@@ -98,11 +100,9 @@ def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
     """
 
     def look_first(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
-        sampled, trained, rollout = (
-            sampled_tokens(micro),
-            outputs["log_probs"].detach(),
-            micro.batch["old_log_probs"],
-        )
+        sampled = sampled_tokens(micro)
+        trained = outputs["log_probs"].detach()
+        rollout = micro.batch["old_log_probs"]
         if watch.exact and watch.stops:
             check_same(micro, rollout, trained, watch.step)
         metrics = difference(rollout[sampled], trained[sampled])

@@ -61,7 +61,8 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
 
     Raises ConfigError for entries of `algorithm.options` that it does not take.
     """
-    name, options = algorithm.adv_estimator, algorithm.options
+    name = algorithm.adv_estimator
+    options = algorithm.options
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     if estimator is None:
         function = load_function(name, key="algorithm.adv_estimator")
@@ -86,7 +87,8 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
 
     Raises ConfigError for entries of `policy_loss.options` that it does not take.
     """
-    name, options = config.policy_loss.loss_mode, config.policy_loss.options
+    name = config.policy_loss.loss_mode
+    options = config.policy_loss.options
     key = "actor_rollout_ref.actor.policy_loss.loss_mode"
     loss = POLICY_LOSSES.get(name)
     if loss is None:
@@ -130,7 +132,8 @@ def apply_kl_penalty(
     """token_level_rewards = scores - beta * kl, beta updated after use; without KL-in-reward the scores as
     they are.
     """
-    scores, metrics = batch.batch["token_level_scores"], Metrics()
+    scores = batch.batch["token_level_scores"]
+    metrics = Metrics()
     if not config.use_kl_in_reward:
         return _columns(token_level_rewards=scores), metrics
     mask = batch.batch["response_mask"]
@@ -158,7 +161,8 @@ def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: Advantag
     """advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator`
     (`find_estimator`).
     """
-    algorithm, process = config.algorithm, config.reward.process_reward_model
+    algorithm = config.algorithm
+    process = config.reward.process_reward_model
     available: dict[str, Any] = dict(batch.batch.items())
     available |= {
         "group_ids": group_ids(batch),
@@ -236,7 +240,8 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     Weights are of all sampled tokens: a row that is left out of the loss still counts in the baseline of its
     group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor measured.
     """
-    mask, rollout = batch.batch["loss_mask"], batch.batch["rollout_log_probs"]
+    mask = batch.batch["loss_mask"]
+    rollout = batch.batch["rollout_log_probs"]
     own = own_rows(batch)[:, None]
     sampled = mask & own
     weights = None
@@ -256,7 +261,8 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
             log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold
         )
     metrics = Metrics()
-    level, threshold = config.rollout_is or "token", config.rollout_is_threshold
+    level = config.rollout_is or "token"
+    threshold = config.rollout_is_threshold
     measured = correction_metrics(
         log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
     )
@@ -353,10 +359,12 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
     """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch; `base` is
     `find_policy_loss`'s.
     """
-    parameters, mode = loss_parameters(config), config.loss_agg_mode or base.agg_mode
+    parameters = loss_parameters(config)
+    mode = config.loss_agg_mode or base.agg_mode
 
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
-        rows, mask = micro.batch, micro.batch["loss_mask"]
+        rows = micro.batch
+        mask = micro.batch["loss_mask"]
         log_prob = outputs["log_probs"]
         chosen = base.arguments(parameters | dict(rows.items()))
         out = base.function(

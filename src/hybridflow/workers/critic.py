@@ -36,7 +36,9 @@ class CriticWorker(StatefulWorker):
         loss_scale_factor: float | None,
     ) -> None:
         super().__init__(engine)
-        self.config, self.forward_limits, self.loss_scale_factor = config, forward_limits, loss_scale_factor
+        self.config = config
+        self.forward_limits = forward_limits
+        self.loss_scale_factor = loss_scale_factor
         self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

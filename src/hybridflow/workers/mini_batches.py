@@ -89,7 +89,8 @@ def update_by_mini_batches(
     loss. Rows with nothing to learn from stay behind.
     """
     # the uid only to recognise the rows of a step that was skipped
-    metrics, rows = Metrics(), batch.select([*columns], ["uid"])
+    metrics = Metrics()
+    rows = batch.select([*columns], ["uid"])
     for number, indices in enumerate(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan)):
         mini = rows.select_idxs(indices)
         if prepare is not None:

@@ -58,7 +58,9 @@ class ProcessRewardWorker(StatefulWorker):
         limits: BatchLimits,
     ) -> None:
         super().__init__(engine)
-        self.config, self.temperature, self.limits = config, temperature, limits
+        self.config = config
+        self.temperature = temperature
+        self.limits = limits
         self.ask = policy_forward(temperature, with_entropy=False)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -66,7 +68,8 @@ class ProcessRewardWorker(StatefulWorker):
         """process_rewards [B, R] float32, 0 outside `response_mask`, under the weights as they are."""
         check_token_ids(batch, self.engine)
         log_prob = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
-        rows, config = batch.batch, self.config
+        rows = batch.batch
+        config = self.config
         rewards = implicit_rewards(
             log_prob,
             rows["ref_log_prob"],

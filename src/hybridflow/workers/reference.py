@@ -22,10 +22,8 @@ def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
     """
     if len(batch) == 0:  # a rank may be dealt no rows
         return
-    rows, highest = (
-        int(engine.module.get_parameter("head.weight").shape[0]),
-        int(batch.batch["input_ids"].max()),
-    )
+    rows = int(engine.module.get_parameter("head.weight").shape[0])
+    highest = int(batch.batch["input_ids"].max())
     if highest >= rows:
         raise ModelError(
             f"the actor sampled the token id {highest}, which is padding of its own head, and this model "
@@ -52,12 +50,10 @@ class ReferenceWorker(StatefulWorker):
         without_adapters: bool = False,
     ) -> None:
         super().__init__(engine)
-        self.temperature, self.limits, self.column, self.without_adapters = (
-            temperature,
-            limits,
-            column,
-            without_adapters,
-        )
+        self.temperature = temperature
+        self.limits = limits
+        self.column = column
+        self.without_adapters = without_adapters
         assert not without_adapters or has_adapters(engine.module), (
             "a model without adapters cannot be its own reference"
         )

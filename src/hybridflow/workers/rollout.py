@@ -30,7 +30,9 @@ class RolloutWorker(ExactRollout):
         pushed: PushedWeights | StagedWeights | None = None,
         owned: OwnedWeights | None = None,
     ) -> None:
-        self.engine, self.pushed, self.owned = engine, pushed, owned
+        self.engine = engine
+        self.pushed = pushed
+        self.owned = owned
 
     @register(dispatch_mode=Dispatch.DP_DEAL)
     def generate(

@@ -28,10 +28,8 @@ class SFTWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def evaluate(self, batch: DataProto) -> Metrics:
         """`val/loss`: mean negative log-likelihood of the tokens to learn, nats."""
-        log_probs, mask = (
-            self.engine.forward(batch, self.ask, self.limits)["log_probs"],
-            batch.batch["loss_mask"],
-        )
+        log_probs = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
+        mask = batch.batch["loss_mask"]
         metrics = Metrics()
         metrics.add_mean("val/loss", -(log_probs * mask).sum(), mask.sum())
         return metrics

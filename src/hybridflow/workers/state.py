@@ -64,7 +64,8 @@ class StatefulWorker(Worker):
         could not and why.
         """
         assert self._saving is not None, f"{self.role} is not saving: call start_save first"
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         try:
             mine: Digests | str = saving.wait()
         except CheckpointError as error:
@@ -110,7 +111,8 @@ class StatefulWorker(Worker):
         """Write the policy's Hugging Face folder but for the tokenizer: configuration, and weights if asked,
         each rank its share.
         """
-        module, group = self.engine.module, dist.group.WORLD if dist.is_initialized() else None
+        module = self.engine.module
+        group = dist.group.WORLD if dist.is_initialized() else None
         assert isinstance(module, PolicyModel), f"{self.role} is no policy"
         if not with_weights:
             if self.rank == 0:

@@ -51,7 +51,9 @@ def optimal_token_baseline(
     centred = (exact - mean).to(returns.dtype)
     shift = group_sum(centred * so_far, group_ids) / torch.where(total > 0, total, 1.0)
     in_company = group_sum((still_to_come(mask) > 0).to(torch.int64), group_ids) >= 2
-    advantages = torch.where(in_company, centred - shift, returns).where(mask & group.varies.unsqueeze(-1), 0.0)
+    advantages = torch.where(in_company, centred - shift, returns).where(
+        mask & group.varies.unsqueeze(-1), 0.0
+    )
     return Advantages(advantages=advantages, returns=returns)
 
 

@@ -42,7 +42,8 @@ def compare(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response
 
 def clipped(advantages: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """PPO's max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)) [B, R], and where the clip decides [B, R] bool."""
-    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     decides = bounded > plain
     return torch.where(decides, bounded, plain), decides
 

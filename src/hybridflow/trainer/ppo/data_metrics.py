@@ -17,8 +17,10 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     """critic/{score,rewards,advantages,returns}, response_length, prompt_length; with a critic also values
     and explained variance.
     """
-    rows, metrics = batch.batch, Metrics()
-    mask, loss_mask = rows["response_mask"], rows["loss_mask"]
+    rows = batch.batch
+    metrics = Metrics()
+    mask = rows["response_mask"]
+    loss_mask = rows["loss_mask"]
     sampled = own_rows(batch)
     spread(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1)[sampled])
     spread(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1)[sampled])

@@ -46,7 +46,8 @@ class ExactState:
 
     def end(self, roles: Roles) -> None:
         """Go on in fast mode."""
-        self.on, self.ended = False, True
+        self.on = False
+        self.ended = True
         switch_to(roles, None)
 
 
@@ -83,7 +84,8 @@ def switch_to(roles: Roles, mode: ExactMode | None) -> None:
 
 def _ruled_out(config: PPOConfig, roles: Roles, state: ExactState) -> str | None:
     """Why the keys, the layout or the past of the run leave no room for it."""
-    rollout, longest = config.actor_rollout_ref.rollout, _longest(config)
+    rollout = config.actor_rollout_ref.rollout
+    longest = _longest(config)
     if rollout.name != "native":
         return (
             f"actor_rollout_ref.rollout.name={rollout.name} has kernels of its own; only native "

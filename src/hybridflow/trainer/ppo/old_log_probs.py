@@ -53,14 +53,20 @@ class OldLogProbs:
         also: Sequence[str] = (),
     ) -> None:
         """`also`: as `ActorGroup.log_probs` has it, for passes over all rows."""
-        self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
+        self.roles = roles
+        self.actor = roles.actor
+        self.config = config
+        self.exact = exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
-        self.with_sum_pi_squared, self.also = with_sum_pi_squared, also
+        self.with_sum_pi_squared = with_sum_pi_squared
+        self.also = also
         correction = config.algorithm.rollout_correction
         self.bypass = correction.bypass_mode
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
         if correction.rollout_is or correction.rollout_rs:
-            self.within = None  # weights and rejection compare the rollout with the pass, so every step has one
+            self.within = (
+                None  # weights and rejection compare the rollout with the pass, so every step has one
+            )
         self.metrics = Metrics()
         self.watch: Watch | None = None
         """Set where this step's are the rollout's: the first update then looks at all of its rows."""
@@ -78,7 +84,8 @@ class OldLogProbs:
 
         Raises TrainingError in exact mode where the rollout's log-probs are not those of training.
         """
-        self.metrics, self.watch = Metrics(), None
+        self.metrics = Metrics()
+        self.watch = None
         if self.bypass:
             return self._rollouts(batch)
         if self.exact.on and not self.roles.together(self.actor.role, self.roles.rollout.role):
@@ -105,7 +112,8 @@ class OldLogProbs:
             return True, Metrics()
         some = batch.select_idxs(rows)
         trained: Tensor = self.actor.log_probs(some, with_entropy=False).batch["old_log_probs"]
-        rollout, sampled = some.batch["rollout_log_probs"], sampled_tokens(some)
+        rollout = some.batch["rollout_log_probs"]
+        sampled = sampled_tokens(some)
         if self.exact.on and self.stops:
             check_same(some, rollout, trained, step)
         metrics = difference(rollout[sampled], trained[sampled])

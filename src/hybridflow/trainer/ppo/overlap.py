@@ -31,7 +31,8 @@ class Overlap:
     """Runs jobs; `together` says of two roles whether they share processes."""
 
     def __init__(self, together: Callable[[str, str], bool], timer: Timer) -> None:
-        self.together, self.timer = together, timer
+        self.together = together
+        self.timer = timer
 
     def __call__(self, jobs: Sequence[Job[T]]) -> list[T]:
         """Results in the order of `jobs`; where calls fail, the error of the first of them, after the others

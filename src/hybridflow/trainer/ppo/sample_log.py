@@ -35,7 +35,8 @@ class SampleLog:
         done: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
-        self.total_steps, self.trackers = total_steps, trackers
+        self.total_steps = total_steps
+        self.trackers = trackers
         self.num_shown = config.trainer.log_val_generations
         keep_to = done or -1  # a fresh run begins with the validation before its first step
         self.report = SampleWriter(run_dir / "samples", keep_to=keep_to)

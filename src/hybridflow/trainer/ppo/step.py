@@ -46,13 +46,14 @@ class PPOStep:
         """`exact`: whether rollout and actor are in exact mode, so that the rollout's log-probs are the
         actor's.
         """
-        self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
+        self.roles = roles
+        self.config = config
+        self.kl_controller = kl_controller
+        self.timer = timer
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
-        self.estimator, self.loss = (
-            find_estimator(config.algorithm),
-            find_policy_loss(config.actor_rollout_ref.actor),
-        )
+        self.estimator = find_estimator(config.algorithm)
+        self.loss = find_policy_loss(config.actor_rollout_ref.actor)
         squares = "sum_pi_squared" in self.estimator.needs
         self.dealt_by = dealt_by(config.actor_rollout_ref.actor, roles.actor.mesh.num_parts)
         self.old_log_probs = OldLogProbs(
@@ -63,7 +64,10 @@ class PPOStep:
         """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the
         metrics.
         """
-        roles, algorithm, timer, metrics = self.roles, self.config.algorithm, self.timer, Metrics()
+        roles = self.roles
+        algorithm = self.config.algorithm
+        timer = self.timer
+        metrics = Metrics()
         batch |= identify(batch)  # group_ids, positive
         old = partial(self.old_log_probs, batch, self._first_plan(step), step)
         # old_log_probs; from a pass also entropys, sum_pi_squared
@@ -127,7 +131,8 @@ class PPOStep:
         """q_t of the implicit process reward model, which learns from the outcomes of this batch before or
         after it scores it.
         """
-        group, config = self.roles.process_reward, self.config.reward.process_reward_model
+        group = self.roles.process_reward
+        config = self.config.reward.process_reward_model
         assert group is not None and config.ppo_mini_batch_size is not None, "filled by resolve"
         plan = MiniBatchPlan(config.ppo_mini_batch_size, 1, True, self.config.trainer.seed, step)
         if config.update == "before":
@@ -141,7 +146,8 @@ class PPOStep:
         """Weights and rejection against the policy that sampled; in bypass mode each mini-batch does this for
         itself.
         """
-        correction, taken = self.config.algorithm.rollout_correction, self.old_log_probs.watch
+        correction = self.config.algorithm.rollout_correction
+        taken = self.old_log_probs.watch
         # the rollout's own log-probs say nothing of the rollout
         if correction.bypass_mode or (taken is not None and not taken.exact):
             return batch
@@ -166,7 +172,8 @@ class PPOStep:
 
     def _loss_columns(self, batch: DataProto) -> list[str]:
         """The columns that this run's loss reads beside those that every loss has."""
-        actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
+        actor = self.config.actor_rollout_ref.actor
+        correction = self.config.algorithm.rollout_correction
         wanted = {*self.loss.keywords, *self.dealt_by, "rollout_is_weights"}
         wanted |= {"ref_log_prob"} if actor.use_kl_loss else set()
         wanted |= {"group_ids"} if self.loss.keeps_groups else set()  # micro-batches are cut by them
@@ -184,13 +191,15 @@ class PPOStep:
         return self._actor_plan(step)
 
     def _actor_plan(self, step: int, drawn_from: int | None = None) -> MiniBatchPlan:
-        actor, seed = self.config.actor_rollout_ref.actor, self.config.trainer.seed
+        actor = self.config.actor_rollout_ref.actor
+        seed = self.config.trainer.seed
         return MiniBatchPlan(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, seed, step, drawn_from
         )
 
     def _critic_plan(self, step: int, drawn_from: int | None) -> MiniBatchPlan:
-        critic, seed = self.config.critic, self.config.trainer.seed
+        critic = self.config.critic
+        seed = self.config.trainer.seed
         assert (
             critic.ppo_mini_batch_size is not None
             and critic.ppo_epochs is not None

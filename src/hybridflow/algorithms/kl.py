@@ -83,20 +83,20 @@ def _full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 class FixedKLController:
-    """A coefficient that stays. On resume the configured one holds, so that it can be changed between runs."""
+    """A constant coefficient. On resume the configured one holds, so that it can be changed between runs."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def update(self, current_kl: float, num_rows: int) -> None:
-        """Nothing moves."""
+        """Do nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient, for the record."""
+        """Return the coefficient, for the record."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the configured coefficient; say so where the checkpoint had another."""
+        """Keep the configured coefficient, and log a warning where the checkpoint had another."""
         if state["value"] != self.value:
             logger.warning(
                 "the checkpoint's KL coefficient is %s; going on with the configured %s",
@@ -122,8 +122,10 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, num_rows: int) -> None:
-        """Move after use: `current_kl` is the mean over rows of the token mean, in nats; `num_rows` the rows
-        of the batch.
+        """Move the coefficient, after it was used.
+
+        `current_kl` is the mean over rows of the token mean, in nats; `num_rows` is the number of rows of the
+        batch.
         """
         if not math.isfinite(current_kl):
             logger.warning("KL to the reference is %s: the coefficient stays at %s", current_kl, self.value)
@@ -132,9 +134,9 @@ class AdaptiveKLController:
         self.value *= 1.0 + error * num_rows / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
+        """Return the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the checkpoint's coefficient."""
+        """Continue from the checkpoint's coefficient."""
         self.value = float(state["value"])

@@ -1,13 +1,13 @@
-"""Rollout correction: the policy that sampled is never quite the one that is trained. Weigh, reject, and
-always measure.
+"""Rollout correction: importance weights, rejection and metrics for the policy that sampled against the one
+that trains.
 
     logπ_old, logπ_rollout ──┬─ rollout_weights    ─► weights [B, R] that multiply the token loss
-                             ├─ rejection          ─► keep [B, R] bool, by which the caller narrows
-                             `loss_mask` └─ correction_metrics ─► rollout_corr/*
+                             ├─ rejection          ─► keep [B, R] bool, by which the caller narrows `loss_mask`
+                             └─ correction_metrics ─► rollout_corr/*
 
-π_rollout is what the generation engine sampled from; π_old what the trainer recomputes, in bypass mode the
-policy of the moment. Rows are seen whole, and where there is an average it is one of all rows handed in: this
-runs before micro-batches are cut. Nothing has a gradient.
+π_rollout is the policy that the generation engine sampled from; π_old is the policy that the trainer
+recomputes, in bypass mode the current one. Rows are seen whole, and an average is taken over all rows handed
+in, since this runs before micro-batches are cut. Nothing has a gradient.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     scores [B], counts [B] bool, group_ids [B] int64, any numbers ──► sum, maximum, mean and deviation, the
     one best row of each group
 
-A row counts where the policy sampled a token of it; what a row that does not count holds, NaN included, has
-no effect.
+A row counts where the policy sampled a token of it. The values of a row that does not count, NaN included,
+have no effect.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Each [B]: every row has its group's."""
+    """Statistics of each row's group, [B] each."""
 
     size: Tensor
-    """int64: rows that count."""
+    """int64: number of rows of the group that count."""
     mean: Tensor
     """float."""
     centred: Tensor
@@ -68,10 +68,10 @@ def group_max(scores: Tensor, counts: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def group_best(scores: Tensor, counts: Tensor, group_ids: Tensor, row_id: Tensor | None = None) -> Tensor:
-    """[B] bool: the row with the highest score of each group, one a group; of equal ones that of the smallest
-    row id [B] int64.
+    """Return [B] bool: the row with the highest score of each group, one row a group.
 
-    Without row ids the first of equal rows. A group without a row that counts has no best.
+    Of equal scores the row with the smallest row id [B] int64 is taken, without row ids the first. A group
+    without a row that counts has no best row.
     """
     order = counts.nonzero().squeeze(-1)
     if row_id is not None:
@@ -85,6 +85,6 @@ def group_best(scores: Tensor, counts: Tensor, group_ids: Tensor, row_id: Tensor
 
 
 def _numbered(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Groups as 0, 1, 2, …, and how many there are."""
+    """Return the groups numbered 0, 1, 2, …, and how many there are."""
     _, group = torch.unique(group_ids, return_inverse=True)
     return group, int(group.max()) + 1 if group.numel() else 0

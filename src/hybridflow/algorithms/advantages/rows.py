@@ -1,4 +1,4 @@
-"""What estimators with one advantage a row share: token rewards to scores and back to tokens."""
+"""Helpers of estimators with one advantage a row: token rewards to scores, and back to tokens."""
 
 from __future__ import annotations
 

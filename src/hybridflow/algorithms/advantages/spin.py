@@ -1,4 +1,4 @@
-"""Which responses make the pairs of self-play fine-tuning: SPIN, Chen et al., 2401.01335."""
+"""The pairs of self-play fine-tuning: SPIN, Chen et al., 2401.01335."""
 
 from __future__ import annotations
 

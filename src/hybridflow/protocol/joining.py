@@ -1,9 +1,9 @@
-"""Batches of different widths and columns, one under the other.
+"""Joining batches of different widths and columns, one under the other.
 
     [B1, P1 + R1], [B2, P2 + R2] ──join_rows──► [B1 + B2, P + R], P and R those of the longest prompt and
     response that are there
 
-Which side of a field has the padding follows from its axes in the field table.
+The axes of a field in the field table decide on which side it is padded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def join_rows(parts: Sequence[DataProto], pad_id: int) -> DataProto:
 
 
 def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
-    """Every part with the object columns of all: rewards of different sources return different keys."""
+    """Return every part with the object columns of all parts.
+
+    Rewards of different sources return different keys.
+    """
     found: dict[str, list[Any]] = {}
     for part in parts:
         for name, column in part.non_tensor_batch.items():
@@ -82,7 +85,7 @@ def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
 
 
 def _left(tensor: Tensor, width: int, fill: int) -> Tensor:
-    """Padding on the left added or taken away."""
+    """Return the tensor with padding on the left added or removed, so that it has `width` columns."""
     more = width - tensor.shape[1]
     return (
         torch.cat([tensor.new_full((len(tensor), more), fill), tensor], dim=1)
@@ -92,7 +95,7 @@ def _left(tensor: Tensor, width: int, fill: int) -> Tensor:
 
 
 def _right(tensor: Tensor, width: int, fill: int) -> Tensor:
-    """Padding on the right added or taken away."""
+    """Return the tensor with padding on the right added or removed, so that it has `width` columns."""
     more = width - tensor.shape[1]
     return (
         torch.cat([tensor, tensor.new_full((len(tensor), more), fill)], dim=1)

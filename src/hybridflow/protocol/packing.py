@@ -50,13 +50,13 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Number of tokens N."""
         return int(self.input_ids.shape[0])
 
     @property
     def shared_predict_index(self) -> Tensor:
-        """`predict_index` of rows that share prompts, read off `places`: on the CPU, so that nothing waits
-        for a device.
+        """`predict_index` of rows that share prompts, read off `places` on the CPU, so that no device is
+        waited for.
         """
         assert self.places is not None, "these rows share nothing"
         rows = zip(self.places.split(self.lengths), self.lengths, self.num_predicted, strict=True)
@@ -126,10 +126,10 @@ def pack(batch: DataProto) -> PackedBatch:
 
 
 def share_prompts(packed: PackedBatch) -> PackedBatch:
-    """The same rows with every prompt once, however many rows begin with it; `packed` itself where no two
-    rows do.
+    """Return the same rows with every prompt stored once, however many rows begin with it.
 
-    What is predicted and where it belongs stays as it was. Packed on the CPU, before `to`.
+    What is predicted and its place in [B, R] stay as they were. `packed` itself is returned where no two rows
+    share a prompt. It works on the CPU, before `to`.
     """
     ids = packed.input_ids.numpy()
     known: dict[bytes, int] = {}

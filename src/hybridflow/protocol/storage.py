@@ -1,5 +1,6 @@
-"""A batch as a folder: tensors in `tensors.safetensors`, all else in `meta.json`. Nothing read here can run
-code.
+"""A batch as a folder: tensors in `tensors.safetensors`, all else in `meta.json`.
+
+Reading it cannot run code.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def write(
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[Any]], dict[str, Any], int]:
-    """Tensors, columns, meta_info and the number of rows."""
+    """Return the tensors, columns, meta_info and the number of rows of a saved batch."""
     for name in (_TENSORS, _META):
         if not (folder / name).is_file():
             raise DataError(f"{folder} holds no saved DataProto: {name} is missing")

@@ -1,5 +1,5 @@
-"""Which samples are kept for the reader: a few of a step token by token for the report, all of them where a
-key asks.
+"""Samples that are kept for readers: a few of some steps, token by token, for the report, and all that is
+asked for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One PPO step, shared by every schedule and every algorithm: from scored trajectories to updated weights.
 
-Read it as the algorithm. The right margin names the columns that each line adds to the batch.
+It reads as the algorithm. Comments name the columns that each line adds to the batch.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from hybridflow.workers.mini_batches import MiniBatchPlan
 
 
 class PPOStep:
-    """Everything between generation and the next weights; all that it remembers is in `kl_controller` and
-    `exact`.
+    """The part of a training step between generation and the next weights.
+
+    Its whole state is in `kl_controller` and `exact`.
     """
 
     def __init__(
         self, roles: Roles, config: PPOConfig, kl_controller: KLController, timer: Timer, *, exact: ExactState
     ) -> None:
-        """`exact`: whether rollout and actor are in exact mode, so that the rollout's log-probs are the
-        actor's.
+        """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
+        rollout's log-probs are the actor's.
         """
         self.roles = roles
         self.config = config
@@ -61,7 +62,7 @@ class PPOStep:
         )
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
-        """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the
+        """Train on `batch` as step number `step` (from 1); return the batch with all its columns, and the
         metrics.
         """
         roles = self.roles
@@ -128,8 +129,10 @@ class PPOStep:
         return batch, metrics
 
     def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """q_t of the implicit process reward model, which learns from the outcomes of this batch before or
-        after it scores it.
+        """Return q_t of the implicit process reward model.
+
+        It learns from the outcomes of this batch before or after it scores it
+        (`process_reward_model.update`).
         """
         group = self.roles.process_reward
         config = self.config.reward.process_reward_model
@@ -143,8 +146,9 @@ class PPOStep:
         return rewards
 
     def _correct_rollout(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Weights and rejection against the policy that sampled; in bypass mode each mini-batch does this for
-        itself.
+        """Add weights and narrow `loss_mask` against the policy that sampled.
+
+        In bypass mode each mini-batch is corrected for itself.
         """
         correction = self.config.algorithm.rollout_correction
         taken = self.old_log_probs.watch
@@ -171,7 +175,7 @@ class PPOStep:
         return metrics
 
     def _loss_columns(self, batch: DataProto) -> list[str]:
-        """The columns that this run's loss reads beside those that every loss has."""
+        """Return the columns that this run's loss reads beside those that every loss has."""
         actor = self.config.actor_rollout_ref.actor
         correction = self.config.algorithm.rollout_correction
         wanted = {*self.loss.keywords, *self.dealt_by, "rollout_is_weights"}
@@ -183,7 +187,9 @@ class PPOStep:
         return sorted(wanted & set(batch.batch.keys()))
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:
-        """The plan of the step's update where it already says which rows the first mini-batch learns from."""
+        """Return the plan of the step's update if it already says which rows the first mini-batch learns
+        from.
+        """
         if step <= self.config.trainer.critic_warmup or self.config.algorithm.use_pf_ppo:
             return None
         if self.loss.keeps_groups:  # which rows are left out is known with the advantages

@@ -1,4 +1,4 @@
-"""Validation numbers by data source: mean@n, best@k and maj@k with a seeded bootstrap."""
+"""Validation metrics by data source: mean@n, best@k and maj@k with a seeded bootstrap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def validation_metrics(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Metrics of each data source and of each variable (`reward`, `acc`, …) that is a number there.
+    """Return the metrics of each data source and of each variable (`reward`, `acc`, …) that is a number
+    there.
 
     For n responses of a prompt: `mean@n`; for k = 2, 4, 8, … n: `best@k/mean` and, where there are
     predictions, `maj@k/mean`, each the mean over NUM_BOOTSTRAP draws of k responses with replacement. `acc`
@@ -87,8 +88,9 @@ def _subset_sizes(n: int) -> list[int]:
 
 
 def _majority_scores(scores: np.ndarray, answers: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """For each draw [D, k], the score of the answer that most of its responses give; a tie goes to the answer
-    drawn first.
+    """Return, for each draw [D, k], the score of the answer that most of its responses give.
+
+    Of equally frequent answers the one drawn first wins.
     """
     given = answers[draws]
     # [D, k]: how many of the draw agree with each

@@ -37,7 +37,7 @@ class LossScale:
 
     @classmethod
     def count(cls, loss_mask: Tensor, positive: Tensor | None = None) -> LossScale:
-        """Return the counts of `loss_mask` [B, R] bool; `positive` [B] bool marks the rows that were right."""
+        """Return the counts of `loss_mask` [B, R] bool; `positive` [B] bool marks rows that were right."""
         tokens = loss_mask.bool().sum(-1)
         right = 0.0 if positive is None else float(tokens[positive.bool()].sum())
         return cls(float(tokens.sum()), float((tokens > 0).sum()), right)

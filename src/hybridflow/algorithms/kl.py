@@ -26,10 +26,11 @@ _CHUNK_BYTES = 64 * 2**20
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
     """An estimate of KL(π ‖ π_ref) at each sampled token, [B, R] float, nats.
 
-    With x = log_prob and y = ref_log_prob, [B, R] float, nats: `kl`, `k1`: x − y · `abs`: |x − y| · `mse`, `k2`: ½(x − y)² ·
-    `low_var_kl`, `k3`: e^d − d − 1 with d = clamp(y − x, ±20), the result clamped to ±10. A name that ends in `+` has that
-    estimator's value and the gradient of k2, which is the gradient of the KL in expectation.
-    With a mask [B, R] bool the result is 0 outside it, whatever stands there. Raises ConfigError for another kind.
+    With x = log_prob and y = ref_log_prob, [B, R] float, nats: `kl`, `k1`: x − y · `abs`: |x − y| · `mse`,
+    `k2`: ½(x − y)² · `low_var_kl`, `k3`: e^d − d − 1 with d = clamp(y − x, ±20), the result clamped to ±10. A
+    name that ends in `+` has that estimator's value and the gradient of k2, which is the gradient of the KL
+    in expectation. With a mask [B, R] bool the result is 0 outside it, whatever stands there. Raises
+    ConfigError for another kind.
     """
     base = kind.removesuffix("+")
     if base not in KL_KINDS:

@@ -2,7 +2,7 @@
 that trains.
 
     logπ_old, logπ_rollout ──┬─ rollout_weights    ─► weights [B, R] that multiply the token loss
-                             ├─ rejection          ─► keep [B, R] bool, by which the caller narrows `loss_mask`
+                             ├─ rejection          ─► keep [B, R] bool, which narrows `loss_mask`
                              └─ correction_metrics ─► rollout_corr/*
 
 π_rollout is the policy that the generation engine sampled from; π_old is the policy that the trainer
@@ -52,14 +52,15 @@ def rollout_weights(
     batch_normalize: bool = False,
     normalize_over: Tensor | None = None,
 ) -> Tensor:
-    """w_t = min(ρ_t, threshold); by token ρ_t = exp(logr_t), by sequence ρ_t = exp(clamp(Σ_t logr_t, ±20)); with
-    logr = clamp(logπ_old − logπ_rollout, ±20).
+    """w_t = min(ρ_t, threshold); by token ρ_t = exp(logr_t), by sequence ρ_t = exp(clamp(Σ_t logr_t, ±20));
+    with logr = clamp(logπ_old − logπ_rollout, ±20).
 
     A threshold written `lo_hi` sets weights outside [lo, hi] to 0 instead (IcePop). old_log_prob,
     rollout_log_prob [B, R] float, nats; mask [B, R] bool; `level` is token or sequence. Returns [B, R] float
     without gradient, 0 outside the mask. `batch_normalize` divides by the mean of the truncated weights, over
-    tokens or (sequence) over rows with tokens, of `normalize_over` [B, R] bool (default: the mask). Raises ConfigError for another level, and for a threshold that
-    is not a number above 0 or `lo_hi` with 0 ≤ lo < hi.
+    tokens or (sequence) over rows with tokens, of `normalize_over` [B, R] bool (default: the mask). Raises
+    ConfigError for another level, and for a threshold that is not a number above 0 or `lo_hi` with 0 ≤ lo <
+    hi.
 
     Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"; a lower bound too: IcePop, 2510.18855. Left out: weights of prefixes (products up
@@ -72,7 +73,9 @@ def rollout_weights(
     else:
         weights = torch.where((weights >= low) & (weights <= high), weights, 0.0)
     if batch_normalize:
-        counted = mask.bool() if normalize_over is None else mask.bool() & normalize_over.bool()
+        counted = mask.bool()
+        if normalize_over is not None:
+            counted = counted & normalize_over.bool()
         if level == "token":
             mean = masked_mean(weights, counted)
         else:
@@ -213,7 +216,9 @@ def _ratios(log_ratio: Tensor, level: str) -> Tensor:
 def _statistic(log_ratio: Tensor, name: str) -> Tensor:
     if name == "k1":
         return -log_ratio
-    return 0.5 * log_ratio.square() if name == "k2" else log_ratio.expm1() - log_ratio
+    if name == "k2":
+        return 0.5 * log_ratio.square()
+    return log_ratio.expm1() - log_ratio
 
 
 def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:

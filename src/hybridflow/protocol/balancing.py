@@ -227,7 +227,7 @@ def _join(left: _Part, right: _Part) -> _Part:
         return left
     if left[2] is None:
         return right
-    return (left[0] + right[0], left[1] if left[1] < right[1] else right[1], (left[2], right[2]))
+    return (left[0] + right[0], min(left[1], right[1]), (left[2], right[2]))
 
 
 def _members(part: _Part) -> Iterator[int]:

@@ -81,7 +81,7 @@ class DataProto:
         }
         self.meta_info = deepcopy(dict(meta_info or {}))
         if batch is None:
-            num_rows = len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
+            num_rows = len(next(iter(self.non_tensor_batch.values()), ()))
             batch = TensorDict({}, batch_size=[num_rows])
         self.batch = batch
         self.check_consistency()
@@ -287,7 +287,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Only the fields named; None keeps all of a kind. Raises BatchError naming a field that is missing."""
+        """Return the named fields only; None keeps all of a kind. Raises BatchError for a missing field."""
         tensors = _pick("tensor field", self._tensors(), batch_keys)
         columns = _pick("non-tensor field", self.non_tensor_batch, non_tensor_batch_keys)
         meta_info = _pick("meta_info entry", self.meta_info, meta_info_keys)

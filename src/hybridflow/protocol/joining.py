@@ -59,7 +59,9 @@ def _longest(part: DataProto) -> tuple[int, int]:
     attended = part.batch["attention_mask"]
     width = part.batch["prompts"].shape[1]
     lengths = [attended[:, :width].sum(-1), attended[:, width:].sum(-1)]
-    return (int(lengths[0].max()), int(lengths[1].max())) if len(part) else (0, 0)
+    if not len(part):
+        return 0, 0
+    return int(lengths[0].max()), int(lengths[1].max())
 
 
 def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
@@ -87,18 +89,14 @@ def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
 def _left(tensor: Tensor, width: int, fill: int) -> Tensor:
     """Return the tensor with padding on the left added or removed, so that it has `width` columns."""
     more = width - tensor.shape[1]
-    return (
-        torch.cat([tensor.new_full((len(tensor), more), fill), tensor], dim=1)
-        if more >= 0
-        else tensor[:, -more:]
-    )
+    if more < 0:
+        return tensor[:, -more:]
+    return torch.cat([tensor.new_full((len(tensor), more), fill), tensor], dim=1)
 
 
 def _right(tensor: Tensor, width: int, fill: int) -> Tensor:
     """Return the tensor with padding on the right added or removed, so that it has `width` columns."""
     more = width - tensor.shape[1]
-    return (
-        torch.cat([tensor, tensor.new_full((len(tensor), more), fill)], dim=1)
-        if more >= 0
-        else tensor[:, :width]
-    )
+    if more < 0:
+        return tensor[:, :width]
+    return torch.cat([tensor, tensor.new_full((len(tensor), more), fill)], dim=1)

@@ -193,7 +193,9 @@ def make_rows(
     policy sampled (default: all). Raises BatchError where the lists do not match or a row is longer than the
     width asked for.
     """
-    masks = response_masks if response_masks is not None else [[1] * len(row) for row in responses]
+    masks = response_masks
+    if masks is None:
+        masks = [[1] * len(row) for row in responses]
     if not len(prompts) == len(responses) == len(masks):
         raise BatchError(
             f"rows do not match: {len(prompts)} prompts, {len(responses)} responses, {len(masks)} response "
@@ -218,7 +220,8 @@ def _pad(
     rows: Sequence[Sequence[int]], pad_id: int, width: int | None, what: str, *, left: bool
 ) -> tuple[Tensor, Tensor]:
     longest = max((len(row) for row in rows), default=0)
-    width = longest if width is None else width
+    if width is None:
+        width = longest
     if longest > width:
         raise BatchError(f"a {what} of {longest} tokens does not fit into a width of {width}")
     ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)

@@ -108,7 +108,7 @@ class ActorWorker(StatefulWorker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:
-        """Return this rank's part of the current weights, called `version`, for replicas in other processes."""
+        """Return this rank's part of the weights, called `version`, for replicas in other processes."""
         if self._export is None:
             assert isinstance(self.engine.module, PolicyModel), "the actor's module is a policy"
             self._export = WeightExport(self.engine.module, self.engine.narrow, self.engine.device)

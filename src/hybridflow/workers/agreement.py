@@ -24,7 +24,7 @@ APART = "training/rollout_log_probs_diff_max"
 
 @dataclass(frozen=True)
 class Watch:
-    """The check on the first forward of a step's updates, in steps whose `old_log_probs` are the rollout's."""
+    """The check on the first forward of an update, in steps whose `old_log_probs` are the rollout's."""
 
     step: int
     exact: bool
@@ -64,8 +64,12 @@ def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> 
     if not bool(wrong.any()):
         return
     row, token = (int(place) for place in wrong.nonzero()[0])
-    row_id = int(rows.batch["row_id"][row]) if "row_id" in rows else row
-    uid = f" of prompt {rows.non_tensor_batch['uid'][row]}" if "uid" in rows.non_tensor_batch else ""
+    row_id = row
+    if "row_id" in rows:
+        row_id = int(rows.batch["row_id"][row])
+    uid = ""
+    if "uid" in rows.non_tensor_batch:
+        uid = f" of prompt {rows.non_tensor_batch['uid'][row]}"
     ours = f"{float(rollout[row, token]):.9g}"
     theirs = f"{float(trained[row, token]):.9g}"
     raise TrainingError(
@@ -123,12 +127,9 @@ def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
             metrics.add_mean(
                 "actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum())
             )
-        given = (
-            outputs
-            if keeps_entropy
-            else {name: value for name, value in outputs.items() if name != "entropy"}
-        )
-        share, found = loss(given, micro)
+        if not keeps_entropy:
+            outputs = {name: value for name, value in outputs.items() if name != "entropy"}
+        share, found = loss(outputs, micro)
         metrics.update(found)
         return share, metrics
 

@@ -71,9 +71,9 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
         own = getattr(function, "__wrapped__", function)
         # where its file has registered it, what it said there counts here, too
         registered = [known for known in ADVANTAGE_ESTIMATORS.values() if known.function is own]
-        estimator = (
-            replace(registered[0], function=function) if registered else AdvantageEstimator.of(function)
-        )
+        estimator = AdvantageEstimator.of(function)
+        if registered:
+            estimator = replace(registered[0], function=function)
     unknown = [] if estimator.takes_all else sorted(options.keys() - {*estimator.needs, *estimator.takes})
     if unknown:
         raise ConfigError(
@@ -100,7 +100,9 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
             for known in POLICY_LOSSES.values()
             if known.function is getattr(function, "__wrapped__", function)
         ]
-        loss = replace(registered[0], function=function) if registered else PolicyLoss(function)
+        loss = PolicyLoss(function)
+        if registered:
+            loss = replace(registered[0], function=function)
     unknown = sorted(options.keys() - set(loss.keywords))
     if unknown:
         raise ConfigError(
@@ -144,9 +146,9 @@ def apply_kl_penalty(
     mask = batch.batch["response_mask"]
     kl = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], config.kl_penalty, mask)
     tokens = mask.sum(-1)
-    current = (
-        float((kl.sum(-1) / tokens.clamp(min=1))[tokens > 0].mean()) if bool((tokens > 0).any()) else 0.0
-    )
+    current = 0.0
+    if bool((tokens > 0).any()):
+        current = float((kl.sum(-1) / tokens.clamp(min=1))[tokens > 0].mean())
     metrics.add_mean("actor/reward_kl_penalty", current)
     metrics.add_last("actor/reward_kl_penalty_coeff", controller.value)
     rewards = scores - controller.value * kl
@@ -198,10 +200,14 @@ def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
     columns["score"] = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1).tolist()
     missing = [key for key in keys if key not in columns]
     if missing:
+        numbers = [
+            key
+            for key, values in columns.items()
+            if all(isinstance(value, (bool, int, float)) for value in values)
+        ]
         raise ConfigError(
             f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which the reward does not return: it "
-            "returns "
-            f"{', '.join(sorted(key for key, values in columns.items() if all(isinstance(v, (bool, int, float)) for v in values)))}"
+            f"returns {', '.join(sorted(numbers))}"
         )
     for key in keys:
         odd = [value for value in columns[key] if not isinstance(value, (bool, int, float)) or value != value]
@@ -243,7 +249,8 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`.
 
     Weights are of all sampled tokens: a row that is left out of the loss still counts in the baseline of its
-    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor measured.
+    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor
+    measured.
     """
     mask = batch.batch["loss_mask"]
     rollout = batch.batch["rollout_log_probs"]
@@ -271,8 +278,9 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     measured = correction_metrics(
         log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
     )
-    units = sampled.any(-1) if level == "sequence" else sampled
-    num_weights = float(units.sum())
+    num_weights = float(sampled.sum())
+    if level == "sequence":
+        num_weights = float(sampled.any(-1).sum())
     for name, value in measured.items():
         if isinstance(value, tuple):
             metrics.add_mean(name, *value)
@@ -285,7 +293,9 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     outside = mask & ~sampled
     if weights is not None:
         weights = torch.where(outside, 1.0, weights)
-    return Correction(weights, None if keep is None else keep | outside, metrics)
+    if keep is not None:
+        keep = keep | outside
+    return Correction(weights, keep, metrics)
 
 
 def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
@@ -302,12 +312,10 @@ def own_rows(batch: DataProto) -> Tensor:
 
     SPIN's answers of the data are not among them. Scores, lengths and entropy are measured on these rows.
     """
-    told = batch.batch.get("is_demonstration", None)
-    return (
-        torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device)
-        if told is None
-        else ~told
-    )
+    if "is_demonstration" in batch:
+        sampled: Tensor = ~batch.batch["is_demonstration"]
+        return sampled
+    return torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device)
 
 
 def loss_parameters(config: ActorConfig) -> dict[str, Any]:
@@ -441,7 +449,7 @@ def critic_loss(config: CriticConfig, scale: LossScale, loss_scale_factor: float
 
 
 def sft_loss(scale: LossScale) -> LossFn:
-    """Return the negative log-likelihood, the mean over all tokens of the mini-batch that are learned from."""
+    """Return the negative log-likelihood, the mean over all tokens of the mini-batch to learn."""
 
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         value = aggregate(-outputs["log_probs"], micro.batch["loss_mask"], "token-mean", scale)
@@ -453,7 +461,7 @@ def sft_loss(scale: LossScale) -> LossFn:
 
 
 def ratios(values: Mapping[str, Ratio]) -> Metrics:
-    """Return (numerator, denominator) pairs as metrics that reduce over micro-batches and ranks without bias."""
+    """Return (numerator, denominator) pairs as metrics that add up over micro-batches and ranks."""
     metrics = Metrics()
     for name, (numerator, denominator) in values.items():
         metrics.add_mean(name, numerator, denominator)
@@ -465,7 +473,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     vary.
     """
     spread = _variance(returns, mask)
-    return 0.0 if spread < 1e-8 else 1.0 - _variance(returns - values, mask) / spread
+    if spread < 1e-8:
+        return 0.0
+    return 1.0 - _variance(returns - values, mask) / spread
 
 
 def _variance(x: Tensor, mask: Tensor) -> float:

@@ -62,7 +62,9 @@ def build_rollout_worker(
     policy = actor_engine.module
     assert isinstance(policy, PolicyModel), "the actor's module is a policy"
     if replica.size == 1 and not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
-        shared = RestingWeights(actor_engine, None) if actor_engine.rests else None
+        shared = None
+        if actor_engine.rests:
+            shared = RestingWeights(actor_engine, None)
         return RolloutWorker(build(policy, source=shared))
     dtypes = {
         name: actor_engine.narrow.get(name, parameter.dtype) for name, parameter in policy.named_parameters()

@@ -93,7 +93,8 @@ def test_dppo_has_its_papers_largest_ratio_without_its_recipe_too(loss: str) -> 
     base = ["actor_rollout_ref.model.path=some/model", "data.task.name=arithmetic_chain"]
     mode = f"{key}.policy_loss.loss_mode={loss}"
     config, notes, _ = prepare_config(PPOConfig, [*base, mode])
-    assert config.actor_rollout_ref.actor.clip_ratio_c == 20.0 and any("clip_ratio_c=20.0" in n for n in notes)
+    assert config.actor_rollout_ref.actor.clip_ratio_c == 20.0
+    assert any("clip_ratio_c=20.0" in note for note in notes)
     own = prepare_config(PPOConfig, [*base, mode, f"{key}.clip_ratio_c=5"]).config
     assert own.actor_rollout_ref.actor.clip_ratio_c == 5.0
     assert prepare_config(PPOConfig, base).config.actor_rollout_ref.actor.clip_ratio_c == 3.0

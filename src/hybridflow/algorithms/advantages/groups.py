@@ -24,7 +24,7 @@ class GroupStatistics:
     mean: Tensor
     """float."""
     centred: Tensor
-    """float: the row's own score minus the mean, subtracted before it is rounded; 0 where a row does not count."""
+    """float: the row's score minus the mean, subtracted before rounding; 0 where a row does not count."""
     std: Tensor
     """float, Bessel-corrected; 0 for fewer than two rows."""
     varies: Tensor
@@ -35,8 +35,8 @@ class GroupStatistics:
 def group_statistics(scores: Tensor, counts: Tensor, group_ids: Tensor) -> GroupStatistics:
     """Mean and deviation of scores [B] float over the rows of each group where `counts` [B] bool.
 
-    group_ids [B] int64. Sums and differences are taken in float64, so that a large offset of all scores does not
-    round their differences away; what is returned has the dtype of `scores`.
+    group_ids [B] int64. Sums and differences are taken in float64, so that a large offset of all scores does
+    not round their differences away; what is returned has the dtype of `scores`.
     """
     exact = torch.where(counts, scores, 0.0).double()
     size = group_sum(counts.double(), group_ids)

@@ -74,11 +74,9 @@ class AdvantageEstimator:
                 f"advantage estimator {self.name} needs {', '.join(missing)}; there are "
                 f"{', '.join(sorted(available))}"
             )
-        names = (
-            available.keys()
-            if self.takes_all
-            else [name for name in (*self.needs, *self.takes) if name in available]
-        )
+        names = [name for name in (*self.needs, *self.takes) if name in available]
+        if self.takes_all:
+            names = list(available)
         result = self.function(**{name: available[name] for name in names})
         if isinstance(result, tuple) and len(result) == 2:  # a user's own may return a plain pair
             result = Advantages(*result)

@@ -141,7 +141,9 @@ def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
     )
     for rank, mode in enumerate(found):
         if isinstance(mode, str):
-            return f"{mode} (rollout rank {rank})" if len(found) > 1 else mode
+            if len(found) == 1:
+                return mode
+            return f"{mode} (rollout rank {rank})"
     return reduce(ExactMode.joined, (mode for mode in found if isinstance(mode, ExactMode)))
 
 

@@ -69,7 +69,7 @@ def metric_values(batch: DataProto, metric: str) -> list[float | None]:
                 "it to score"
                 + (f", or one of {', '.join(numbers)}" if numbers else ", or let the reward return it")
             )
-        values = [None if value is None else float(value) for value in column]
+        values = [value if value is None else float(value) for value in column]
     if "is_demonstration" in batch:
         values = [
             None if told else value

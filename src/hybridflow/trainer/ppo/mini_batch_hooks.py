@@ -24,7 +24,7 @@ from hybridflow.workers.mini_batches import Prepare
 
 
 def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step: int) -> Prepare | None:
-    """Return the hook that this run's mini-batches need, or None where nothing is decided over a whole one."""
+    """Return the hook that this run's mini-batches need, or None where they need none."""
     correction = config.algorithm.rollout_correction
     corrects = correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
     if not corrects and loss.select is None:
@@ -56,6 +56,7 @@ def _log_probs_of_now(actor: ActorGroup, mini: DataProto, number: int, *, bypass
     """Return log-probs [B, R] under the current weights; before the first update of a step those are the old
     ones.
     """
-    rows = mini if number == 0 and not bypass else actor.log_probs(mini, with_entropy=False)
-    now: Tensor = rows.batch["old_log_probs"]
+    if number > 0 or bypass:
+        mini = actor.log_probs(mini, with_entropy=False)
+    now: Tensor = mini.batch["old_log_probs"]
     return now

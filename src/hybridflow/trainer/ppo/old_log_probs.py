@@ -1,8 +1,8 @@
 """The source of `old_log_probs`: the actor's pass over the batch, or the rollout, whose log-probs are as
 good.
 
-exact mode    the rollout's: equal to the bit, which is checked here on `exact_check_rows` rows, and on the rows of
-              the first mini-batch in its update
+exact mode    the rollout's: equal to the bit, which is checked here on `exact_check_rows` rows, and on those
+              of the first mini-batch in its update
 exact=auto    the same, but a difference ends exact mode and not the run
 fast mode     the pass; with `reuse_log_probs_within` the rollout's where they are that close on
               `exact_check_rows` rows
@@ -122,7 +122,9 @@ class OldLogProbs:
             check_same(some, rollout, trained, step)
         metrics = difference(rollout[sampled], trained[sampled])
         metrics.add_sum("training/rollout_rows_checked", float(len(rows)))
-        worst = float((rollout - trained)[sampled].abs().max()) if bool(sampled.any()) else 0.0
+        worst = 0.0
+        if bool(sampled.any()):
+            worst = float((rollout - trained)[sampled].abs().max())
         if self.exact.on and worst:
             self._give_up(worst, step)
         return self.exact.on or (self.within is not None and worst <= self.within), metrics

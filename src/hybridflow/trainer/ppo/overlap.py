@@ -50,7 +50,7 @@ class Overlap:
         return [results[index] for index in range(len(jobs))]
 
     def _lanes(self, jobs: Sequence[Job[T]]) -> list[list[int]]:
-        """Return the numbers of the jobs that have to take turns, lane by lane, ordered by their first job."""
+        """Return the numbers of jobs that have to take turns, lane by lane, ordered by their first job."""
         lanes: list[list[int]] = []
         for index, job in enumerate(jobs):
             touched = [

@@ -47,7 +47,9 @@ class SampleLog:
     @property
     def validation_rows(self) -> int | None:
         """How many rows of a validation part are wanted; None: all."""
-        return None if self.validations else max(REPORT_ROWS, self.num_shown)
+        if self.validations:
+            return None
+        return max(REPORT_ROWS, self.num_shown)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
@@ -71,4 +73,6 @@ class SampleLog:
 
 
 def _writer(folder: str | None) -> SampleWriter | None:
-    return SampleWriter(Path(folder).expanduser()) if folder else None
+    if not folder:
+        return None
+    return SampleWriter(Path(folder).expanduser())

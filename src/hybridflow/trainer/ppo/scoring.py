@@ -58,7 +58,10 @@ def score(batch: DataProto, rewards: RewardManager) -> Scored:
     )
     metrics = Metrics()
     for name, value in scored.metrics.items():
-        (metrics.add_max if name.endswith("_max") else metrics.add_sum)(name, value)
+        if name.endswith("_max"):
+            metrics.add_max(name, value)
+        else:
+            metrics.add_sum(name, value)
     return Scored(batch, torch.tensor(scored.dropped, dtype=torch.bool), metrics)
 
 

@@ -82,12 +82,14 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
     for role in roles:
         world = sum(pool.world_size for pool in placement.pools_of(role))
         if role == "rollout":
-            # requests say themselves what they cost
-            found[role] = MeshInfo(
-                world, rollout_axes(config, world), Workload() if config.trainer.balance_batch else None
-            )
+            cost = None
+            if config.trainer.balance_batch:
+                cost = Workload()  # requests say themselves what they cost
+            found[role] = MeshInfo(world, rollout_axes(config, world), cost)
             continue
-        engine = "actor" if role == "reference" and is_actors_module(config, placement) else role
+        engine = role
+        if role == "reference" and is_actors_module(config, placement):
+            engine = "actor"
         model = engine_keys(config, engine)[2]
         if config.trainer.balance_batch and str(model.path) not in costs:
             costs[str(model.path)] = row_cost(model)

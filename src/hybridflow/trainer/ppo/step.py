@@ -159,11 +159,9 @@ class PPOStep:
         metrics.update(found.metrics)
         if found.keep is not None:
             batch.narrow_loss_mask(found.keep)
-        return (
-            batch
-            if found.weights is None
-            else batch | DataProto.from_dict({"rollout_is_weights": found.weights})
-        )
+        if found.weights is not None:
+            batch |= DataProto.from_dict({"rollout_is_weights": found.weights})
+        return batch
 
     def _measure(self, batch: DataProto) -> Metrics:
         mask = batch.batch["loss_mask"]
@@ -179,11 +177,16 @@ class PPOStep:
         actor = self.config.actor_rollout_ref.actor
         correction = self.config.algorithm.rollout_correction
         wanted = {*self.loss.keywords, *self.dealt_by, "rollout_is_weights"}
-        wanted |= {"ref_log_prob"} if actor.use_kl_loss else set()
-        wanted |= {"group_ids"} if self.loss.keeps_groups else set()  # micro-batches are cut by them
-        wanted |= {"positive"} if actor.positive_lm_loss_coef else set()
-        wanted |= {"rollout_log_probs", "is_demonstration"} if correction.bypass_mode else set()
-        wanted |= {"row_id", "is_demonstration"} if self.old_log_probs.watch else set()
+        if actor.use_kl_loss:
+            wanted.add("ref_log_prob")
+        if self.loss.keeps_groups:
+            wanted.add("group_ids")  # micro-batches are cut by them
+        if actor.positive_lm_loss_coef:
+            wanted.add("positive")
+        if correction.bypass_mode:
+            wanted |= {"rollout_log_probs", "is_demonstration"}
+        if self.old_log_probs.watch:
+            wanted |= {"row_id", "is_demonstration"}
         return sorted(wanted & set(batch.batch.keys()))
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:

@@ -39,21 +39,20 @@ def validation_metrics(
         known = {
             name: values for name, values in variables.items() if any(_is_number(values[row]) for row in rows)
         }
-        votes = (
-            predictions
-            if predictions is not None and any(predictions[row] is not None for row in rows)
-            else None
-        )
+        votes = predictions
+        if predictions is None or all(predictions[row] is None for row in rows):
+            votes = None
+        core = "acc" if "acc" in known else "reward"
         for name, values in known.items():
-            prefix = f"{'val-core' if name == ('acc' if 'acc' in known else 'reward') else 'val-aux'}/{source}/{name}"
+            prefix = f"val-aux/{source}/{name}"
+            if name == core:
+                prefix = f"val-core/{source}/{name}"
             per_prompt: dict[str, list[float]] = defaultdict(list)
             for number, members in enumerate(groups.values()):
                 scores = np.array([float(values[row]) if _is_number(values[row]) else 0.0 for row in members])
-                answers = (
-                    None
-                    if votes is None
-                    else np.unique([str(votes[row]) for row in members], return_inverse=True)[1]
-                )
+                answers = None
+                if votes is not None:
+                    answers = np.unique([str(votes[row]) for row in members], return_inverse=True)[1]
                 for key, value in _prompt_metrics(
                     scores, answers, derive_seed(seed, "bootstrap", number)
                 ).items():

@@ -1,5 +1,4 @@
-"""Keep what is made by machine fresh in the hand-written pages docs/algorithms/NAME.md; with --check only say
-whether it is.
+"""Update the generated parts of the hand-written pages docs/algorithms/NAME.md; with --check only test them.
 
     python scripts/algorithm_docs.py [--check] [--new NAME]
 
@@ -20,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES, RECIPES, RESULTS = (
-    ROOT / "docs" / "algorithms",
-    ROOT / "src" / "hybridflow" / "recipes",
-    ROOT / "benchmarks" / "results",
-)
+PAGES = ROOT / "docs" / "algorithms"
+RECIPES = ROOT / "src" / "hybridflow" / "recipes"
+RESULTS = ROOT / "benchmarks" / "results"
 SAME_PAGE = {
     "grpo_bypass": "rollout_correction",
     "grpo_rollout_correction": "rollout_correction",
@@ -65,7 +62,7 @@ Against the paper, and why.
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0, or 1 where --check finds a page stale, missing or without its markers."""
+    """Return exit status 0, or 1 where --check finds a page stale, missing or without its markers."""
     if "--new" in arguments:
         name = arguments[arguments.index("--new") + 1]
         _write(PAGES / f"{name}.md", TEMPLATE.replace("NAME", name))
@@ -88,7 +85,7 @@ def main(arguments: list[str]) -> int:
 
 
 def pages() -> dict[str, list[str]]:
-    """The recipes of each page."""
+    """Return the recipes of each page."""
     found: dict[str, list[str]] = {}
     for recipe in sorted(path.stem for path in RECIPES.glob("*.yaml")):
         found.setdefault(SAME_PAGE.get(recipe, recipe), []).append(recipe)
@@ -96,14 +93,15 @@ def pages() -> dict[str, list[str]]:
 
 
 def missing() -> list[str]:
-    """Pages that nobody has written."""
+    """Return the names of pages that nobody has written."""
     return [page for page in pages() if not (PAGES / f"{page}.md").is_file()]
 
 
 def render() -> tuple[dict[Path, str], list[str]]:
-    """The text that each page that is there should have, and what is wrong with it."""
+    """Return the text that each existing page should have, and a list of what is wrong."""
     rows = _rows()
-    fresh, problems = {}, []
+    fresh = {}
+    problems = []
     for page, recipes in pages().items():
         path = PAGES / f"{page}.md"
         if not path.is_file():
@@ -127,7 +125,7 @@ def render() -> tuple[dict[Path, str], list[str]]:
 
 
 def draw() -> None:
-    """The curve of each recipe that has results."""
+    """Draw the curve of each recipe that has results."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from learn_plot import plot_one
 
@@ -140,7 +138,7 @@ def draw() -> None:
 
 
 def _between(text: str, marker: str, content: str) -> tuple[str, int]:
-    """The text with `content` between the markers, and how many such places there were."""
+    """Return the text with `content` between the markers, and the number of such places."""
     return re.subn(
         rf"(<!-- {marker} -->\n).*?(<!-- end -->)",
         lambda found: f"{found[1]}{content}{found[2]}",
@@ -164,7 +162,7 @@ def _recipes(names: list[str]) -> str:
 
 
 def _learned(names: list[str], rows: dict[str, dict[str, Any]]) -> str:
-    """Figures and curve of each recipe, and GRPO's beside them."""
+    """Return the figures and the curve of each recipe, with GRPO's beside them."""
     if not any(name in rows for name in names):
         return "\nNo results yet: `make learn` makes them.\n\n"
     shown = [name for name in [*names, *(["grpo"] if "grpo" not in names else [])] if name in rows]
@@ -180,7 +178,9 @@ def _learned(names: list[str], rows: dict[str, dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in shown:
         row = rows[name]
-        judged, sampled, greedy = row[row["judged_by"]], row["sampled"], row["greedy"]
+        judged = row[row["judged_by"]]
+        sampled = row["sampled"]
+        greedy = row["greedy"]
         error = "" if judged["error"] is None else f" ± {judged['error']:.3f}"
         lines.append(
             f"| `{name}` | {sampled['before']:.3f} → {sampled['after']:.3f} "
@@ -212,7 +212,7 @@ def _index(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def _header(recipe: str) -> str:
-    """The comment that a recipe opens with, up to its command, as one line."""
+    """Return the comment that opens a recipe, up to its command, as one line."""
     lines = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8").splitlines()
     until = next(number for number, line in enumerate(lines) if line.startswith("# hybridflow "))
     return " ".join(line.removeprefix("# ") for line in lines[:until]).replace("|", "\\|")

@@ -1,13 +1,13 @@
-"""An advantage estimator and a policy loss of your own: no change to the package.
+"""An advantage estimator and a policy loss of your own, without a change to the package.
 
+    mine=examples/own_algorithm/my_algorithm.py
     hybridflow train --recipe tiny/grpo actor_rollout_ref.model.path=demo/sft/model \\
-        algorithm.adv_estimator=examples/own_algorithm/my_algorithm.py:median_baseline
-        algorithm.options='{floor: 0.1}' \\
-        actor_rollout_ref.actor.policy_loss.loss_mode=examples/own_algorithm/my_algorithm.py:quadratic_ratio
-        \\ actor_rollout_ref.actor.policy_loss.options='{width: 0.5}'
+        algorithm.adv_estimator=$mine:median_baseline algorithm.options='{floor: 0.1}' \\
+        actor_rollout_ref.actor.policy_loss.loss_mode=$mine:quadratic_ratio \\
+        actor_rollout_ref.actor.policy_loss.options='{width: 0.5}'
 
-Each function gets what its arguments name: columns of the batch, parameters of the run, and the entries of
-its `options`.
+Each function gets the values that its arguments name: columns of the batch, parameters of the run, and the
+entries of its `options`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def quadratic_ratio(
 ) -> LossOutput:
     """−A·ρ + (ρ − 1)²/(2·width): a pull back to the old policy in place of a clip.
 
-    All tensors [B, R]; `response_mask` is what may be learned from, `scale` counts the whole mini-batch:
-    divide by nothing else.
+    All tensors are [B, R]. `response_mask` marks the tokens that may be learned from. `scale` counts the
+    whole mini-batch: divide by nothing else.
     """
     ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0).exp()
     loss = -advantages * ratio + (ratio - 1.0).square() / (2.0 * width)

@@ -1,4 +1,4 @@
-"""Estimators against the slow references, to 1e-9 in float64, on ragged batches with junk outside the mask."""
+"""Estimators against the slow references, to 1e-9 in float64, on ragged batches with junk outside masks."""
 
 from __future__ import annotations
 

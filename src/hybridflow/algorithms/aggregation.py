@@ -1,6 +1,6 @@
-"""From token losses to one number, normalised by counts that are handed in.
+"""Aggregation of token losses to one number, normalised by counts that are handed in.
 
-A mini-batch is counted once, as a whole (`LossScale.count`, summed over ranks); each micro-batch then
+A mini-batch is counted once, as a whole (`LossScale.count`, summed over ranks). Each micro-batch then
 contributes its share, so the sum over micro-batches is the loss of the mini-batch, however it was cut.
 """
 
@@ -26,18 +26,18 @@ mean.
 
 @dataclass(frozen=True)
 class LossScale:
-    """Counts of the whole mini-batch that its losses are divided by."""
+    """Counts of the whole mini-batch, by which its losses are divided."""
 
     num_tokens: float
-    """Tokens of `loss_mask`."""
+    """Number of tokens in `loss_mask`."""
     num_sequences: float
-    """Rows with at least one of them."""
+    """Number of rows with at least one token in `loss_mask`."""
     num_positive_tokens: float = 0.0
-    """Tokens of rows that were right."""
+    """Number of tokens in `loss_mask` of rows that were right."""
 
     @classmethod
     def count(cls, loss_mask: Tensor, positive: Tensor | None = None) -> LossScale:
-        """Counts of `loss_mask` [B, R] bool; `positive` [B] bool marks the rows that were right."""
+        """Return the counts of `loss_mask` [B, R] bool; `positive` [B] bool marks rows that were right."""
         tokens = loss_mask.bool().sum(-1)
         right = 0.0 if positive is None else float(tokens[positive.bool()].sum())
         return cls(float(tokens.sum()), float((tokens > 0).sum()), right)

@@ -26,10 +26,11 @@ _CHUNK_BYTES = 64 * 2**20
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
     """An estimate of KL(π ‖ π_ref) at each sampled token, [B, R] float, nats.
 
-    With x = log_prob and y = ref_log_prob, [B, R] float, nats: `kl`, `k1`: x − y · `abs`: |x − y| · `mse`, `k2`: ½(x − y)² ·
-    `low_var_kl`, `k3`: e^d − d − 1 with d = clamp(y − x, ±20), the result clamped to ±10. A name that ends in `+` has that
-    estimator's value and the gradient of k2, which is the gradient of the KL in expectation.
-    With a mask [B, R] bool the result is 0 outside it, whatever stands there. Raises ConfigError for another kind.
+    With x = log_prob and y = ref_log_prob, [B, R] float, nats: `kl`, `k1`: x − y · `abs`: |x − y| · `mse`,
+    `k2`: ½(x − y)² · `low_var_kl`, `k3`: e^d − d − 1 with d = clamp(y − x, ±20), the result clamped to ±10. A
+    name that ends in `+` has that estimator's value and the gradient of k2, which is the gradient of the KL
+    in expectation. With a mask [B, R] bool the result is 0 outside it, whatever stands there. Raises
+    ConfigError for another kind.
     """
     base = kind.removesuffix("+")
     if base not in KL_KINDS:
@@ -38,9 +39,11 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor 
             f"unknown KL estimator {kind!r}{way_out}: choose from {', '.join(KL_KINDS)}, with + for the "
             "gradient of k2"
         )
-    x, y = at_least_float32(log_prob), at_least_float32(ref_log_prob)
+    x = at_least_float32(log_prob)
+    y = at_least_float32(ref_log_prob)
     if mask is not None:
-        x, y = zero_outside(x, mask), zero_outside(y, mask)
+        x = zero_outside(x, mask)
+        y = zero_outside(y, mask)
     value = _estimate(x, y, base)
     if kind == base:
         return value
@@ -74,26 +77,27 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def _full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    ours, theirs = at_least_float32(logits).log_softmax(-1), at_least_float32(ref_logits).log_softmax(-1)
+    ours = at_least_float32(logits).log_softmax(-1)
+    theirs = at_least_float32(ref_logits).log_softmax(-1)
     probs = ours.exp()
     return (probs * torch.where(probs > 0, ours - theirs, 0.0)).sum(-1)
 
 
 class FixedKLController:
-    """A coefficient that stays. On resume the configured one holds, so that it can be changed between runs."""
+    """A constant coefficient. On resume the configured one holds, so that it can be changed between runs."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def update(self, current_kl: float, num_rows: int) -> None:
-        """Nothing moves."""
+        """Do nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient, for the record."""
+        """Return the coefficient, for the record."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the configured coefficient; say so where the checkpoint had another."""
+        """Keep the configured coefficient, and log a warning where the checkpoint had another."""
         if state["value"] != self.value:
             logger.warning(
                 "the checkpoint's KL coefficient is %s; going on with the configured %s",
@@ -114,11 +118,15 @@ class AdaptiveKLController:
                 "the adaptive KL controller needs target_kl above 0 and horizon of at least 1, got "
                 f"{target} and {horizon}"
             )
-        self.value, self.target, self.horizon = value, target, horizon
+        self.value = value
+        self.target = target
+        self.horizon = horizon
 
     def update(self, current_kl: float, num_rows: int) -> None:
-        """Move after use: `current_kl` is the mean over rows of the token mean, in nats; `num_rows` the rows
-        of the batch.
+        """Move the coefficient, after it was used.
+
+        `current_kl` is the mean over rows of the token mean, in nats; `num_rows` is the number of rows of the
+        batch.
         """
         if not math.isfinite(current_kl):
             logger.warning("KL to the reference is %s: the coefficient stays at %s", current_kl, self.value)
@@ -127,9 +135,9 @@ class AdaptiveKLController:
         self.value *= 1.0 + error * num_rows / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
+        """Return the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the checkpoint's coefficient."""
+        """Continue from the checkpoint's coefficient."""
         self.value = float(state["value"])

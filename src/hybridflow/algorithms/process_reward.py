@@ -49,10 +49,12 @@ def process_reward_loss(
     `process_reward/probability` (σ(h)). PRIME, 2502.01456. Left out: the pairwise (DPO) form of the loss.
     """
     log_ratio = zero_outside(log_prob, mask) - zero_outside(ref_log_prob, mask).detach()
-    h, rows = beta * log_ratio.sum(-1), mask.bool().any(-1)
+    h = beta * log_ratio.sum(-1)
+    rows = mask.bool().any(-1)
     o = zero_outside(outcome, rows).to(h.dtype).detach()
     total = masked_sum(binary_cross_entropy_with_logits(h, o, reduction="none"), rows)
-    count, logits = rows.sum(), h.detach()
+    count = rows.sum()
+    logits = h.detach()
     return LossOutput(
         total / scale.num_sequences if scale.num_sequences else total * 0.0,
         {

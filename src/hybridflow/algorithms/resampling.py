@@ -1,6 +1,4 @@
-"""Which rows of a batch to learn from, drawn by their scores: policy filtration, PF-PPO (Zhang et al.,
-2409.06957).
-"""
+"""Drawing the rows to learn from by their scores: policy filtration, PF-PPO (Zhang et al., 2409.06957)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Rollout correction: the policy that sampled is never quite the one that is trained. Weigh, reject, and
-always measure.
+"""Rollout correction: importance weights, rejection and metrics for the policy that sampled against the one
+that trains.
 
     logπ_old, logπ_rollout ──┬─ rollout_weights    ─► weights [B, R] that multiply the token loss
-                             ├─ rejection          ─► keep [B, R] bool, by which the caller narrows
-                             `loss_mask` └─ correction_metrics ─► rollout_corr/*
+                             ├─ rejection          ─► keep [B, R] bool, which narrows `loss_mask`
+                             └─ correction_metrics ─► rollout_corr/*
 
-π_rollout is what the generation engine sampled from; π_old what the trainer recomputes, in bypass mode the
-policy of the moment. Rows are seen whole, and where there is an average it is one of all rows handed in: this
-runs before micro-batches are cut. Nothing has a gradient.
+π_rollout is the policy that the generation engine sampled from; π_old is the policy that the trainer
+recomputes, in bypass mode the current one. Rows are seen whole, and an average is taken over all rows handed
+in, since this runs before micro-batches are cut. Nothing has a gradient.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ def rollout_weights(
     batch_normalize: bool = False,
     normalize_over: Tensor | None = None,
 ) -> Tensor:
-    """w_t = min(ρ_t, threshold); by token ρ_t = exp(logr_t), by sequence ρ_t = exp(clamp(Σ_t logr_t, ±20)); with
-    logr = clamp(logπ_old − logπ_rollout, ±20).
+    """w_t = min(ρ_t, threshold); by token ρ_t = exp(logr_t), by sequence ρ_t = exp(clamp(Σ_t logr_t, ±20));
+    with logr = clamp(logπ_old − logπ_rollout, ±20).
 
     A threshold written `lo_hi` sets weights outside [lo, hi] to 0 instead (IcePop). old_log_prob,
     rollout_log_prob [B, R] float, nats; mask [B, R] bool; `level` is token or sequence. Returns [B, R] float
     without gradient, 0 outside the mask. `batch_normalize` divides by the mean of the truncated weights, over
-    tokens or (sequence) over rows with tokens, of `normalize_over` [B, R] bool (default: the mask). Raises ConfigError for another level, and for a threshold that
-    is not a number above 0 or `lo_hi` with 0 ≤ lo < hi.
+    tokens or (sequence) over rows with tokens, of `normalize_over` [B, R] bool (default: the mask). Raises
+    ConfigError for another level, and for a threshold that is not a number above 0 or `lo_hi` with 0 ≤ lo <
+    hi.
 
     Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"; a lower bound too: IcePop, 2510.18855. Left out: weights of prefixes (products up
@@ -72,7 +73,9 @@ def rollout_weights(
     else:
         weights = torch.where((weights >= low) & (weights <= high), weights, 0.0)
     if batch_normalize:
-        counted = mask.bool() if normalize_over is None else mask.bool() & normalize_over.bool()
+        counted = mask.bool()
+        if normalize_over is not None:
+            counted = counted & normalize_over.bool()
         if level == "token":
             mean = masked_mean(weights, counted)
         else:
@@ -143,13 +146,13 @@ def correction_metrics(
     rows that lost some token. Everything in float64. (numerator, denominator) where parts of a batch can be
     added up, else a float; 0 where there are no tokens.
     """
-    old, rollout = (
-        zero_outside(old_log_prob, mask).detach().double(),
-        zero_outside(rollout_log_prob, mask).detach().double(),
-    )
-    log_ratio, rows = _log_ratio(old, rollout, mask), mask.bool().any(-1)
+    old = zero_outside(old_log_prob, mask).detach().double()
+    rollout = zero_outside(rollout_log_prob, mask).detach().double()
+    log_ratio = _log_ratio(old, rollout, mask)
+    rows = mask.bool().any(-1)
     sums = log_ratio.sum(-1).clamp(-20.0, 20.0)
-    old_mean, rollout_mean = masked_mean(old, mask, dim=-1), masked_mean(rollout, mask, dim=-1)
+    old_mean = masked_mean(old, mask, dim=-1)
+    rollout_mean = masked_mean(rollout, mask, dim=-1)
     kept = mask.bool() if keep is None else keep.bool()
     found: dict[str, Ratio | float] = {
         "kl": _mean(-log_ratio, mask),
@@ -167,7 +170,9 @@ def correction_metrics(
     applied = ratios if weights is None else weights.detach().double()
     units = mask.bool()
     if level == "sequence":  # one number a row, which its sampled tokens share
-        ratios, applied, units = ratios[:, 0], zero_outside(applied, mask).amax(-1), rows
+        ratios = ratios[:, 0]
+        applied = zero_outside(applied, mask).amax(-1)
+        units = rows
     low, high = parse_is_threshold(threshold)
     found["rollout_is_ratio_fraction_high"] = _mean(ratios > high, units)
     found["rollout_is_ratio_fraction_low"] = _mean(ratios < (1.0 / high if low is None else low), units)
@@ -194,7 +199,8 @@ def _spread(weights: Tensor, units: Tensor) -> dict[str, Ratio | float]:
 
 
 def _log_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) -> Tensor:
-    old, rollout = zero_outside(old_log_prob, mask).detach(), zero_outside(rollout_log_prob, mask).detach()
+    old = zero_outside(old_log_prob, mask).detach()
+    rollout = zero_outside(rollout_log_prob, mask).detach()
     return (old - rollout).clamp(-20.0, 20.0)
 
 
@@ -210,7 +216,9 @@ def _ratios(log_ratio: Tensor, level: str) -> Tensor:
 def _statistic(log_ratio: Tensor, name: str) -> Tensor:
     if name == "k1":
         return -log_ratio
-    return 0.5 * log_ratio.square() if name == "k2" else log_ratio.expm1() - log_ratio
+    if name == "k2":
+        return 0.5 * log_ratio.square()
+    return log_ratio.expm1() - log_ratio
 
 
 def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:

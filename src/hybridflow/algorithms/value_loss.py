@@ -29,11 +29,9 @@ def value_loss(
 
     Left out: nothing; VAPO's training of the values before the policy is `trainer.critic_warmup`.
     """
-    v, anchor, target = (
-        zero_outside(values, mask),
-        zero_outside(old_values, mask).detach(),
-        zero_outside(returns, mask).detach(),
-    )
+    v = zero_outside(values, mask)
+    anchor = zero_outside(old_values, mask).detach()
+    target = zero_outside(returns, mask).detach()
     error = (v - target).square()
     clipped = error
     if clip_range is not None:

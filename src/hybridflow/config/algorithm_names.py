@@ -27,6 +27,8 @@ class LossFacts(NamedTuple):
     clip: tuple[float, float] | None = None
     """(clip_ratio_low, clip_ratio_high) of its paper, where they are not PPO's."""
     reference: bool = False
+    clip_c: float | None = None
+    """`actor.clip_ratio_c` of its paper, where it is not PPO's."""
 
 
 ESTIMATORS: dict[str, EstimatorFacts] = {
@@ -61,8 +63,8 @@ POLICY_LOSSES: dict[str, LossFacts] = {
     "reinforce": LossFacts(),
     "clip_cov": LossFacts(),
     "kl_cov": LossFacts(),
-    "dppo_tv": LossFacts(),
-    "dppo_kl": LossFacts(),
+    "dppo_tv": LossFacts(clip_c=20.0),
+    "dppo_kl": LossFacts(clip_c=20.0),
     "dro": LossFacts(),
     "sppo": LossFacts("seq-mean-token-sum"),
     "dpo": LossFacts("seq-mean-token-sum", reference=True),

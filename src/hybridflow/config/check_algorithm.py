@@ -216,7 +216,7 @@ def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
 def _overlong(config: PPOConfig) -> Iterator[str]:
     kwargs, path = config.reward.reward_kwargs, "reward.reward_kwargs"
     buffer, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or config.data.max_response_length
-    if buffer.enable and buffer.len > longest:
+    if buffer.enable and buffer.len is not None and buffer.len > longest:
         yield (
             f"{path}.overlong_buffer_cfg.len={buffer.len} is more than {path}.max_resp_len={longest} "
             f"(data.max_response_length={config.data.max_response_length} where it is left out): set it to "

@@ -106,11 +106,15 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
         "reward.reward_kwargs.max_resp_len": config.reward.reward_kwargs.max_resp_len
         or data.max_response_length,
     }
+    longest, overlong = values["reward.reward_kwargs.max_resp_len"], "reward.reward_kwargs.overlong_buffer_cfg.len"
+    # DAPO's part: 4096 of 20480 tokens
+    values[overlong] = config.reward.reward_kwargs.overlong_buffer_cfg.len or max(1, longest // 5)
     if rollout.name in ("vllm", "sglang"):
         values["actor_rollout_ref.rollout.max_model_len"] = (
             rollout.max_model_len or data.max_prompt_length + data.max_response_length
         )
     values |= _clip_bounds(config, given, notes)
+    values |= _largest_ratio(config, given, notes)
     values |= _followed_model(
         config, "distillation.teacher_model", config.distillation.teacher_model.path, given
     )
@@ -137,6 +141,16 @@ def _clip_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[s
             f"{ACTOR}.{', '.join(filled)}: what {actor.policy_loss.loss_mode} has where none is given"
         )
     return {f"{ACTOR}.clip_ratio_low": low, f"{ACTOR}.clip_ratio_high": high}
+
+
+def _largest_ratio(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
+    """The loss's own `clip_ratio_c` where the user left it out."""
+    loss, path = loss_facts(config), f"{ACTOR}.clip_ratio_c"
+    if loss is None or loss.clip_c is None or path in given:
+        return {}
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    notes.append(f"{path}={loss.clip_c}: what {mode} has where none is given")
+    return {path: loss.clip_c}
 
 
 def _critic(config: PPOConfig, mini: int, given: Set[str]) -> dict[str, Any]:

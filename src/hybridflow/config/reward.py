@@ -23,7 +23,9 @@ class OverlongBufferConfig:
         "overlong shaping (DAPO): a penalty that grows over the last `len` tokens before the longest "
         "response",
     )
-    len: int = key(4096, "tokens before max_resp_len over which the penalty grows", minimum=1)
+    len: int | None = key(
+        None, "tokens before max_resp_len over which the penalty grows; null: a fifth of max_resp_len", minimum=1
+    )
     penalty_factor: float = key(1.0, "penalty of a response of max_resp_len tokens", minimum=0)
 
 

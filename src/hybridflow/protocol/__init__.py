@@ -1,4 +1,4 @@
-"""What flows between the controller and the workers, and how it is cut, packed and keyed."""
+"""The data that flows between the controller and the workers, and how it is cut, packed and keyed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Dealing rows by their token counts: lengths in, lists of row indices out.
+"""Dealing rows by their token counts: lengths go in, lists of row indices come out.
 
-`deal_rows` deals rows to ranks by what they cost; `split_micro_batches` cuts what one rank holds into forward
-passes under hard caps. Both are deterministic: equal lengths are taken in row order.
+`deal_rows` deals rows to ranks by their cost; `split_micro_batches` cuts the rows of one rank into forward
+passes under hard caps. Both are deterministic: rows of equal length are taken in row order.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ some 0.1 s.
 
 @dataclass(frozen=True)
 class Workload:
-    """What a row of L tokens costs: linear · L + quadratic · L², in any unit (`models.flops.workload_of` has
-    FLOPs).
+    """The cost of a row of L tokens, linear · L + quadratic · L², in any unit.
+
+    `models.flops.workload_of` gives it in FLOPs.
     """
 
     linear: float = 1.0
-    """Matrix products with parameters."""
+    """Cost of a token in matrix products with parameters."""
     quadratic: float = 0.0
-    """Attention."""
+    """Cost of a pair of tokens in attention."""
 
     def cost(self, length: float) -> float:
-        """Of one row."""
+        """Return the cost of one row."""
         return self.linear * length + self.quadratic * length * length
 
 
 def deal_rows(
     lengths: Sequence[float], parts: int, workload: Workload, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Deal rows to `parts` ranks so that the heaviest has little more than the mean.
+    """Deal rows to `parts` ranks so that the heaviest rank has little more than the mean.
 
-    With `groups`, one number for each row, rows of equal number stay together. Karmarkar and Karp's
-    differencing where units × parts is at most LARGEST_DIFFERENCING (4,096 rows over 16 ranks); beyond, the
-    longest unit first to the lightest rank: as good to a part in a thousand where a rank gets tens of rows,
-    and under a second for 65,536 rows over 1,024 ranks. Returns the rows of each part, ascending; a part may
-    be empty.
+    With `groups`, one number for each row, rows of equal number stay together. The method is Karmarkar and
+    Karp's differencing where units × parts is at most LARGEST_DIFFERENCING (4,096 rows over 16 ranks). Beyond
+    that the longest unit goes first to the lightest rank, which is as good to a part in a thousand where a
+    rank gets tens of rows, and takes under a second for 65,536 rows over 1,024 ranks. Returns the rows of
+    each part, ascending; a part may be empty.
     """
     units = _units(len(lengths), groups)
     costs = [sum(workload.cost(lengths[row]) for row in unit) for unit in units]
@@ -53,15 +54,17 @@ def deal_rows(
 
 
 def even_in_groups(num_groups: int, parts: int) -> bool:
-    """Whether ranks that get whole groups, of about equal size, have about as much to do: for who may also
-    deal row by row.
+    """Whether ranks that get whole groups of about equal size have about as much work each.
+
+    It is for callers that may also deal row by row.
     """
     return num_groups % parts == 0 or num_groups >= 4 * parts
 
 
 def deal_in_order(num_rows: int, parts: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """Deal rows as they stand, in chunks whose sizes differ by at most one, longer ones first; with `groups`
-    in whole groups.
+    """Deal rows in their order, in chunks whose sizes differ by at most one, longer chunks first.
+
+    With `groups`, one number for each row, the rows of a group stay together.
     """
     if parts < 1:
         raise ConfigError(f"cannot split rows into {parts} parts: at least 1 is needed")
@@ -91,7 +94,7 @@ def split_micro_batches(
     The number of bins is that of first-fit decreasing; where it is possible, the rows are then spread evenly
     over that many bins. With `groups`, one number for each row, rows of equal number stay together, wherever
     they stand. Returns row indices, ascending inside each bin; bins are ordered by their first row. Raises
-    ConfigError for a row, or a group, that is above the limits alone.
+    ConfigError for a row, or a group, that alone exceeds the limits.
     """
     if max_tokens < 1 or (max_rows is not None and max_rows < 1):
         raise ConfigError(
@@ -111,7 +114,7 @@ def split_micro_batches(
 
 
 def _units(num_rows: int, groups: Sequence[int] | None) -> list[list[int]]:
-    """Rows that go together, by their first row."""
+    """Return lists of rows that stay together, ordered by their first row."""
     if groups is None:
         return [[row] for row in range(num_rows)]
     assert len(groups) == num_rows, f"{len(groups)} group numbers for {num_rows} rows"
@@ -170,7 +173,9 @@ def _first_fit(
 def _spread(
     order: Sequence[int], sizes: Sequence[int], counts: Sequence[int], max_tokens: int, max_rows: int, k: int
 ) -> list[list[int]] | None:
-    """Longest unit first into the lightest bin; None where the caps do not allow it with k bins."""
+    """Put the longest unit first into the lightest bin; return None where the caps do not allow it with k
+    bins.
+    """
     bins: list[list[int]] = [[] for _ in range(k)]
     rows = [0] * k
     heap = [(0, index) for index in range(k)]  # a bin leaves the heap when it has max_rows
@@ -206,7 +211,8 @@ def karmarkar_karp(weights: Sequence[float], k: int) -> list[list[int]]:
     ]
     heapq.heapify(heap)
     for count in range(len(weights), 2 * len(weights) - 1):
-        left, right = heapq.heappop(heap)[2], heap[0][2]
+        left = heapq.heappop(heap)[2]
+        right = heap[0][2]
         joined = [_join(heavy, light) for heavy, light in zip(left, reversed(right))]
         joined.sort()
         heapq.heapreplace(heap, (joined[0][0] - joined[-1][0], count, joined))
@@ -221,7 +227,7 @@ def _join(left: _Part, right: _Part) -> _Part:
         return left
     if left[2] is None:
         return right
-    return (left[0] + right[0], left[1] if left[1] < right[1] else right[1], (left[2], right[2]))
+    return (left[0] + right[0], min(left[1], right[1]), (left[2], right[2]))
 
 
 def _members(part: _Part) -> Iterator[int]:
@@ -235,7 +241,10 @@ def _members(part: _Part) -> Iterator[int]:
 
 
 def _longest_first(weights: Sequence[float], k: int) -> list[list[int]]:
-    """The heaviest first, each to the lightest of k parts; parts differ by at most the heaviest weight."""
+    """Deal the heaviest unit first, each to the lightest of k parts.
+
+    Parts differ by at most the heaviest weight.
+    """
     parts: list[list[int]] = [[] for _ in range(k)]
     heap = [(0.0, index) for index in range(k)]
     for unit in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):

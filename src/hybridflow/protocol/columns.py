@@ -1,5 +1,5 @@
-"""What one column can do: turn into an array of objects, be compared, indexed and joined. DataProto is built
-on these.
+"""Operations on one column: to an array of objects, comparison, indexing and joining. DataProto is built on
+these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ class BatchError(DataError, ValueError):
 
 
 def object_array(values: Any, name: str) -> ObjectArray:
-    """One Python object a row; a sequence of lists stays a column of lists and never becomes a matrix."""
+    """Return an array with one Python object a row.
+
+    A sequence of lists stays a column of lists and never becomes a matrix.
+    """
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
@@ -60,8 +63,9 @@ def same(left: Any, right: Any) -> bool:
 
 
 def first_difference(left: Tensor | ObjectArray, right: Tensor | ObjectArray) -> int | None:
-    """The first row in which two columns differ (NaN equals NaN), None where they agree, 0 where shapes or
-    types differ.
+    """Return the first row in which two columns differ (NaN equals NaN), or None where they agree.
+
+    It is 0 where shapes or types differ.
     """
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.shape != right.shape or left.dtype != right.dtype:

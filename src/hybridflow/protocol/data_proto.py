@@ -81,7 +81,7 @@ class DataProto:
         }
         self.meta_info = deepcopy(dict(meta_info or {}))
         if batch is None:
-            num_rows = len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
+            num_rows = len(next(iter(self.non_tensor_batch.values()), ()))
             batch = TensorDict({}, batch_size=[num_rows])
         self.batch = batch
         self.check_consistency()
@@ -145,7 +145,8 @@ class DataProto:
             raise BatchError("cannot concatenate: no parts were given")
         meta_info = _join_meta([part.meta_info for part in parts])
         filled = [part for part in parts if len(part)] or [parts[0]]
-        names, columns = set(filled[0].batch.keys()), set(filled[0].non_tensor_batch)
+        names = set(filled[0].batch.keys())
+        columns = set(filled[0].non_tensor_batch)
         for index, part in enumerate(filled[1:], start=1):
             odd = (names ^ set(part.batch.keys())) | (columns ^ set(part.non_tensor_batch))
             if odd:
@@ -257,7 +258,8 @@ class DataProto:
                 "select_idxs to pick rows"
             )
         moved = self.select_idxs(index)
-        self.batch, self.non_tensor_batch = moved.batch, moved.non_tensor_batch
+        self.batch = moved.batch
+        self.non_tensor_batch = moved.non_tensor_batch
         return self
 
     def make_iterator(
@@ -285,7 +287,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Only the fields named; None keeps all of a kind. Raises BatchError naming a field that is missing."""
+        """Return the named fields only; None keeps all of a kind. Raises BatchError for a missing field."""
         tensors = _pick("tensor field", self._tensors(), batch_keys)
         columns = _pick("non-tensor field", self.non_tensor_batch, non_tensor_batch_keys)
         meta_info = _pick("meta_info entry", self.meta_info, meta_info_keys)
@@ -312,7 +314,8 @@ class DataProto:
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         kept = {*self.batch.keys(), *self.non_tensor_batch} - set(old)
-        missing, taken = [name for name in old if name not in self], sorted(kept & set(new))
+        missing = [name for name in old if name not in self]
+        taken = sorted(kept & set(new))
         if len(old) != len(new) or len(set(new)) != len(new) or missing or taken:
             raise BatchError(f"cannot rename {old} to {new}: missing {missing}, already there {taken}")
         names = dict(zip(old, new, strict=True))
@@ -335,7 +338,8 @@ class DataProto:
             self.batch = TensorDict({}, batch_size=[len(other)])
         if len(self) != len(other) and _fields(other):
             raise BatchError(f"cannot join a batch of {len(self)} rows with one of {len(other)}")
-        mine, theirs = _fields(self), _fields(other)
+        mine = _fields(self)
+        theirs = _fields(other)
         for name in mine.keys() & theirs.keys():
             row = first_difference(mine[name], theirs[name])
             if row is not None:

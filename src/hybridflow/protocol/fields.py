@@ -1,7 +1,8 @@
 """The field table: what each field of a batch is, who writes it and who reads it.
 
-B rows = prompts × n, P prompt tokens, R response tokens, T = P + R. Padded tensors are how the driver stores them: prompts
-left-padded, responses right-padded; workers pack. `describe` turns the table into text for documents and messages.
+B rows = prompts × n, P prompt tokens, R response tokens, T = P + R. Padded tensors are how the driver stores
+them: prompts left-padded, responses right-padded; workers pack. `describe` turns the table into text for
+documents and messages.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class DataProtoFuture:
 
 class _Piece:
     def __init__(self, index: int, chunks: int) -> None:
-        self.index, self.chunks = index, chunks
+        self.index = index
+        self.chunks = chunks
 
     def __call__(self, parts: Sequence[DataProto]) -> DataProto:
         return parts[0].chunk(self.chunks)[self.index]

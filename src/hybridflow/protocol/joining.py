@@ -1,9 +1,9 @@
-"""Batches of different widths and columns, one under the other.
+"""Joining batches of different widths and columns, one under the other.
 
     [B1, P1 + R1], [B2, P2 + R2] ──join_rows──► [B1 + B2, P + R], P and R those of the longest prompt and
     response that are there
 
-Which side of a field has the padding follows from its axes in the field table.
+The axes of a field in the field table decide on which side it is padded.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ def join_rows(parts: Sequence[DataProto], pad_id: int) -> DataProto:
     """
     filled = with_all_columns([part for part in parts if len(part)] or list(parts[:1]))
     widths = [_longest(part) for part in filled]
-    prompt, response = max(width[0] for width in widths), max(width[1] for width in widths)
+    prompt = max(width[0] for width in widths)
+    response = max(width[1] for width in widths)
     return DataProto.concat([_fit(part, prompt, response, pad_id) for part in filled])
 
 
 def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
-    """Every part with the object columns of all: rewards of different sources return different keys."""
+    """Return every part with the object columns of all parts.
+
+    Rewards of different sources return different keys.
+    """
     found: dict[str, list[Any]] = {}
     for part in parts:
         for name, column in part.non_tensor_batch.items():
@@ -52,9 +56,12 @@ def with_all_columns(parts: Sequence[DataProto]) -> list[DataProto]:
 
 
 def _longest(part: DataProto) -> tuple[int, int]:
-    attended, width = part.batch["attention_mask"], part.batch["prompts"].shape[1]
+    attended = part.batch["attention_mask"]
+    width = part.batch["prompts"].shape[1]
     lengths = [attended[:, :width].sum(-1), attended[:, width:].sum(-1)]
-    return (int(lengths[0].max()), int(lengths[1].max())) if len(part) else (0, 0)
+    if not len(part):
+        return 0, 0
+    return int(lengths[0].max()), int(lengths[1].max())
 
 
 def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
@@ -80,20 +87,16 @@ def _fit(part: DataProto, prompt: int, response: int, pad_id: int) -> DataProto:
 
 
 def _left(tensor: Tensor, width: int, fill: int) -> Tensor:
-    """Padding on the left added or taken away."""
+    """Return the tensor with padding on the left added or removed, so that it has `width` columns."""
     more = width - tensor.shape[1]
-    return (
-        torch.cat([tensor.new_full((len(tensor), more), fill), tensor], dim=1)
-        if more >= 0
-        else tensor[:, -more:]
-    )
+    if more < 0:
+        return tensor[:, -more:]
+    return torch.cat([tensor.new_full((len(tensor), more), fill), tensor], dim=1)
 
 
 def _right(tensor: Tensor, width: int, fill: int) -> Tensor:
-    """Padding on the right added or taken away."""
+    """Return the tensor with padding on the right added or removed, so that it has `width` columns."""
     more = width - tensor.shape[1]
-    return (
-        torch.cat([tensor, tensor.new_full((len(tensor), more), fill)], dim=1)
-        if more >= 0
-        else tensor[:, :width]
-    )
+    if more < 0:
+        return tensor[:, :width]
+    return torch.cat([tensor, tensor.new_full((len(tensor), more), fill)], dim=1)

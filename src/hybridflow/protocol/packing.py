@@ -50,13 +50,13 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Number of tokens N."""
         return int(self.input_ids.shape[0])
 
     @property
     def shared_predict_index(self) -> Tensor:
-        """`predict_index` of rows that share prompts, read off `places`: on the CPU, so that nothing waits
-        for a device.
+        """`predict_index` of rows that share prompts, read off `places` on the CPU, so that no device is
+        waited for.
         """
         assert self.places is not None, "these rows share nothing"
         rows = zip(self.places.split(self.lengths), self.lengths, self.num_predicted, strict=True)
@@ -84,7 +84,8 @@ def pack(batch: DataProto) -> PackedBatch:
     Raises BatchError for a row without tokens, a response without a prompt token before it (nothing predicts
     its first token), and for `responses` that are not the tail of `input_ids`.
     """
-    input_ids, responses = batch.batch["input_ids"], batch.batch["responses"]
+    input_ids = batch.batch["input_ids"]
+    responses = batch.batch["responses"]
     attended = batch.batch["attention_mask"].bool()
     num_rows, width = responses.shape
     start = input_ids.shape[1] - width
@@ -125,16 +126,20 @@ def pack(batch: DataProto) -> PackedBatch:
 
 
 def share_prompts(packed: PackedBatch) -> PackedBatch:
-    """The same rows with every prompt once, however many rows begin with it; `packed` itself where no two
-    rows do.
+    """Return the same rows with every prompt stored once, however many rows begin with it.
 
-    What is predicted and where it belongs stays as it was. Packed on the CPU, before `to`.
+    What is predicted and its place in [B, R] stay as they were. `packed` itself is returned where no two rows
+    share a prompt. It works on the CPU, before `to`.
     """
     ids = packed.input_ids.numpy()
     known: dict[bytes, int] = {}
-    places, kept, start, num_kept = torch.empty(packed.num_tokens, dtype=torch.int64), [], 0, 0
+    places = torch.empty(packed.num_tokens, dtype=torch.int64)
+    kept = []
+    start = 0
+    num_kept = 0
     for length, predicted in zip(packed.lengths, packed.num_predicted, strict=True):
-        prompt, end = length - predicted, start + length
+        prompt = length - predicted
+        end = start + length
         first = known.get(key := ids[start : start + prompt].tobytes())
         own = start if first is None else start + prompt
         if first is None:
@@ -148,7 +153,8 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
     if num_kept == packed.num_tokens:
         return packed
     keep = torch.cat(kept)
-    input_ids, position_ids = packed.input_ids[keep], packed.position_ids[keep]
+    input_ids = packed.input_ids[keep]
+    position_ids = packed.position_ids[keep]
     return replace(
         packed,
         input_ids=input_ids,
@@ -187,7 +193,9 @@ def make_rows(
     policy sampled (default: all). Raises BatchError where the lists do not match or a row is longer than the
     width asked for.
     """
-    masks = response_masks if response_masks is not None else [[1] * len(row) for row in responses]
+    masks = response_masks
+    if masks is None:
+        masks = [[1] * len(row) for row in responses]
     if not len(prompts) == len(responses) == len(masks):
         raise BatchError(
             f"rows do not match: {len(prompts)} prompts, {len(responses)} responses, {len(masks)} response "
@@ -212,7 +220,8 @@ def _pad(
     rows: Sequence[Sequence[int]], pad_id: int, width: int | None, what: str, *, left: bool
 ) -> tuple[Tensor, Tensor]:
     longest = max((len(row) for row in rows), default=0)
-    width = longest if width is None else width
+    if width is None:
+        width = longest
     if longest > width:
         raise BatchError(f"a {what} of {longest} tokens does not fit into a width of {width}")
     ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)

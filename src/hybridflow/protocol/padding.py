@@ -1,5 +1,6 @@
-"""Extra rows so that a count divides, and their removal. Extra rows carry an empty `loss_mask`, so they teach
-nothing.
+"""Extra rows so that the number of rows divides, and their removal.
+
+Extra rows have an empty `loss_mask`, so nothing is learned from them.
 """
 
 from __future__ import annotations

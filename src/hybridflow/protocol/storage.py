@@ -1,5 +1,6 @@
-"""A batch as a folder: tensors in `tensors.safetensors`, all else in `meta.json`. Nothing read here can run
-code.
+"""A batch as a folder: tensors in `tensors.safetensors`, all else in `meta.json`.
+
+Reading it cannot run code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 from hybridflow.errors import DataError
 from hybridflow.protocol.columns import BatchError
 
-_TENSORS, _META, _FORMAT = "tensors.safetensors", "meta.json", 1
+_TENSORS = "tensors.safetensors"
+_META = "meta.json"
+_FORMAT = 1
 
 
 def write(
@@ -49,7 +52,7 @@ def write(
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[Any]], dict[str, Any], int]:
-    """Tensors, columns, meta_info and the number of rows."""
+    """Return the tensors, columns, meta_info and the number of rows of a saved batch."""
     for name in (_TENSORS, _META):
         if not (folder / name).is_file():
             raise DataError(f"{folder} holds no saved DataProto: {name} is missing")

@@ -27,7 +27,9 @@ UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "old_log_probs"
 
 
 def policy_forward(temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False) -> ForwardFn:
-    """Ask a PolicyModel for log-probs, and entropy and Σπ² if wanted, at the rollout's temperature."""
+    """Return a forward that asks a PolicyModel for log-probs, and entropy and Σπ² if wanted, at
+    `temperature`.
+    """
 
     def forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
         outputs = module(
@@ -47,13 +49,17 @@ def policy_forward(temperature: float, with_entropy: bool, with_sum_pi_squared: 
 
 
 class ActorWorker(StatefulWorker):
-    """Holds the policy's engine. Its module is the one that generates."""
+    """A worker that holds the policy's engine; where the rollout shares its process, it generates with this
+    module.
+    """
 
     def __init__(
         self, engine: TrainEngine, config: ActorConfig, *, temperature: float, log_prob_limits: BatchLimits
     ) -> None:
         super().__init__(engine)
-        self.config, self.temperature, self.log_prob_limits = config, temperature, log_prob_limits
+        self.config = config
+        self.temperature = temperature
+        self.log_prob_limits = log_prob_limits
         self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
         self._export: WeightExport | None = None
         self.limits = BatchLimits(
@@ -67,8 +73,9 @@ class ActorWorker(StatefulWorker):
     def log_probs(
         self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False
     ) -> DataProto:
-        """old_log_probs, and where asked entropys and sum_pi_squared, each [B, R] float32 (nats, Σπ²), under
-        the weights as they are.
+        """Return old_log_probs, and where asked entropys and sum_pi_squared, under the current weights.
+
+        Each is [B, R] float32; log-probs and entropy are in nats.
         """
         ask = policy_forward(self.temperature, with_entropy, with_sum_pi_squared)
         outputs = self.engine.forward(batch, ask, self.log_prob_limits)
@@ -77,10 +84,10 @@ class ActorWorker(StatefulWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale, watch: Watch | None = None) -> Metrics:
-        """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it.
+        """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it.
 
-        `watch`: the weights are still those that generated; TrainingError in exact mode where the log-probs
-        are not.
+        With `watch` the weights are still those that generated: in exact mode TrainingError is raised where
+        the log-probs differ.
         """
         wants_entropy = self.config.entropy_coeff != 0.0
         loss = policy_loss(self.config, scale, self.loss)
@@ -91,7 +98,7 @@ class ActorWorker(StatefulWorker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def weight_sums(self) -> dict[str, int]:
-        """Checksums of the weights as they are, by name."""
+        """Return checksums of the current weights, by name."""
         return weight_sums(self.engine.module)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
@@ -101,9 +108,7 @@ class ActorWorker(StatefulWorker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:
-        """This rank's part of the weights as they are now, called `version`, for replicas in processes of
-        their own.
-        """
+        """Return this rank's part of the weights, called `version`, for replicas in other processes."""
         if self._export is None:
             assert isinstance(self.engine.module, PolicyModel), "the actor's module is a policy"
             self._export = WeightExport(self.engine.module, self.engine.narrow, self.engine.device)
@@ -125,7 +130,9 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         with_sum_pi_squared: bool = False,
         also: Sequence[str] = (),
     ) -> DataProto:
-        """See `ActorWorker.log_probs`; `also`: further columns, such as `group_ids`, by which rows are dealt."""
+        """See `ActorWorker.log_probs`; `also` names further columns, such as `group_ids`, by which rows are
+        dealt.
+        """
         rows = batch.select([*POLICY_COLUMNS, *also], [])
         return self.call(
             ActorWorker.log_probs, rows, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
@@ -140,10 +147,10 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         prepare: Prepare | None = None,
         watch: Watch | None = None,
     ) -> Metrics:
-        """Epochs × mini-batches of optimizer steps; `also`: columns that the loss reads beside those that
-        every loss has.
+        """Take an optimizer step for each mini-batch of each epoch.
 
-        `watch` is for the first of them, the only one under the weights that generated.
+        `also` names columns that the loss reads beside those that every loss has. `watch` is for the first
+        mini-batch, the only one under the weights that generated.
         """
         first = [watch]
 

@@ -1,4 +1,4 @@
-"""Do generation and training say the same of a token? What is measured of it, and the alarm of exact mode.
+"""The comparison of log-probs of generation and of training: what is measured, and the alarm of exact mode.
 
 an update's first forward, under the weights that generated ──watched──► its log-probs against old_log_probs,
 entropy, then the loss
@@ -24,27 +24,31 @@ APART = "training/rollout_log_probs_diff_max"
 
 @dataclass(frozen=True)
 class Watch:
-    """What to look at in the first forward of a step's updates, whose `old_log_probs` are the rollout's."""
+    """The check on the first forward of an update, in steps whose `old_log_probs` are the rollout's."""
 
     step: int
     exact: bool
-    """They are equal to the bit, as far as is known."""
+    """True in exact mode, where both are expected to be equal to the bit."""
     stops: bool = True
-    """In exact mode any difference ends the run; else it is measured."""
+    """In exact mode: True if a difference ends the run, False if it is only measured."""
 
 
 def sampled_tokens(batch: DataProto) -> Tensor:
-    """[B, R] bool: the tokens that the policy of this run sampled."""
+    """Return [B, R] bool: the tokens that the policy of this run sampled."""
     mask: Tensor = batch.batch["response_mask"] & own_rows(batch)[:, None]
     return mask
 
 
 def difference(rollout: Tensor, trained: Tensor) -> Metrics:
-    """How far log-probs of generation are from those of training, both [N] in nats; nothing for no tokens."""
+    """Measure how far log-probs of generation and of training are apart, both [N] in nats.
+
+    The result is empty for no tokens.
+    """
     metrics = Metrics()
     if rollout.numel() == 0:
         return metrics
-    log_difference, apart = (rollout - trained).abs(), (rollout.exp() - trained.exp()).abs()
+    log_difference = (rollout - trained).abs()
+    apart = (rollout.exp() - trained.exp()).abs()
     metrics.add_max(APART, log_difference.max())
     metrics.add_max("training/rollout_probs_diff_max", apart.max())
     metrics.add_mean("training/rollout_probs_diff_mean", apart.sum(), float(apart.numel()))
@@ -52,16 +56,22 @@ def difference(rollout: Tensor, trained: Tensor) -> Metrics:
 
 
 def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> None:
-    """TrainingError where log-probs [B, R] of sampled tokens are not equal to the bit; it names the first
-    that differs.
+    """Raise TrainingError where log-probs [B, R] of sampled tokens are not equal to the bit.
+
+    The message names the first token that differs.
     """
     wrong = (rollout != trained) & sampled_tokens(rows)
     if not bool(wrong.any()):
         return
     row, token = (int(place) for place in wrong.nonzero()[0])
-    row_id = int(rows.batch["row_id"][row]) if "row_id" in rows else row
-    uid = f" of prompt {rows.non_tensor_batch['uid'][row]}" if "uid" in rows.non_tensor_batch else ""
-    ours, theirs = f"{float(rollout[row, token]):.9g}", f"{float(trained[row, token]):.9g}"
+    row_id = row
+    if "row_id" in rows:
+        row_id = int(rows.batch["row_id"][row])
+    uid = ""
+    if "uid" in rows.non_tensor_batch:
+        uid = f" of prompt {rows.non_tensor_batch['uid'][row]}"
+    ours = f"{float(rollout[row, token]):.9g}"
+    theirs = f"{float(trained[row, token]):.9g}"
     raise TrainingError(
         f"exact mode, step {step}: row {row_id}{uid}, response token {token} has log-prob {ours} from the "
         f"rollout and {theirs} from "
@@ -74,10 +84,9 @@ def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> 
 
 
 def check_same_weights(actor: dict[str, int], replicas: Sequence[dict[str, int]], step: int) -> None:
-    """TrainingError where a replica has generated with other weights than the actor's, by checksums of their
-    bits.
+    """Raise TrainingError where a replica has generated with other weights than the actor's, by checksums.
 
-    A bit of no weight is lost here; in log-probs the lowest ones of a weight are, as far as they are rounded
+    Checksums see every bit of a weight. Log-probs would miss its lowest bits, as far as they are rounded
     away.
     """
     for rank, sums in enumerate(replicas):
@@ -93,16 +102,15 @@ def check_same_weights(actor: dict[str, int], replicas: Sequence[dict[str, int]]
 
 
 def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
-    """`loss`, after a look at the log-probs and the entropy that it is given; `keeps_entropy`: the loss has a
-    use for entropy, too.
+    """Return `loss` preceded by a check of the log-probs and the entropy that it is given.
+
+    `keeps_entropy` says whether the loss itself uses the entropy.
     """
 
     def look_first(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
-        sampled, trained, rollout = (
-            sampled_tokens(micro),
-            outputs["log_probs"].detach(),
-            micro.batch["old_log_probs"],
-        )
+        sampled = sampled_tokens(micro)
+        trained = outputs["log_probs"].detach()
+        rollout = micro.batch["old_log_probs"]
         if watch.exact and watch.stops:
             check_same(micro, rollout, trained, watch.step)
         metrics = difference(rollout[sampled], trained[sampled])
@@ -119,12 +127,9 @@ def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
             metrics.add_mean(
                 "actor/entropy", masked_sum(outputs["entropy"].detach(), learned), float(learned.sum())
             )
-        given = (
-            outputs
-            if keeps_entropy
-            else {name: value for name, value in outputs.items() if name != "entropy"}
-        )
-        share, found = loss(given, micro)
+        if not keeps_entropy:
+            outputs = {name: value for name, value in outputs.items() if name != "entropy"}
+        share, found = loss(outputs, micro)
         metrics.update(found)
         return share, metrics
 

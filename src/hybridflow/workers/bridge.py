@@ -1,9 +1,11 @@
-"""The only place that touches both DataProto and the maths: rows in, named columns out.
+"""The conversion between DataProto and the maths: rows go in, named columns come out.
 
 uid, acc ──identify──► group_ids, positive
 token_level_scores ──apply_kl_penalty──► token_level_rewards ──estimate_advantages──► advantages, returns
 rollout_log_probs, old_log_probs ──correct_rollout──► rollout_is_weights, a narrower loss_mask
 micro-batch + outputs ──policy_loss / critic_loss / sft_loss──► the loss's share, metrics
+
+No other module calls both.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ LOSS_SHARES = (
 
 
 def kl_controller(config: AlgorithmConfig) -> KLController:
-    """The controller of KL-in-reward that `algorithm.kl_ctrl` asks for."""
+    """Return the controller of KL-in-reward that `algorithm.kl_ctrl` asks for."""
     control = config.kl_ctrl
     if control.type == "adaptive":
         return AdaptiveKLController(control.kl_coef, target=control.target_kl, horizon=control.horizon)
@@ -57,20 +59,21 @@ def kl_controller(config: AlgorithmConfig) -> KLController:
 
 
 def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
-    """The estimator by its name in the table, or a user's own by `path.py:name`.
+    """Return the estimator with its name in the table, or a user's own given as `path.py:name`.
 
     Raises ConfigError for entries of `algorithm.options` that it does not take.
     """
-    name, options = algorithm.adv_estimator, algorithm.options
+    name = algorithm.adv_estimator
+    options = algorithm.options
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     if estimator is None:
         function = load_function(name, key="algorithm.adv_estimator")
         own = getattr(function, "__wrapped__", function)
         # where its file has registered it, what it said there counts here, too
         registered = [known for known in ADVANTAGE_ESTIMATORS.values() if known.function is own]
-        estimator = (
-            replace(registered[0], function=function) if registered else AdvantageEstimator.of(function)
-        )
+        estimator = AdvantageEstimator.of(function)
+        if registered:
+            estimator = replace(registered[0], function=function)
     unknown = [] if estimator.takes_all else sorted(options.keys() - {*estimator.needs, *estimator.takes})
     if unknown:
         raise ConfigError(
@@ -82,11 +85,12 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
 
 
 def find_policy_loss(config: ActorConfig) -> PolicyLoss:
-    """The policy loss by its name in the table, or a user's own by `path.py:name`.
+    """Return the policy loss with its name in the table, or a user's own given as `path.py:name`.
 
     Raises ConfigError for entries of `policy_loss.options` that it does not take.
     """
-    name, options = config.policy_loss.loss_mode, config.policy_loss.options
+    name = config.policy_loss.loss_mode
+    options = config.policy_loss.options
     key = "actor_rollout_ref.actor.policy_loss.loss_mode"
     loss = POLICY_LOSSES.get(name)
     if loss is None:
@@ -96,7 +100,9 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
             for known in POLICY_LOSSES.values()
             if known.function is getattr(function, "__wrapped__", function)
         ]
-        loss = replace(registered[0], function=function) if registered else PolicyLoss(function)
+        loss = PolicyLoss(function)
+        if registered:
+            loss = replace(registered[0], function=function)
     unknown = sorted(options.keys() - set(loss.keywords))
     if unknown:
         raise ConfigError(
@@ -108,8 +114,10 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
 
 
 def identify(batch: DataProto) -> DataProto:
-    """group_ids [B] int64, equal for the rows of one `uid`; positive [B] bool: `acc` is 1 (without `acc`: the
-    score is above 0).
+    """Return the columns group_ids [B] int64 and positive [B] bool.
+
+    group_ids are equal for the rows of one `uid`. positive is true where `acc` is 1, or without `acc` where
+    the score is above 0.
     """
     scores = batch.batch["token_level_scores"]
     right = (scores * batch.batch["response_mask"]).sum(-1) > 0
@@ -127,18 +135,20 @@ def identify(batch: DataProto) -> DataProto:
 def apply_kl_penalty(
     batch: DataProto, config: AlgorithmConfig, controller: KLController
 ) -> tuple[DataProto, Metrics]:
-    """token_level_rewards = scores - beta * kl, beta updated after use; without KL-in-reward the scores as
-    they are.
+    """Return token_level_rewards = scores - beta * kl, and update beta after its use.
+
+    Without KL-in-reward the rewards are the scores.
     """
-    scores, metrics = batch.batch["token_level_scores"], Metrics()
+    scores = batch.batch["token_level_scores"]
+    metrics = Metrics()
     if not config.use_kl_in_reward:
         return _columns(token_level_rewards=scores), metrics
     mask = batch.batch["response_mask"]
     kl = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], config.kl_penalty, mask)
     tokens = mask.sum(-1)
-    current = (
-        float((kl.sum(-1) / tokens.clamp(min=1))[tokens > 0].mean()) if bool((tokens > 0).any()) else 0.0
-    )
+    current = 0.0
+    if bool((tokens > 0).any()):
+        current = float((kl.sum(-1) / tokens.clamp(min=1))[tokens > 0].mean())
     metrics.add_mean("actor/reward_kl_penalty", current)
     metrics.add_last("actor/reward_kl_penalty_coeff", controller.value)
     rewards = scores - controller.value * kl
@@ -147,7 +157,7 @@ def apply_kl_penalty(
 
 
 def group_ids(batch: DataProto) -> Tensor:
-    """[B] int64: rows with the same `uid` have the same number, numbered in order of appearance."""
+    """Return [B] int64: the same number for rows with the same `uid`, in order of appearance."""
     numbers: dict[str, int] = {}
     return torch.tensor(
         [numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]], dtype=torch.int64
@@ -155,10 +165,9 @@ def group_ids(batch: DataProto) -> Tensor:
 
 
 def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: AdvantageEstimator) -> DataProto:
-    """advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator`
-    (`find_estimator`).
-    """
-    algorithm, process = config.algorithm, config.reward.process_reward_model
+    """Return advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator`."""
+    algorithm = config.algorithm
+    process = config.reward.process_reward_model
     available: dict[str, Any] = dict(batch.batch.items())
     available |= {
         "group_ids": group_ids(batch),
@@ -180,8 +189,9 @@ def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: Advantag
 
 
 def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
-    """[B, K] float32: what the reward returned under each of `algorithm.gdpo_reward_keys`; `score` is the
-    score itself.
+    """Return [B, K] float32: the reward's value under each of `algorithm.gdpo_reward_keys`.
+
+    The key `score` stands for the score itself.
     """
     columns: dict[str, Any] = dict(batch.non_tensor_batch)
     # every reward may have failed, and nothing is learned from these rows anyway
@@ -190,10 +200,14 @@ def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
     columns["score"] = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1).tolist()
     missing = [key for key in keys if key not in columns]
     if missing:
+        numbers = [
+            key
+            for key, values in columns.items()
+            if all(isinstance(value, (bool, int, float)) for value in values)
+        ]
         raise ConfigError(
             f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which the reward does not return: it "
-            "returns "
-            f"{', '.join(sorted(key for key, values in columns.items() if all(isinstance(v, (bool, int, float)) for v in values)))}"
+            f"returns {', '.join(sorted(numbers))}"
         )
     for key in keys:
         odd = [value for value in columns[key] if not isinstance(value, (bool, int, float)) or value != value]
@@ -209,8 +223,9 @@ def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
 
 
 def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) -> DataProto:
-    """Rows drawn with replacement by their scores (PF-PPO), with every field of theirs; duplicates get fresh
-    row ids.
+    """Draw rows with replacement by their scores (PF-PPO), with all their fields.
+
+    Duplicates get fresh row ids.
     """
     scores = (batch.batch["token_level_scores"] * batch.batch["response_mask"]).sum(-1)
     rows = resample_rows(
@@ -221,7 +236,7 @@ def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) 
 
 @dataclass(frozen=True)
 class Correction:
-    """What rollout correction says of a batch."""
+    """The result of rollout correction on a batch."""
 
     weights: Tensor | None
     """rollout_is_weights [B, R] float32; None without `rollout_is`."""
@@ -234,9 +249,11 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`.
 
     Weights are of all sampled tokens: a row that is left out of the loss still counts in the baseline of its
-    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor measured.
+    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor
+    measured.
     """
-    mask, rollout = batch.batch["loss_mask"], batch.batch["rollout_log_probs"]
+    mask = batch.batch["loss_mask"]
+    rollout = batch.batch["rollout_log_probs"]
     own = own_rows(batch)[:, None]
     sampled = mask & own
     weights = None
@@ -256,12 +273,14 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
             log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold
         )
     metrics = Metrics()
-    level, threshold = config.rollout_is or "token", config.rollout_is_threshold
+    level = config.rollout_is or "token"
+    threshold = config.rollout_is_threshold
     measured = correction_metrics(
         log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
     )
-    units = sampled.any(-1) if level == "sequence" else sampled
-    num_weights = float(units.sum())
+    num_weights = float(sampled.sum())
+    if level == "sequence":
+        num_weights = float(sampled.any(-1).sum())
     for name, value in measured.items():
         if isinstance(value, tuple):
             metrics.add_mean(name, *value)
@@ -274,29 +293,33 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     outside = mask & ~sampled
     if weights is not None:
         weights = torch.where(outside, 1.0, weights)
-    return Correction(weights, None if keep is None else keep | outside, metrics)
+    if keep is not None:
+        keep = keep | outside
+    return Correction(weights, keep, metrics)
 
 
 def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """Those of `rollout_corr/*` that are means, so that micro-batches and ranks add up; [B, R], in nats."""
+    """Return the metrics `rollout_corr/*` that are means, so that micro-batches and ranks add up.
+
+    log_probs, rollout_log_probs [B, R] float, nats; mask [B, R] bool.
+    """
     measured = correction_metrics(log_probs, rollout_log_probs, mask)
     return ratios({name: value for name, value in measured.items() if isinstance(value, tuple)})
 
 
 def own_rows(batch: DataProto) -> Tensor:
-    """[B] bool: the rows that the policy sampled, which leaves out SPIN's answers of the data: scores,
-    lengths and entropy are of these.
+    """Return [B] bool: the rows that the policy sampled.
+
+    SPIN's answers of the data are not among them. Scores, lengths and entropy are measured on these rows.
     """
-    told = batch.batch.get("is_demonstration", None)
-    return (
-        torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device)
-        if told is None
-        else ~told
-    )
+    if "is_demonstration" in batch:
+        sampled: Tensor = ~batch.batch["is_demonstration"]
+        return sampled
+    return torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device)
 
 
 def loss_parameters(config: ActorConfig) -> dict[str, Any]:
-    """Parameters of the run by the names under which losses take them."""
+    """Return the parameters of the run by the names under which losses take them."""
     loss = config.policy_loss
     return {
         "loss_agg_mode": config.loss_agg_mode,
@@ -322,8 +345,9 @@ def loss_parameters(config: ActorConfig) -> dict[str, Any]:
 def select_tokens(
     batch: DataProto, config: ActorConfig, base: PolicyLoss, log_probs: Tensor, generator: torch.Generator
 ) -> DataProto:
-    """The columns that a loss with a `select` makes of a whole mini-batch, under its current `log_probs` [B,
-    R].
+    """Return the columns that a loss with a `select` makes of a whole mini-batch.
+
+    log_probs [B, R] float, nats, are those of the current weights.
     """
     assert base.select is not None, "asked of a loss that selects nothing"
     rows = batch.batch
@@ -340,7 +364,10 @@ def select_tokens(
 
 
 def leave_out_unpaired(batch: DataProto, base: PolicyLoss) -> None:
-    """Narrow `loss_mask`, for a loss over groups, to the tokens with an advantage and the rows with a partner."""
+    """Narrow `loss_mask` for a loss over groups.
+
+    What stays are tokens with an advantage, in rows that have the other rows that the loss needs.
+    """
     if base.keeps_groups:
         batch.narrow_loss_mask(batch.batch["advantages"] != 0)
     if base.learns_from is not None:
@@ -350,13 +377,16 @@ def leave_out_unpaired(batch: DataProto, base: PolicyLoss) -> None:
 
 
 def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:
-    """The actor's loss on a micro-batch, normalised by the counts of its whole mini-batch; `base` is
-    `find_policy_loss`'s.
+    """Return the actor's loss on a micro-batch, normalised by the counts of its whole mini-batch.
+
+    `base` is the result of `find_policy_loss`.
     """
-    parameters, mode = loss_parameters(config), config.loss_agg_mode or base.agg_mode
+    parameters = loss_parameters(config)
+    mode = config.loss_agg_mode or base.agg_mode
 
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
-        rows, mask = micro.batch, micro.batch["loss_mask"]
+        rows = micro.batch
+        mask = micro.batch["loss_mask"]
         log_prob = outputs["log_probs"]
         chosen = base.arguments(parameters | dict(rows.items()))
         out = base.function(
@@ -395,7 +425,9 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
 
 
 def critic_loss(config: CriticConfig, scale: LossScale, loss_scale_factor: float | None) -> LossFn:
-    """The critic's clipped value loss on a micro-batch, normalised by the counts of its whole mini-batch."""
+    """Return the critic's clipped value loss on a micro-batch, normalised by the counts of its whole
+    mini-batch.
+    """
 
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         rows = micro.batch
@@ -417,7 +449,7 @@ def critic_loss(config: CriticConfig, scale: LossScale, loss_scale_factor: float
 
 
 def sft_loss(scale: LossScale) -> LossFn:
-    """Negative log-likelihood, the mean over all tokens to learn of the mini-batch."""
+    """Return the negative log-likelihood, the mean over all tokens of the mini-batch to learn."""
 
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         value = aggregate(-outputs["log_probs"], micro.batch["loss_mask"], "token-mean", scale)
@@ -429,9 +461,7 @@ def sft_loss(scale: LossScale) -> LossFn:
 
 
 def ratios(values: Mapping[str, Ratio]) -> Metrics:
-    """The maths' (numerator, denominator) pairs as metrics that reduce over micro-batches and ranks without
-    bias.
-    """
+    """Return (numerator, denominator) pairs as metrics that add up over micro-batches and ranks."""
     metrics = Metrics()
     for name, (numerator, denominator) in values.items():
         metrics.add_mean(name, numerator, denominator)
@@ -439,9 +469,13 @@ def ratios(values: Mapping[str, Ratio]) -> Metrics:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the tokens of the mask; 0 where returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns) over the tokens of the mask, 0 where returns do not
+    vary.
+    """
     spread = _variance(returns, mask)
-    return 0.0 if spread < 1e-8 else 1.0 - _variance(returns - values, mask) / spread
+    if spread < 1e-8:
+        return 0.0
+    return 1.0 - _variance(returns - values, mask) / spread
 
 
 def _variance(x: Tensor, mask: Tensor) -> float:

@@ -25,7 +25,7 @@ def value_forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
 
 
 class CriticWorker(StatefulWorker):
-    """Holds the value model's engine."""
+    """A worker that holds the value model's engine."""
 
     def __init__(
         self,
@@ -36,17 +36,21 @@ class CriticWorker(StatefulWorker):
         loss_scale_factor: float | None,
     ) -> None:
         super().__init__(engine)
-        self.config, self.forward_limits, self.loss_scale_factor = config, forward_limits, loss_scale_factor
+        self.config = config
+        self.forward_limits = forward_limits
+        self.loss_scale_factor = loss_scale_factor
         self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def values(self, batch: DataProto) -> DataProto:
-        """values [B, R] float32: what is expected from the state in which each response token is chosen."""
+        """Return values [B, R] float32: the return expected in the state in which each response token is
+        chosen.
+        """
         return DataProto.from_dict(self.engine.forward(batch, value_forward, self.forward_limits))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
-        """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
+        """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it."""
         loss = critic_loss(self.config, scale, self.loss_scale_factor)
         return self.engine.train_mini_batch(batch, value_forward, loss, self.limits)
 
@@ -59,7 +63,7 @@ class CriticGroup(StatefulGroup[CriticWorker]):
         return self.call(CriticWorker.values, batch.select([*POLICY_COLUMNS], []))
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
-        """Epochs × mini-batches of optimizer steps."""
+        """Take an optimizer step for each mini-batch of each epoch."""
 
         def step(mini: DataProto, scale: LossScale) -> Metrics:
             return self.call(CriticWorker.update_mini_batch, mini, scale=scale)

@@ -14,13 +14,13 @@ from hybridflow.rollout.exact import choose_exact_mode
 
 
 def switch(module: nn.Module, mode: ExactMode | None) -> None:
-    """Compute in this mode from now on; None: as fast as possible."""
+    """Compute in this mode from now on; None means the fastest way."""
     assert isinstance(module, PolicyModel), f"exact mode is of policies, not of a {type(module).__name__}"
     module.exact = mode
 
 
 def weight_sums(module: nn.Module) -> dict[str, int]:
-    """A checksum of each weight's bits, by name."""
+    """Return a checksum of each weight's bits, by name."""
     return {
         name: int(bit_sum(weight.detach(), Box.whole(weight.shape)))
         for name, weight in module.named_parameters()
@@ -28,7 +28,10 @@ def weight_sums(module: nn.Module) -> dict[str, int]:
 
 
 class ExactRollout(Worker):
-    """What a rollout worker adds for it; an engine without a module of ours has no such mode."""
+    """The part of a rollout worker that exact mode needs.
+
+    An engine that does not generate with a module of ours has no exact mode.
+    """
 
     engine: RolloutEngine
 

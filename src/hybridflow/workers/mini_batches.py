@@ -29,17 +29,19 @@ class MiniBatchPlan:
     shuffle: bool
     seed: int
     step: int
-    """The training step: with the seed and the epoch it keys the order."""
+    """The training step, which with the seed and the epoch decides the order."""
     drawn_from: int | None = None
-    """Prompts of the batch before its rows were drawn again (PF-PPO); None where rows are as generated. Draws
-    leave groups of any size, so that mini-batches are then cut by rows, each in proportion to its prompts.
+    """Number of prompts of the batch before its rows were drawn again (PF-PPO); None where rows are as
+    generated. Draws leave groups of any size, so mini-batches are then cut by rows, each in proportion to its
+    prompts.
     """
 
 
 def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[int]]:
-    """Row indices of each mini-batch, over all epochs; the last one of an epoch may be smaller.
+    """Yield the row indices of each mini-batch, over all epochs; the last one of an epoch may be smaller.
 
-    Ranks and balancing play no part here, so the same rows meet in an optimizer step on any number of devices.
+    Ranks and balancing play no part here, so the same rows meet in an optimizer step on any number of
+    devices.
     """
     units = _units(uids, plan)
     num_groups = len(units) if plan.drawn_from is None else plan.drawn_from
@@ -58,7 +60,9 @@ def mini_batch_rows(uids: Sequence[str], plan: MiniBatchPlan) -> Iterator[list[i
 
 
 def _units(uids: Sequence[str], plan: MiniBatchPlan) -> list[list[int]]:
-    """Rows that stay together: those of a prompt, or each row for itself where rows were drawn again."""
+    """Return lists of rows that stay together: the rows of a prompt, or single rows where they were drawn
+    again.
+    """
     if plan.drawn_from is not None:
         return [[row] for row in range(len(uids))]
     groups: dict[str, list[int]] = {}
@@ -83,14 +87,15 @@ def update_by_mini_batches(
     prepare: Prepare | None = None,
 ) -> Metrics:
     """Call `update(rows, counts)` for each mini-batch in turn; one with nothing to learn from is counted and
-    left out.
+    skipped.
 
-    `prepare` sees each mini-batch whole, before it is counted: what must be decided over all of its rows is
-    decided there. The counts are of the whole mini-batch, so that neither ranks nor micro-batches change the
-    loss. Rows with nothing to learn from stay behind.
+    `prepare` sees each mini-batch whole, before it is counted, so that it can decide over all rows. The
+    counts are of the whole mini-batch, so that neither ranks nor micro-batches change the loss. Rows with
+    nothing to learn from are left out.
     """
     # the uid only to recognise the rows of a step that was skipped
-    metrics, rows = Metrics(), batch.select([*columns], ["uid"])
+    metrics = Metrics()
+    rows = batch.select([*columns], ["uid"])
     mini_batches = list(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan))
     for number, indices in enumerate(progress.each(mini_batches, "mini-batch", len(mini_batches))):
         mini = rows.select_idxs(indices)

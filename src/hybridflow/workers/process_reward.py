@@ -1,12 +1,11 @@
-"""The implicit process reward model of PRIME: a policy that learns from outcomes which tokens led there, and
-its typed group.
+"""The implicit process reward model of PRIME, and its typed group.
 
     input_ids, ref_log_prob ──rewards──► process_rewards q_t = β (log π_rm − log π_ref)
-    …, positive             ──update───► the model's weights, by cross-entropy of σ(β Σ_t (log π_rm − log
-    π_ref)) against the outcome
+    …, positive             ──update───► the model's weights, by cross-entropy of
+                                         σ(β Σ_t (log π_rm − log π_ref)) against the outcome
 
-A response is judged by all of its sampled tokens: a narrower `loss_mask` leaves whole rows out, never tokens
-of a row.
+It is a policy that learns from outcomes which tokens led to them. A response is judged by all of its sampled
+tokens: a narrower `loss_mask` leaves out whole rows, never tokens of a row.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ UPDATE_COLUMNS = (*REWARD_COLUMNS, "loss_mask", "positive")
 
 
 def outcome_loss(beta: float, scale: LossScale) -> LossFn:
-    """Cross-entropy against the outcome on a micro-batch, the mean over the rows of its whole mini-batch."""
+    """Return the cross-entropy against the outcome on a micro-batch, the mean over the rows of its
+    mini-batch.
+    """
 
     def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
         rows = micro.batch
@@ -47,7 +48,7 @@ def outcome_loss(beta: float, scale: LossScale) -> LossFn:
 
 
 class ProcessRewardWorker(StatefulWorker):
-    """Holds the reward model's engine."""
+    """A worker that holds the reward model's engine."""
 
     def __init__(
         self,
@@ -58,15 +59,18 @@ class ProcessRewardWorker(StatefulWorker):
         limits: BatchLimits,
     ) -> None:
         super().__init__(engine)
-        self.config, self.temperature, self.limits = config, temperature, limits
+        self.config = config
+        self.temperature = temperature
+        self.limits = limits
         self.ask = policy_forward(temperature, with_entropy=False)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rewards(self, batch: DataProto) -> DataProto:
-        """process_rewards [B, R] float32, 0 outside `response_mask`, under the weights as they are."""
+        """Return process_rewards [B, R] float32, 0 outside `response_mask`, under the current weights."""
         check_token_ids(batch, self.engine)
         log_prob = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
-        rows, config = batch.batch, self.config
+        rows = batch.batch
+        config = self.config
         rewards = implicit_rewards(
             log_prob,
             rows["ref_log_prob"],
@@ -78,7 +82,7 @@ class ProcessRewardWorker(StatefulWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
-        """One optimizer step on the rows of one mini-batch; `scale` counts the whole of it."""
+        """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it."""
         check_token_ids(batch, self.engine)
         return self.engine.train_mini_batch(
             batch, self.ask, outcome_loss(self.config.beta, scale), self.limits
@@ -93,7 +97,7 @@ class ProcessRewardGroup(StatefulGroup[ProcessRewardWorker]):
         return self.call(ProcessRewardWorker.rewards, batch.select([*REWARD_COLUMNS], []))
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
-        """Epochs × mini-batches of optimizer steps."""
+        """Take an optimizer step for each mini-batch of each epoch."""
 
         def step(mini: DataProto, scale: LossScale) -> Metrics:
             return self.call(ProcessRewardWorker.update_mini_batch, mini, scale=scale)

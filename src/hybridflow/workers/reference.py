@@ -1,5 +1,6 @@
-"""The reference policy: what the actor is held to by a KL term, or starts its pairs from. It stands still
-between copies of the actor.
+"""The reference policy, which a KL term or a preference loss compares the actor with.
+
+Its weights change only when the actor is copied to it (`algorithm.ref_update_freq`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 
 def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
-    """Raise ModelError for a token that the engine's model has no row for: heads of one family are padded to
-    different sizes.
+    """Raise ModelError for a token that the engine's model has no row for.
+
+    Heads of models of one family are padded to different sizes.
     """
     if len(batch) == 0:  # a rank may be dealt no rows
         return
-    rows, highest = (
-        int(engine.module.get_parameter("head.weight").shape[0]),
-        int(batch.batch["input_ids"].max()),
-    )
+    rows = int(engine.module.get_parameter("head.weight").shape[0])
+    highest = int(batch.batch["input_ids"].max())
     if highest >= rows:
         raise ModelError(
             f"the actor sampled the token id {highest}, which is padding of its own head, and this model "
@@ -35,11 +35,11 @@ def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
 
 
 class ReferenceWorker(StatefulWorker):
-    """Holds a policy without an optimizer; `column` names what it gives, since a teacher is the same with
-    other weights.
+    """A policy without an optimizer; `column` names its log-probs, since a teacher differs in its weights
+    only.
 
-    With `without_adapters` the engine is that of an actor in training by LoRA: its base, which never moves,
-    is the reference.
+    With `without_adapters` the engine is that of an actor in training by LoRA; the base of that model, which
+    never changes, is the reference.
     """
 
     def __init__(
@@ -52,12 +52,10 @@ class ReferenceWorker(StatefulWorker):
         without_adapters: bool = False,
     ) -> None:
         super().__init__(engine)
-        self.temperature, self.limits, self.column, self.without_adapters = (
-            temperature,
-            limits,
-            column,
-            without_adapters,
-        )
+        self.temperature = temperature
+        self.limits = limits
+        self.column = column
+        self.without_adapters = without_adapters
         assert not without_adapters or has_adapters(engine.module), (
             "a model without adapters cannot be its own reference"
         )
@@ -77,5 +75,5 @@ class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     """The driver's view of the reference."""
 
     def log_probs(self, batch: DataProto, *, also: Sequence[str] = ()) -> DataProto:
-        """ref_log_prob [B, R]; `also` as `ActorGroup.log_probs` has it."""
+        """Return ref_log_prob [B, R]; `also` is that of `ActorGroup.log_probs`."""
         return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS, *also], []))

@@ -1,9 +1,9 @@
-"""The rollout worker: generation with the actor's weights, where they are or after they have come.
+"""The rollout worker: generation with the actor's weights, shared or sent.
 
-same process, one rank      the actor's own module: nothing to do
-same processes, shards      gathered when the engine wakes up, freed when it sleeps
-processes of its own        pushed by `RolloutGroup.update_from` before a step
-engine with its own         pushed into the engine by the same call, wherever it is (vLLM, SGLang)
+same process, one rank      the engine uses the actor's own module; nothing is sent
+same processes, shards      shards are gathered when the engine wakes up and freed when it sleeps
+other processes             `RolloutGroup.update_from` pushes weights before a step
+engine with own weights     the same call pushes weights into the engine, wherever it is (vLLM, SGLang)
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from hybridflow.workers.exact import ExactRollout
 
 
 class RolloutWorker(ExactRollout):
-    """Holds a generation engine; `pushed` where its weights are its own and come from the actor's ranks,
-    `owned` where they come from the policy in this process.
+    """A generation engine with the source of its weights.
+
+    `pushed` is set where the weights are the engine's own and come from the actor's ranks, `owned` where they
+    come from the policy in this process; neither where the engine shares the actor's module.
     """
 
     def __init__(
@@ -31,17 +33,18 @@ class RolloutWorker(ExactRollout):
         pushed: PushedWeights | StagedWeights | None = None,
         owned: OwnedWeights | None = None,
     ) -> None:
-        self.engine, self.pushed, self.owned = engine, pushed, owned
+        self.engine = engine
+        self.pushed = pushed
+        self.owned = owned
 
     @register(dispatch_mode=Dispatch.DP_DEAL)
     def generate(
         self, requests: Sequence[GenerationRequest], *, policy_version: int
     ) -> list[GenerationOutput]:
-        """All requests answered, in their order; the KV cache is given back afterwards, and gathered weights
-        are.
+        """Answer all requests, in their order; afterwards the KV cache and gathered weights are freed.
 
-        `policy_version`: that of the actor's weights now. RolloutError where this replica's own weights are
-        older.
+        `policy_version` is the version of the actor's current weights. Raises RolloutError where this
+        replica's own weights are older.
         """
         if self.pushed is None and self.owned is None:
             self.engine.set_version(policy_version)
@@ -62,21 +65,22 @@ class RolloutWorker(ExactRollout):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:
-        """Take over what the actor's ranks sent, unless this rank shares the actor's; RolloutError where it
-        is not what they hold.
+        """Load the weights that the actor's ranks sent, unless this rank shares the actor's.
+
+        Raises RolloutError where they are not what the actor's ranks hold.
         """
         if self.pushed is not None:
             self.pushed.update(self.engine, shares, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def renew_weights(self, *, version: int) -> None:
-        """Take over the weights of the policy in this process, unless the engine shares them."""
+        """Load the weights of the policy in this process, unless the engine shares them."""
         if self.owned is not None:
             self.owned.update(self.engine, version)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def stats(self) -> RolloutStats:
-        """What the newest `generate` did on this replica."""
+        """Return the statistics of the newest `generate` on this replica."""
         return self.engine.stats
 
 
@@ -86,16 +90,16 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     def generate(
         self, requests: Sequence[GenerationRequest], *, policy_version: int
     ) -> list[GenerationOutput]:
-        """See `RolloutWorker.generate`; requests of one prompt go to one replica, outputs come in the order
-        of the requests.
+        """See `RolloutWorker.generate`; requests of one prompt go to one replica, outputs keep the order of
+        requests.
         """
         return self.call(RolloutWorker.generate, requests, policy_version=policy_version)
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
-        """Bring the actor's weights, now called `version`, to replicas that have their own; nothing moves
-        where all share the actor's.
+        """Send the actor's weights, called `version` from now on, to replicas that have their own.
 
-        RolloutError where the two share processes and the rollout is not on all of the actor's.
+        Nothing is sent where all replicas share the actor's module. Raises RolloutError where the two share
+        processes and the rollout is not on all processes of the actor.
         """
         if self.backend.together(actor.role, self.role):
             if self.world_size < actor.world_size:
@@ -113,5 +117,5 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         self.call(RolloutWorker.update_weights, shares.by_reference(), version=version)
 
     def stats(self) -> RolloutStats:
-        """What the newest `generate` did on all replicas."""
+        """Return the statistics of the newest `generate` on all replicas together."""
         return RolloutStats.join(self.call_list(RolloutWorker.stats), together=True)

@@ -1,4 +1,6 @@
-"""From the configuration to the rollout worker of a rank: which weights it generates with, and how they come."""
+"""Building the rollout worker of a rank from the configuration, with its engine and the source of its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,12 @@ def build_rollout_worker(
     lora: LoraSettings | None = None,
     tokenizer: str | None = None,
 ) -> RolloutWorker:
-    """The rollout worker of this rank; all ranks of its process group build it together.
+    """Return the rollout worker of this rank; all ranks of its process group build it together.
 
-    `actor_engine`: the actor's, where it lives in this process. `model`: the arguments of `build_policy`, for
-    a rank without the actor; its dtype must then be the one in which the actor computes. `tokenizer`: its
-    folder, for engines that read one. Raises ConfigError where `tensor_model_parallel_size` does not divide
-    the ranks, ModelError where it does not suit the model.
+    `actor_engine` is the actor's, where it lives in this process. `model` holds the arguments of
+    `build_policy` for a rank without the actor; its dtype must be the one in which the actor computes.
+    `tokenizer` is the folder of the tokenizer, for engines that read one. Raises ConfigError where
+    `tensor_model_parallel_size` does not divide the ranks, ModelError where it does not suit the model.
     """
     if config.name in ("vllm", "sglang"):
         return _with_own_weights(config, actor_engine, model, eos_token_ids, lora, tokenizer)
@@ -60,7 +62,9 @@ def build_rollout_worker(
     policy = actor_engine.module
     assert isinstance(policy, PolicyModel), "the actor's module is a policy"
     if replica.size == 1 and not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
-        shared = RestingWeights(actor_engine, None) if actor_engine.rests else None
+        shared = None
+        if actor_engine.rests:
+            shared = RestingWeights(actor_engine, None)
         return RolloutWorker(build(policy, source=shared))
     dtypes = {
         name: actor_engine.narrow.get(name, parameter.dtype) for name, parameter in policy.named_parameters()
@@ -75,8 +79,9 @@ def build_rollout_worker(
 def _decode(
     config: RolloutConfig, tokenizer: str | None, model: dict[str, Any]
 ) -> Callable[[Sequence[int]], str] | None:
-    """Token ids to text, special tokens too, where responses end with texts; only then is the tokenizer
-    loaded here.
+    """Return the function from token ids to text, special tokens included, for responses that end with texts.
+
+    Only then is the tokenizer loaded here; otherwise the result is None.
     """
     if not config.stop:
         return None
@@ -120,8 +125,9 @@ def _with_own_weights(
     lora: LoraSettings | None,
     tokenizer: str | None,
 ) -> RolloutWorker:
-    """With weights that are pushed: from the actor's module, or from a copy of it on the CPU that the actor's
-    ranks keep new.
+    """Return the worker of an engine that has weights of its own, which are pushed to it.
+
+    They come from the actor's module, or from a copy of it on the CPU that the actor's ranks keep up to date.
     """
     device = torch.device(model["device"])
     facts = ModelFacts(

@@ -1,4 +1,4 @@
-"""The supervised learner: the same engine as the actor's, with a likelihood loss."""
+"""The worker of supervised fine-tuning: the same engine as the actor's, with a likelihood loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 
 class SFTWorker(StatefulWorker):
-    """Holds the engine of a model in supervised fine-tuning."""
+    """A worker that holds the engine of a model in supervised fine-tuning."""
 
     def __init__(self, engine: TrainEngine, limits: BatchLimits) -> None:
         super().__init__(engine)
@@ -22,16 +22,14 @@ class SFTWorker(StatefulWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update(self, batch: DataProto, *, scale: LossScale) -> Metrics:
-        """One optimizer step on the rows of `batch`; `scale` counts all of them."""
+        """Take one optimizer step on the rows of `batch`; `scale` counts all of them."""
         return self.engine.train_mini_batch(batch, self.ask, sft_loss(scale), self.limits)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def evaluate(self, batch: DataProto) -> Metrics:
-        """`val/loss`: mean negative log-likelihood of the tokens to learn, nats."""
-        log_probs, mask = (
-            self.engine.forward(batch, self.ask, self.limits)["log_probs"],
-            batch.batch["loss_mask"],
-        )
+        """Return `val/loss`, the mean negative log-likelihood in nats of the tokens to learn."""
+        log_probs = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
+        mask = batch.batch["loss_mask"]
         metrics = Metrics()
         metrics.add_mean("val/loss", -(log_probs * mask).sum(), mask.sum())
         return metrics

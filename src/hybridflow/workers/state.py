@@ -1,5 +1,4 @@
-"""What every worker with an engine can do: save and load its part of a checkpoint, and take over another
-role's weights.
+"""Checkpointing and copying of weights, for every worker with an engine.
 
 driver: group.save(folder, parts) ──► all ranks write their own files ──► digests of all files
 driver: group.start_save(...) ──► copies taken ··· training goes on ··· group.save_done() ──►
@@ -31,7 +30,7 @@ Digests = Mapping[str, FileDigest]
 
 
 class StatefulWorker(Worker):
-    """A worker that owns one training engine; the ranks of its role are those of its process group."""
+    """A worker that owns one training engine; the ranks of its role form its process group."""
 
     _saving: PendingShards | None = None
     _copies: CpuCopies | None = None
@@ -41,30 +40,33 @@ class StatefulWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save(self, folder: str, parts: Sequence[str]) -> Digests:
-        """Write the parts of the engine's state that are named (`model`, `optimizer`, `scheduler`); gives the
-        digests of all ranks.
+        """Write the named parts of the engine's state (`model`, `optimizer`, `scheduler`).
+
+        Returns the digests of the files of all ranks.
         """
         return _of_all_ranks(save_shards(Path(folder), self._parts(parts)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_save(self, folder: str, parts: Sequence[str]) -> None:
-        """Like `save`, until the state is copied; a thread writes the copy."""
+        """Copy the state as `save` does, and let a thread write the copy."""
         assert self._saving is None, f"{self.role} is saving: call finish_save first"
         self._copies = self._copies or CpuCopies()
         self._saving = start_shards(Path(folder), self._parts(parts), self._copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_done(self) -> bool:
-        """True when no rank is writing any more."""
+        """Return True when no rank is writing any more."""
         return all(gather_objects(self._saving is None or self._saving.done()))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_save(self) -> Digests:
-        """Wait until all ranks have written; digests as of `save`. CheckpointError names the first rank that
-        could not and why.
+        """Wait until all ranks have written, and return the digests as `save` does.
+
+        Raises CheckpointError with the first rank that could not write, and why.
         """
         assert self._saving is not None, f"{self.role} is not saving: call start_save first"
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         try:
             mine: Digests | str = saving.wait()
         except CheckpointError as error:
@@ -73,19 +75,17 @@ class StatefulWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load(self, folder: str, parts: Sequence[str]) -> None:
-        """Take over saved parts of a state, in place, each rank its share, by however many ranks it was
-        saved.
-        """
+        """Load saved parts of a state in place, each rank its share, whatever number of ranks saved them."""
         self.engine.load_state_dict(load_shards(Path(folder), self._parts(parts)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights(self) -> dict[str, Tensor]:
-        """This rank's share of the parameters, by name."""
+        """Return this rank's share of the parameters, by name."""
         return {name: local(tensor) for name, tensor in self.engine.state_dict()["model"].items()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_weights(self, weights: dict[str, Tensor]) -> None:
-        """Become, in place, what the rank of the same number of another role gave by `weights`."""
+        """Load, in place, the `weights` of the rank of the same number of another role."""
         model = self.engine.state_dict()["model"]
         odd = sorted(set(model) ^ set(weights))
         odd += [
@@ -107,10 +107,12 @@ class StatefulWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def write_huggingface(self, folder: str, *, with_weights: bool) -> None:
-        """Write the policy's Hugging Face folder but for the tokenizer: configuration, and weights if asked,
-        each rank its share.
+        """Write the policy's Hugging Face folder without the tokenizer, each rank its share.
+
+        It holds the configuration, and the weights if asked for.
         """
-        module, group = self.engine.module, dist.group.WORLD if dist.is_initialized() else None
+        module = self.engine.module
+        group = dist.group.WORLD if dist.is_initialized() else None
         assert isinstance(module, PolicyModel), f"{self.role} is no policy"
         if not with_weights:
             if self.rank == 0:
@@ -147,8 +149,9 @@ class StatefulGroup(WorkerGroup[W]):
         return self.call(StatefulWorker.save_done)
 
     def wait_saved(self, seconds: float) -> bool:
-        """Wait until no rank is writing any more, at most so long; whether it came to that. WorkerError where
-        a rank does not answer.
+        """Wait at most `seconds` until no rank is writing any more; return whether none is.
+
+        Raises WorkerError where a rank does not answer.
         """
         end = time.monotonic() + seconds
         while not self.submit(StatefulWorker.save_done).result(max(0.0, end - time.monotonic())):
@@ -166,7 +169,7 @@ class StatefulGroup(WorkerGroup[W]):
         self.call(StatefulWorker.load, str(folder.absolute()), parts)
 
     def weights(self) -> dict[str, Tensor]:
-        """See `StatefulWorker.weights`; those of rank 0."""
+        """Return `StatefulWorker.weights` of rank 0."""
         return self.call(StatefulWorker.weights)
 
     def write_huggingface(self, folder: Path, *, with_weights: bool) -> None:
@@ -174,8 +177,9 @@ class StatefulGroup(WorkerGroup[W]):
         self.call(StatefulWorker.write_huggingface, str(folder.absolute()), with_weights=with_weights)
 
     def copy_from(self, other: StatefulGroup[Any]) -> None:
-        """Become what another role of the same model is now; each rank's share goes to the rank of the same
-        number, not by the driver.
+        """Take over the current weights of another role of the same model.
+
+        Each rank's share goes straight to the rank of the same number, not through the driver.
         """
         assert other.world_size == self.world_size, (
             f"{other.role} has {other.world_size} ranks, {self.role} {self.world_size}"
@@ -184,7 +188,11 @@ class StatefulGroup(WorkerGroup[W]):
 
 
 def _of_all_ranks(mine: Digests | str) -> Digests:
-    """The digests of all ranks; a rank that could not write gives the reason in their place."""
+    """Return the digests of all ranks.
+
+    A rank that could not write hands in the reason in place of its digests, which is raised as
+    CheckpointError.
+    """
     found: dict[str, FileDigest] = {}
     for rank, told in enumerate(gather_objects(mine)):
         if isinstance(told, str):

@@ -1,7 +1,7 @@
-"""The teacher of on-policy distillation: a frozen policy of the actor's vocabulary that reads the actor's
+"""The teacher of on-policy distillation: a frozen policy of the actor's vocabulary that scores the actor's
 samples.
 
-Its worker is a `ReferenceWorker` that gives the column `teacher_log_probs`.
+Its worker is a `ReferenceWorker` whose column is `teacher_log_probs`.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ class TeacherGroup(WorkerGroup[ReferenceWorker]):
     """The driver's view of the teacher."""
 
     def log_probs(self, batch: DataProto) -> DataProto:
-        """teacher_log_probs [B, R] float32 nats, at the rollout's temperature."""
+        """Return teacher_log_probs [B, R] float32, nats, at the rollout's temperature."""
         return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS], []))

@@ -117,7 +117,7 @@ BAD_ALGORITHMS = [
         "data.train_batch_size=1024",
     ),
     (
-        [f"{OVERLONG}.enable=true"],
+        [f"{OVERLONG}.enable=true", f"{OVERLONG}.len=4096"],
         "overlong_buffer_cfg.len=4096 is more than reward.reward_kwargs.max_resp_len=512",
     ),
     (

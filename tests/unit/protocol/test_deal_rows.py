@@ -1,4 +1,4 @@
-"""Dealing rows to ranks by what they cost, and what is left of the balance under the caps of micro-batches."""
+"""Dealing rows to ranks by what they cost, and the balance that caps of micro-batches leave."""
 
 from __future__ import annotations
 

@@ -92,3 +92,24 @@ def test_papers_bounds_reach_the_loss(tmp_path: Path) -> None:
     gspo = prepared("gspo", tmp_path, "data.task.name=arithmetic_chain").actor_rollout_ref.actor
     assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
     assert load_config(PPOConfig, [], recipe="dppo_kl").config.actor_rollout_ref.actor.clip_ratio_c == 20.0
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl"])
+def test_dppo_has_its_papers_largest_ratio_without_its_recipe_too(loss: str) -> None:
+    key = "actor_rollout_ref.actor"
+    base = ["actor_rollout_ref.model.path=some/model", "data.task.name=arithmetic_chain"]
+    mode = f"{key}.policy_loss.loss_mode={loss}"
+    config, notes, _ = prepare_config(PPOConfig, [*base, mode])
+    assert config.actor_rollout_ref.actor.clip_ratio_c == 20.0
+    assert any("clip_ratio_c=20.0" in note for note in notes)
+    own = prepare_config(PPOConfig, [*base, mode, f"{key}.clip_ratio_c=5"]).config
+    assert own.actor_rollout_ref.actor.clip_ratio_c == 5.0
+    assert prepare_config(PPOConfig, base).config.actor_rollout_ref.actor.clip_ratio_c == 3.0
+
+
+@pytest.mark.parametrize(("longest", "buffer"), [(5120, 1024), (512, 102), (3, 1)])
+def test_dapos_overlong_buffer_is_a_fifth_of_the_longest_response(longest: int, buffer: int) -> None:
+    keys = ["actor_rollout_ref.model.path=some/model", "data.task.name=arithmetic_chain"]
+    keys.append(f"data.max_response_length={longest}")
+    config = prepare_config(PPOConfig, keys, recipe="dapo").config
+    assert config.reward.reward_kwargs.overlong_buffer_cfg.len == buffer

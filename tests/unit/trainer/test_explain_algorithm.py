@@ -170,7 +170,7 @@ def test_a_number_is_labelled_by_the_symbols_that_stand_in_the_equation() -> Non
     assert {formula.label(number): number.value for number in formula.numbers} == {
         "δ_low = clip_low": 0.2,
         "δ_high = clip_high": 0.2,
-        "c = clip_c": 3.0,
+        "c = clip_c": 20.0,
     }
     assert formula.label(Number((), 1, "a.block.key")) == "key"
 

@@ -1,4 +1,4 @@
-"""The hf engine as the rollout of a run: on the actor's own module, on shards of it, and on pushed weights."""
+"""The hf engine as the rollout of a run: on the actor's module, on shards of it, on pushed weights."""
 
 from __future__ import annotations
 

@@ -45,11 +45,9 @@ def gae(
         policy_lam = (1 - 1 / (lam_length_alpha * mask.sum(-1).clamp(min=1).to(delta.dtype))).clamp(0.0, 1.0)
     running = discounted_sum(delta, mask, gamma * policy_lam)
     own_lam = lam if lam_critic is None else lam_critic
-    to_teach = (
-        running
-        if lam_length_alpha is None and own_lam == lam
-        else discounted_sum(delta, mask, gamma * own_lam)
-    )
+    to_teach = running
+    if lam_length_alpha is not None or own_lam != lam:
+        to_teach = discounted_sum(delta, mask, gamma * own_lam)
     return Advantages(
         advantages=masked_whiten(running, learned_from(mask, loss_mask)),
         returns=zero_outside(to_teach + state_values, mask),

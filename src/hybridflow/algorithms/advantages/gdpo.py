@@ -37,8 +37,10 @@ def gdpo(
     Left out: the paper's rewards that count only where another is reached (that is the reward function's),
     and a KL penalty in the reward, which is no component.
     """
-    mask, components = response_mask.bool(), at_least_float32(reward_components)
-    counts, num_keys = mask.any(dim=-1), components.shape[-1]
+    mask = response_mask.bool()
+    components = at_least_float32(reward_components)
+    counts = mask.any(dim=-1)
+    num_keys = components.shape[-1]
     weights = [1.0] * num_keys if gdpo_reward_weights is None else list(gdpo_reward_weights)
     if len(weights) != num_keys:
         raise ConfigError(
@@ -46,7 +48,8 @@ def gdpo(
             "each of "
             "algorithm.gdpo_reward_keys, or none for 1 each"
         )
-    total, varies = components.new_zeros(len(components)), torch.zeros_like(counts)
+    total = components.new_zeros(len(components))
+    varies = torch.zeros_like(counts)
     for weight, scores in zip(weights, components.unbind(-1), strict=True):
         group = group_statistics(scores, counts, group_ids)
         total = total + weight * against_the_group(group, norm_by_std=True)

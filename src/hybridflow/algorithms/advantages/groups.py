@@ -3,8 +3,8 @@
     scores [B], counts [B] bool, group_ids [B] int64, any numbers ──► sum, maximum, mean and deviation, the
     one best row of each group
 
-A row counts where the policy sampled a token of it; what a row that does not count holds, NaN included, has
-no effect.
+A row counts where the policy sampled a token of it. The values of a row that does not count, NaN included,
+have no effect.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Each [B]: every row has its group's."""
+    """Statistics of each row's group, [B] each."""
 
     size: Tensor
-    """int64: rows that count."""
+    """int64: number of rows of the group that count."""
     mean: Tensor
     """float."""
     centred: Tensor
-    """float: the row's own score minus the mean, subtracted before it is rounded; 0 where a row does not count."""
+    """float: the row's score minus the mean, subtracted before rounding; 0 where a row does not count."""
     std: Tensor
     """float, Bessel-corrected; 0 for fewer than two rows."""
     varies: Tensor
@@ -35,8 +35,8 @@ class GroupStatistics:
 def group_statistics(scores: Tensor, counts: Tensor, group_ids: Tensor) -> GroupStatistics:
     """Mean and deviation of scores [B] float over the rows of each group where `counts` [B] bool.
 
-    group_ids [B] int64. Sums and differences are taken in float64, so that a large offset of all scores does not
-    round their differences away; what is returned has the dtype of `scores`.
+    group_ids [B] int64. Sums and differences are taken in float64, so that a large offset of all scores does
+    not round their differences away; what is returned has the dtype of `scores`.
     """
     exact = torch.where(counts, scores, 0.0).double()
     size = group_sum(counts.double(), group_ids)
@@ -68,10 +68,10 @@ def group_max(scores: Tensor, counts: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def group_best(scores: Tensor, counts: Tensor, group_ids: Tensor, row_id: Tensor | None = None) -> Tensor:
-    """[B] bool: the row with the highest score of each group, one a group; of equal ones that of the smallest
-    row id [B] int64.
+    """Return [B] bool: the row with the highest score of each group, one row a group.
 
-    Without row ids the first of equal rows. A group without a row that counts has no best.
+    Of equal scores the row with the smallest row id [B] int64 is taken, without row ids the first. A group
+    without a row that counts has no best row.
     """
     order = counts.nonzero().squeeze(-1)
     if row_id is not None:
@@ -85,6 +85,6 @@ def group_best(scores: Tensor, counts: Tensor, group_ids: Tensor, row_id: Tensor
 
 
 def _numbered(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Groups as 0, 1, 2, …, and how many there are."""
+    """Return the groups numbered 0, 1, 2, …, and how many there are."""
     _, group = torch.unique(group_ids, return_inverse=True)
     return group, int(group.max()) + 1 if group.numel() else 0

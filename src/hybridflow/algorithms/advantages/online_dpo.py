@@ -1,4 +1,4 @@
-"""Which responses of a group make the pair of online DPO: Guo et al., 2402.04792."""
+"""The pairs of online DPO, chosen among the responses of a group: Guo et al., 2402.04792."""
 
 from __future__ import annotations
 

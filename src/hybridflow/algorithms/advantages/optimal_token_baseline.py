@@ -25,13 +25,14 @@ def optimal_token_baseline(
     A_t = G_t − B_t; returns = G.
 
     token_level_rewards, old_log_probs (nats), sum_pi_squared (Σ_v π(v)² over the vocabulary) [B, R] float;
-    response_mask [B, R] bool;
-    group_ids [B] int64, equal for the responses of one prompt. G_t = Σ_{t' ≥ t} r_t' is the reward to go, π_t = exp(old_log_probs) the
-    probability of the sampled token. w_t is the squared length of the gradient of logπ_t in the logits, W_t that of the row so far, and
-    B_t the baseline of least variance at step t. Sums run over sampled tokens, the group's only over rows that sampled position t. With
-    `rollout_is_weights` ρ̄ [B, R] float, w_t is multiplied by ρ̄_t². Beyond the second longest row of the group B_t = 0: the longest would
-    be its own baseline. Where all W are 0 (a certain token: no gradient either) B_t is the plain mean of G_t. A row alone in its group
-    gets 0, and so do all rows of a group whose scores are equal.
+    response_mask [B, R] bool; group_ids [B] int64, equal for the responses of one prompt. G_t = Σ_{t' ≥ t}
+    r_t' is the reward to go, π_t = exp(old_log_probs) the probability of the sampled token. w_t is the
+    squared length of the gradient of logπ_t in the logits, W_t that of the row so far, and B_t the baseline
+    of least variance at step t. Sums run over sampled tokens, the group's only over rows that sampled
+    position t. With `rollout_is_weights` ρ̄ [B, R] float, w_t is multiplied by ρ̄_t². Beyond the second
+    longest row of the group B_t = 0: the longest would be its own baseline. Where all W are 0 (a certain
+    token: no gradient either) B_t is the plain mean of G_t. A row alone in its group gets 0, and so do all
+    rows of a group whose scores are equal.
 
     Left out: nothing but the exact gradient lengths, which the paper, too, replaces by w.
     """
@@ -51,7 +52,9 @@ def optimal_token_baseline(
     centred = (exact - mean).to(returns.dtype)
     shift = group_sum(centred * so_far, group_ids) / torch.where(total > 0, total, 1.0)
     in_company = group_sum((still_to_come(mask) > 0).to(torch.int64), group_ids) >= 2
-    advantages = torch.where(in_company, centred - shift, returns).where(mask & group.varies.unsqueeze(-1), 0.0)
+    advantages = torch.where(in_company, centred - shift, returns).where(
+        mask & group.varies.unsqueeze(-1), 0.0
+    )
     return Advantages(advantages=advantages, returns=returns)
 
 

@@ -27,10 +27,11 @@ def prime(
 
     process_rewards q, token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal
     for the responses of one prompt. q_t is the implicit process reward β·(logπ_rm − logπ_ref), q̄_j its mean
-    over the sampled tokens of row j; s = Σ_t r_t over
-    sampled tokens; n and μ_g are number and mean of the group's rows with a sampled token; c_p = `process_coef`, c_o = `outcome_coef`
-    (5 and 5 in the authors' runs). Whitening is over the tokens of `loss_mask` (default: `response_mask`).
-    A row alone in its group gets 0. Where all scores of a group are equal the outcome's part is exactly 0; the process rewards still speak.
+    over the sampled tokens of row j; s = Σ_t r_t over sampled tokens; n and μ_g are number and mean of the
+    group's rows with a sampled token; c_p = `process_coef`, c_o = `outcome_coef` (5 and 5 in the authors'
+    runs). Whitening is over the tokens of `loss_mask` (default: `response_mask`). A row alone in its group
+    gets 0. Where all scores of a group are equal the outcome's part is exactly 0; the process rewards still
+    speak.
 
     Left out: discounting, and the division of q by its largest return (an option of the authors' code).
     """

@@ -1,5 +1,6 @@
-"""Sums from a token to the end of its row, over sampled tokens only: tokens of tools and environments are no
-steps.
+"""Sums from a token to the end of its row, over sampled tokens only.
+
+Tokens of tools and environments are no steps: sums pass them unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def discounted_sum(x: Tensor, mask: Tensor, discount: float | Tensor) -> Tensor:
 
 
 def next_step(x: Tensor, mask: Tensor) -> Tensor:
-    """What x [B, R] float has at the row's next sampled token, 0 after the last one."""
+    """Return x [B, R] float at the row's next sampled token, 0 after the last one."""
     steps = zero_outside(x, mask)
     following = torch.zeros_like(steps)
     ahead = steps.new_zeros(steps.shape[0])
@@ -37,7 +38,8 @@ def next_step(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def still_to_come(mask: Tensor) -> Tensor:
-    """[B, R] int64: sampled tokens of the row at or after each position; 1 from the last sampled token back
-    to the one before it.
+    """Return the number of sampled tokens of the row at or after each position, [B, R] int64.
+
+    It is 1 from the last sampled token back to the position after the one before it.
     """
     return mask.flip(-1).cumsum(-1).flip(-1)

@@ -1,4 +1,4 @@
-"""What estimators with one advantage a row share: token rewards to scores and back to tokens."""
+"""Helpers of estimators with one advantage a row: token rewards to scores, and back to tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def learned_from(mask: Tensor, loss_mask: Tensor | None) -> Tensor:
     """[B, R] bool: the tokens of the mask that `loss_mask` leaves in, over which advantages are whitened;
     without one, all of them.
     """
-    return mask if loss_mask is None else mask & loss_mask.bool()
+    if loss_mask is None:
+        return mask
+    return mask & loss_mask.bool()
 
 
 def on_every_token(per_row: Tensor, mask: Tensor) -> Advantages:

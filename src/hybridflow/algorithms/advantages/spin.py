@@ -1,4 +1,4 @@
-"""Which responses make the pairs of self-play fine-tuning: SPIN, Chen et al., 2401.01335."""
+"""The pairs of self-play fine-tuning: SPIN, Chen et al., 2401.01335."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def spin(response_mask: Tensor, is_demonstration: Tensor, group_ids: Tensor) -> 
     Left out: the paper's rounds of several epochs on one set of samples; samples are fresh each step, and the
     reference (the opponent) is renewed every `algorithm.ref_update_freq` steps.
     """
-    mask, shown = response_mask.bool(), is_demonstration.bool()
+    mask = response_mask.bool()
+    shown = is_demonstration.bool()
     counts = mask.any(dim=-1)
     num_shown = group_sum((counts & shown).to(torch.int64), group_ids)
     num_sampled = group_sum((counts & ~shown).to(torch.int64), group_ids)

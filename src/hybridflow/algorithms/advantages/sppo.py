@@ -1,4 +1,4 @@
-"""What self-play preference optimisation aims its log-ratios at: SPPO, Wu et al., 2405.00675."""
+"""The targets of self-play preference optimisation's log-ratios: SPPO, Wu et al., 2405.00675."""
 
 from __future__ import annotations
 

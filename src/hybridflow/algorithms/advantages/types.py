@@ -1,4 +1,4 @@
-"""What an advantage estimator gives, and what its table entry says of what it needs."""
+"""The result of an advantage estimator, and the table entry that says what it needs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A function with what it needs, read off its signature (`of`): trainers and checks ask here.
+    """A function with what it needs, which `of` reads off its signature; trainers and checks ask here.
 
-    `hybridflow.config` must not load torch and so has names and needs of its own; a test keeps the two in
+    `hybridflow.config` must not load torch, so it holds names and needs of its own; a test keeps the two in
     step.
     """
 
@@ -34,16 +34,18 @@ class AdvantageEstimator:
     needs: tuple[str, ...]
     """Fields and parameters it cannot do without; it gets its arguments by these names."""
     takes: tuple[str, ...]
-    """Further ones that it takes where they are there."""
+    """Further arguments that it takes where they are available."""
     takes_all: bool
-    """True: everything that is there."""
+    """True: it takes every field that is available."""
     needs_group: bool
     """True: two or more responses a prompt (`rollout.n` ≥ 2)."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], *, needs_group: bool = False) -> AdvantageEstimator:
-        """Arguments without a default are needed, the others taken if there; `**rest` takes all. The one fact
-        that no signature tells is `needs_group`.
+        """Return the entry of a function: arguments without a default are needed, others are taken if
+        available.
+
+        `**rest` takes all that is available. `needs_group` is handed in, since no signature tells it.
         """
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -57,7 +59,7 @@ class AdvantageEstimator:
 
     @property
     def needs_critic(self) -> bool:
-        """True: it needs the `values` of a critic."""
+        """Whether it needs the `values` of a critic."""
         return "values" in self.needs
 
     def __call__(self, available: Mapping[str, Any]) -> Advantages:
@@ -72,11 +74,9 @@ class AdvantageEstimator:
                 f"advantage estimator {self.name} needs {', '.join(missing)}; there are "
                 f"{', '.join(sorted(available))}"
             )
-        names = (
-            available.keys()
-            if self.takes_all
-            else [name for name in (*self.needs, *self.takes) if name in available]
-        )
+        names = [name for name in (*self.needs, *self.takes) if name in available]
+        if self.takes_all:
+            names = list(available)
         result = self.function(**{name: available[name] for name in names})
         if isinstance(result, tuple) and len(result) == 2:  # a user's own may return a plain pair
             result = Advantages(*result)

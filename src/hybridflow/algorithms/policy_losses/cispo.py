@@ -36,7 +36,8 @@ def cispo(
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss, fractions = -weight * tokens.advantages * tokens.log_prob, {"actor/pg_clipfrac": weight != ratio}
+    loss = -weight * tokens.advantages * tokens.log_prob
+    fractions = {"actor/pg_clipfrac": weight != ratio}
     return share(
         tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
     )

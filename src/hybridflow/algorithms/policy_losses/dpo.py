@@ -52,7 +52,8 @@ def dpo(
         tokens.log_prob - zero_outside(ref_log_prob, tokens.mask).detach(), tokens.mask, dim=-1
     )
     row_advantage = masked_mean(tokens.advantages, tokens.mask, dim=-1)
-    good, bad = row_advantage > 0, row_advantage < 0
+    good = row_advantage > 0
+    bad = row_advantage < 0
     chosen, rejected = (good[:, None] & bad[None, :] & (group_ids[:, None] == group_ids[None, :])).nonzero(
         as_tuple=True
     )
@@ -70,7 +71,8 @@ def dpo(
         "actor/dpo_accuracy": ((margin > 0).sum(), count),
         "actor/dpo_margin": (dpo_beta * margin.sum(), count),
     }
-    loss, mode = spread(row_loss, tokens.mask), loss_agg_mode or "seq-mean-token-sum"
+    loss = spread(row_loss, tokens.mask)
+    mode = loss_agg_mode or "seq-mean-token-sum"
     return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)
 
 

@@ -34,7 +34,8 @@ def dppo_kl(
     else as in `dppo_tv`. Left out: as there, the top-k form.
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
-    now, old = tokens.log_prob.detach().clamp(max=0.0), tokens.old_log_prob.clamp(max=0.0)
+    now = tokens.log_prob.detach().clamp(max=0.0)
+    old = tokens.old_log_prob.clamp(max=0.0)
     divergence = _two_way_kl(old, now)
     outside = torch.where(
         tokens.advantages > 0, (divergence > clip_high) & (now > old), (divergence > clip_low) & (now < old)
@@ -44,7 +45,8 @@ def dppo_kl(
 
 def _two_way_kl(old: Tensor, now: Tensor) -> Tensor:
     """D of log-probs; infinite where the new policy is certain and the old was not."""
-    others_old, others_now = -old.expm1(), -now.expm1()
+    others_old = -old.expm1()
+    others_now = -now.expm1()
     # 0·log 0 is 0
     rest = torch.where(others_old > 0, others_old * (others_old.log() - others_now.log()), 0.0)
     return old.exp() * (old - now) + rest

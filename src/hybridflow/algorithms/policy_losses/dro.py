@@ -33,7 +33,8 @@ def dro(
     """
     tokens = compare(log_prob, old_log_prob, advantages, response_mask)
     penalty = 0.5 * dro_beta * (tokens.log_prob - tokens.old_log_prob).square()
-    loss, fractions = penalty - tokens.advantages * tokens.log_prob, {"actor/dro_penalty": penalty}
+    loss = penalty - tokens.advantages * tokens.log_prob
+    fractions = {"actor/dro_penalty": penalty}
     return share(
         tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
     )

@@ -43,8 +43,6 @@ def geo_mean(
     )
     ratio = masked_mean(bounded, tokens.mask, dim=-1).exp().unsqueeze(-1)
     loss = (-row * ratio).expand(tokens.mask.shape)
-    mode, fractions = (
-        loss_agg_mode or "seq-mean-token-mean",
-        {"actor/pg_clipfrac": bounded != tokens.log_ratio},
-    )
+    mode = loss_agg_mode or "seq-mean-token-mean"
+    fractions = {"actor/pg_clipfrac": bounded != tokens.log_ratio}
     return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, fractions)

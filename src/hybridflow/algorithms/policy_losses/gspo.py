@@ -39,5 +39,6 @@ def gspo(
     sequence = moved.clamp(-20.0, 20.0).exp().detach().unsqueeze(-1)
     ratio = sequence * (tokens.log_prob - tokens.log_prob.detach()).exp()
     loss, clip_decides = clipped(tokens.advantages, ratio, clip_low, clip_high)
-    mode, fractions = loss_agg_mode or "seq-mean-token-mean", {"actor/pg_clipfrac": clip_decides}
+    mode = loss_agg_mode or "seq-mean-token-mean"
+    fractions = {"actor/pg_clipfrac": clip_decides}
     return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, fractions)

@@ -1,4 +1,4 @@
-"""What the losses have in common: the log-ratio at the beginning, weights, aggregation and metrics at the
+"""Steps that all policy losses share: the log-ratio at the beginning; weights, aggregation and metrics at the
 end.
 
 log_prob, old_log_prob, advantages, mask ──compare──► Tokens ──(a loss)──► loss per token ──share──►
@@ -18,7 +18,7 @@ from hybridflow.algorithms.masked import masked_sum, zero_outside
 
 
 class Tokens(NamedTuple):
-    """What a policy loss reads of its tokens: each [B, R] in float32 or better, 0 outside the mask."""
+    """Inputs of a policy loss, each [B, R] in float32 or better and 0 outside the mask."""
 
     mask: Tensor
     """[B, R] bool."""
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 
 
 def compare(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tokens:
-    """The beginning of every loss; only `log_prob` is taught."""
+    """Return the tokens of a loss with their log-ratio; only `log_prob` carries a gradient."""
     a = zero_outside(advantages, response_mask).detach()
     old = zero_outside(old_log_prob, response_mask).detach()
     now = zero_outside(log_prob, response_mask)
@@ -42,13 +42,14 @@ def compare(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response
 
 def clipped(advantages: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """PPO's max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)) [B, R], and where the clip decides [B, R] bool."""
-    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     decides = bounded > plain
     return torch.where(decides, bounded, plain), decides
 
 
 def spread(row_loss: Tensor, mask: Tensor) -> Tensor:
-    """A loss per row [B] in equal parts over the row's tokens [B, R]: the sum over its tokens is the row's
+    """Return a loss per row [B] in equal parts on the row's tokens [B, R], so that their sum is the row's
     loss.
     """
     kept = mask.bool()
@@ -65,10 +66,10 @@ def share(
     fractions: Mapping[str, Tensor] | None = None,
     ratios: Mapping[str, Ratio] | None = None,
 ) -> LossOutput:
-    """The end of every loss: loss [B, R] times the weights [B, R], aggregated, beside `actor/ppo_kl` = mean
-    of −logρ over tokens.
+    """Return this micro-batch's share of the loss: loss [B, R] times the weights [B, R], aggregated.
 
-    `fractions`: further metrics [B, R] as means over tokens; `ratios`: those that count something else.
+    `fractions` are further metrics [B, R], reported as means over tokens; `ratios` are metrics that count
+    something else. `actor/ppo_kl`, the mean of −logρ over tokens, is always reported.
     """
     if rollout_is_weights is not None:
         loss = loss * zero_outside(rollout_is_weights, tokens.mask).detach()

@@ -35,7 +35,8 @@ def sapo(
     a = tokens.advantages
     tau = torch.where(a > 0, a.new_tensor(tau_pos), a.new_tensor(tau_neg))
     gate = (tau * (tokens.log_ratio.exp() - 1.0)).sigmoid()
-    mode, fractions = loss_agg_mode or "seq-mean-token-mean", {"actor/pg_gate": 4.0 * gate * (1.0 - gate)}
+    mode = loss_agg_mode or "seq-mean-token-mean"
+    fractions = {"actor/pg_gate": 4.0 * gate * (1.0 - gate)}
     return share(
         tokens, -a * (4.0 / tau) * gate, scale, rollout_is_weights, mode, loss_scale_factor, fractions
     )

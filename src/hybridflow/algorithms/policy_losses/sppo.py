@@ -38,5 +38,6 @@ def sppo(
         tokens.advantages, tokens.mask, dim=-1
     )
     measured = {"actor/sppo_error": (error.detach().abs().sum(), rows.sum())}
-    loss, mode = spread(error.square(), tokens.mask), loss_agg_mode or "seq-mean-token-sum"
+    loss = spread(error.square(), tokens.mask)
+    mode = loss_agg_mode or "seq-mean-token-sum"
     return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)

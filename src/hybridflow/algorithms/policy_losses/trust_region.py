@@ -1,4 +1,4 @@
-"""What both forms of DPPO (2602.04879) have in common: a policy gradient that stops outside a trust region."""
+"""The policy gradient of both forms of DPPO (2602.04879), which is 0 outside a trust region."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy loss is to those who call it: a function, and as data what it wants of them."""
+"""The table entry of a policy loss: its function, and as data what it needs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from hybridflow.algorithms.aggregation import LossOutput
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss with what it needs, as data. Its keyword-only arguments are parameters of the run or columns of
-    the batch, by name.
+    """A loss with what it needs, as data.
+
+    Its keyword-only arguments are parameters of the run or columns of the batch, by name.
     """
 
     function: Callable[..., LossOutput]
     agg_mode: str = "token-mean"
-    """The aggregation of its paper, in force where none is asked for."""
+    """The aggregation of its paper, used where the run sets none."""
     select: Callable[..., dict[str, Tensor]] | None = None
-    """For a loss that must see the whole mini-batch first: (log_prob, old_log_prob, advantages,
-    response_mask, generator, **parameters)
-    -> columns [B, R] that the loss then takes by name.
+    """For a loss that must see the whole mini-batch first: a function (log_prob, old_log_prob, advantages,
+    response_mask, generator, **parameters) -> columns [B, R], which the loss then takes by name.
     """
     keeps_groups: bool = False
-    """True: the rows of one prompt must be in one micro-batch; tokens whose advantage is 0 are left out of
-    `loss_mask` before that.
+    """True: the rows of one prompt must be in one micro-batch, and tokens whose advantage is 0 are left out
+    of `loss_mask`.
     """
 
     learns_from: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """For a loss that needs other rows beside a row: (advantages, loss_mask, group_ids) -> [B] bool, the rows
-    that have them; the others are left out of `loss_mask`, so that no count of the mini-batch holds them.
+    """For a loss that needs other rows beside a row: a function (advantages, loss_mask, group_ids) -> [B]
+    bool of the rows that have them. The others are left out of `loss_mask`, so that no count of the
+    mini-batch includes them.
     """
 
     @property
@@ -42,11 +43,11 @@ class PolicyLoss:
         return _keywords(self.function)
 
     def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """What its function takes by keyword out of `available`."""
+        """Return the entries of `available` that its function takes by keyword."""
         return {name: available[name] for name in self.keywords if name in available}
 
     def select_arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """What its `select` takes by keyword out of `available`."""
+        """Return the entries of `available` that its `select` takes by keyword."""
         assert self.select is not None, "asked of a loss that selects nothing"
         return {name: available[name] for name in _keywords(self.select) if name in available}
 

@@ -1,10 +1,10 @@
-"""Preference losses: pure functions of numbers per response to one loss per pair, or per response, [K].
-Weighting them is the caller's.
+"""Preference losses: pure functions from numbers per response to one loss per pair, or per response, [K].
+
+The caller weighs them.
 
 dpo             log-ratios of both to the reference         label smoothing makes it cDPO
 ipo             the same, aimed at a distance
-kto             log-ratio of one response with a label      and `kto_reference_point`, what it is compared
-with
+kto             log-ratio of one response with a label      `kto_reference_point` is what it is compared with
 simpo, orpo     log-probs and lengths of both               no reference
 bradley_terry   scores of both                              for a reward model
 """

@@ -31,7 +31,8 @@ def kto(
     """
     if not beta > 0:
         raise ConfigError(f"KTO got beta {beta}: set it above 0, 0.1 for example")
-    delta, z = at_least_float32(log_ratio), torch.as_tensor(reference_point, device=log_ratio.device).detach()
+    delta = at_least_float32(log_ratio)
+    z = torch.as_tensor(reference_point, device=log_ratio.device).detach()
     gain = torch.sigmoid(beta * (z - delta))  # 1 − σ(x) = σ(−x), without its rounding
     loss = torch.sigmoid(beta * (delta - z))
     return torch.where(desirable.bool(), desirable_weight * gain, undesirable_weight * loss)

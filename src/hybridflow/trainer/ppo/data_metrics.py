@@ -1,5 +1,5 @@
-"""What a batch says about itself: scores, rewards, lengths, and how far rollout and training disagree. Names
-are verl's.
+"""Metrics of a batch: scores, rewards, lengths, and how far rollout and training disagree. The names are
+verl's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from hybridflow.workers.bridge import explained_variance, own_rows
 
 
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
-    """critic/{score,rewards,advantages,returns}, response_length, prompt_length; with a critic also values
-    and explained variance.
+    """Return critic/{score,rewards,advantages,returns}, response_length and prompt_length.
+
+    With a critic also values and explained variance.
     """
-    rows, metrics = batch.batch, Metrics()
-    mask, loss_mask = rows["response_mask"], rows["loss_mask"]
+    rows = batch.batch
+    metrics = Metrics()
+    mask = rows["response_mask"]
+    loss_mask = rows["loss_mask"]
     sampled = own_rows(batch)
     spread(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1)[sampled])
     spread(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1)[sampled])
@@ -41,13 +44,13 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
 
 
 def rollout_difference(batch: DataProto) -> Metrics:
-    """How far the log-probs of generation are from the ones that training computes, on sampled tokens."""
+    """Measure how far the log-probs of generation are from those of training, on sampled tokens."""
     mask = sampled_tokens(batch)
     return difference(batch.batch["rollout_log_probs"][mask], batch.batch["old_log_probs"][mask])
 
 
 def spread(metrics: Metrics, name: str, values: Tensor) -> None:
-    """Mean, largest and smallest of `values`; nothing where there are none."""
+    """Add mean, maximum and minimum of `values`; add nothing where there are none."""
     values = values.detach().to(torch.float64)
     if values.numel():
         metrics.add_mean(f"{name}/mean", values.sum(), float(values.numel()))

@@ -1,6 +1,7 @@
-"""Whether a run is in exact mode: asked once, after the models are there and before the first step.
+"""The decision whether a run is in exact mode, taken once, after the models are built and before the first
+step.
 
-keys, roles ──ruled_out──► each replica's self-check ──► one mode on the actor and all replicas, or one line
+keys, roles ──ruled_out──► each replica's self-check ──► one mode on the actor and all replicas, or the reason
 why not
 """
 
@@ -30,31 +31,32 @@ beyond.
 
 @dataclass
 class ExactState:
-    """Whether a run is in exact mode; a checkpoint keeps whether a difference has ended it."""
+    """The exact mode of a run; a checkpoint keeps whether a difference has ended it."""
 
     on: bool = False
     ended: bool = False
-    """A difference has shown under `auto`: this run stays in fast mode, after a resume too."""
+    """True after a difference under `auto`: this run stays in fast mode, after a resume too."""
 
     def state_dict(self) -> dict[str, bool]:
-        """For a checkpoint; whether the mode is on is asked anew in each process."""
+        """Return what a checkpoint keeps; whether the mode is on is decided anew in each process."""
         return {"ended": self.ended}
 
     def load_state_dict(self, state: Mapping[str, bool]) -> None:
-        """Take over what a checkpoint has kept."""
+        """Load what a checkpoint has kept."""
         self.ended = state["ended"]
 
     def end(self, roles: Roles) -> None:
-        """Go on in fast mode."""
-        self.on, self.ended = False, True
+        """End exact mode: the run continues in fast mode."""
+        self.on = False
+        self.ended = True
         switch_to(roles, None)
 
 
 def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     """Switch the actor and the rollout to exact mode where `rollout.exact` asks for it and it holds.
 
-    Raises ConfigError with the reason where it is asked for and does not hold; with `auto` the reason is
-    logged.
+    With `rollout.exact=true` ConfigError is raised with the reason if it does not hold; with `auto` the
+    reason is logged.
     """
     wanted = config.actor_rollout_ref.rollout.exact
     if wanted is False:
@@ -79,14 +81,17 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
 
 
 def switch_to(roles: Roles, mode: ExactMode | None) -> None:
-    """The actor and all replicas compute in this mode from now on; None: fast."""
+    """Compute in this mode from now on, on the actor and all replicas; None means fast mode."""
     roles.actor.call_list(ActorWorker.set_exact, mode)
     roles.rollout.call_list(ExactRollout.set_exact, mode)
 
 
 def _ruled_out(config: PPOConfig, roles: Roles, state: ExactState) -> str | None:
-    """Why the keys, the layout or the past of the run leave no room for it."""
-    rollout, longest = config.actor_rollout_ref.rollout, _longest(config)
+    """Return the reason exact mode is impossible for this run, or not worth it under `auto`; None if there is
+    none.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    longest = _longest(config)
     if rollout.name != "native":
         return (
             f"actor_rollout_ref.rollout.name={rollout.name} has kernels of its own; only native "
@@ -132,14 +137,16 @@ def _ruled_out(config: PPOConfig, roles: Roles, state: ExactState) -> str | None
 
 
 def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
-    """The mode that all replicas can hold, each by its own self-check."""
+    """Return the mode that all replicas can hold, each by its own self-check, or the reason one cannot."""
     temperature = config.actor_rollout_ref.rollout.temperature
     found = roles.rollout.call_list(
         ExactRollout.choose_exact, longest=_longest(config), temperature=temperature
     )
     for rank, mode in enumerate(found):
         if isinstance(mode, str):
-            return f"{mode} (rollout rank {rank})" if len(found) > 1 else mode
+            if len(found) == 1:
+                return mode
+            return f"{mode} (rollout rank {rank})"
     return reduce(ExactMode.joined, (mode for mode in found if isinstance(mode, ExactMode)))
 
 

@@ -37,7 +37,8 @@ def groups_to_keep(
         members = groups.setdefault(uid, [])
         if value is not None and not math.isnan(value):
             members.append(value)
-    low, high = -math.inf if min_mean is None else min_mean, math.inf if max_mean is None else max_mean
+    low = -math.inf if min_mean is None else min_mean
+    high = math.inf if max_mean is None else max_mean
     return [
         uid
         for uid, members in groups.items()
@@ -68,7 +69,7 @@ def metric_values(batch: DataProto, metric: str) -> list[float | None]:
                 "it to score"
                 + (f", or one of {', '.join(numbers)}" if numbers else ", or let the reward return it")
             )
-        values = [None if value is None else float(value) for value in column]
+        values = [value if value is None else float(value) for value in column]
     if "is_demonstration" in batch:
         values = [
             None if told else value

@@ -1,7 +1,8 @@
-"""What must be decided over a whole mini-batch under the weights of the moment: rejection in bypass mode, and
-tokens that a loss selects.
+"""Decisions that are taken over a whole mini-batch under the current weights.
 
-    mini-batch ──log-probs of now──► correct_rollout (bypass mode) ──► select_tokens (clip_cov, kl_cov) ──►
+They are rejection in bypass mode, and the selection of tokens by a loss.
+
+    mini-batch ──current log-probs──► correct_rollout (bypass mode) ──► select_tokens (clip_cov, kl_cov) ──►
     mini-batch with columns
 
 Mini-batches are formed on the driver, so the whole of one is seen here and nothing has to be reduced over
@@ -23,7 +24,7 @@ from hybridflow.workers.mini_batches import Prepare
 
 
 def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step: int) -> Prepare | None:
-    """The hook that this run's mini-batches need; None where nothing has to be decided over a whole one."""
+    """Return the hook that this run's mini-batches need, or None where they need none."""
     correction = config.algorithm.rollout_correction
     corrects = correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
     if not corrects and loss.select is None:
@@ -52,9 +53,10 @@ def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step
 
 
 def _log_probs_of_now(actor: ActorGroup, mini: DataProto, number: int, *, bypass: bool) -> Tensor:
-    """log-probs [B, R] under the weights as they are; before the first update of a step the old ones are
-    theirs.
+    """Return log-probs [B, R] under the current weights; before the first update of a step those are the old
+    ones.
     """
-    rows = mini if number == 0 and not bypass else actor.log_probs(mini, with_entropy=False)
-    now: Tensor = rows.batch["old_log_probs"]
+    if number > 0 or bypass:
+        mini = actor.log_probs(mini, with_entropy=False)
+    now: Tensor = mini.batch["old_log_probs"]
     return now

@@ -1,10 +1,12 @@
-"""Where `old_log_probs` come from: the actor's pass over the batch, or the rollout, whose log-probs are as
+"""The source of `old_log_probs`: the actor's pass over the batch, or the rollout, whose log-probs are as
 good.
 
-exact mode          the rollout's: equal to the bit, checked on `exact_check_rows` rows here and on the first
-mini-batch in its update exact=auto          the same, but a difference ends exact mode and not the run fast
-mode           the pass; with `reuse_log_probs_within` the rollout's where they are that close on
-`exact_check_rows` rows bypass mode         the rollout's, whatever they are
+exact mode    the rollout's: equal to the bit, which is checked here on `exact_check_rows` rows, and on those
+              of the first mini-batch in its update
+exact=auto    the same, but a difference ends exact mode and not the run
+fast mode     the pass; with `reuse_log_probs_within` the rollout's where they are that close on
+              `exact_check_rows` rows
+bypass mode   the rollout's, however far they are
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class OldLogProbs:
-    """Asked once a step; afterwards `metrics` says what was measured, and `watch` what the step's first
-    update is to look at.
+    """The old log-probs of a step.
+
+    It is called once a step. Afterwards `metrics` holds what was measured, and `watch` what the step's first
+    update has to check.
     """
 
     def __init__(
@@ -52,15 +56,21 @@ class OldLogProbs:
         with_sum_pi_squared: bool,
         also: Sequence[str] = (),
     ) -> None:
-        """`also`: as `ActorGroup.log_probs` has it, for passes over all rows."""
-        self.roles, self.actor, self.config, self.exact = roles, roles.actor, config, exact
+        """Set it up; `also` is that of `ActorGroup.log_probs`, for passes over all rows."""
+        self.roles = roles
+        self.actor = roles.actor
+        self.config = config
+        self.exact = exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
-        self.with_sum_pi_squared, self.also = with_sum_pi_squared, also
+        self.with_sum_pi_squared = with_sum_pi_squared
+        self.also = also
         correction = config.algorithm.rollout_correction
         self.bypass = correction.bypass_mode
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
         if correction.rollout_is or correction.rollout_rs:
-            self.within = None  # weights and rejection compare the rollout with the pass, so every step has one
+            self.within = (
+                None  # weights and rejection compare the rollout with the pass, so every step has one
+            )
         self.metrics = Metrics()
         self.watch: Watch | None = None
         """Set where this step's are the rollout's: the first update then looks at all of its rows."""
@@ -73,12 +83,13 @@ class OldLogProbs:
             )
 
     def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> DataProto:
-        """old_log_probs [B, R], and from a pass also entropys and what the estimator needs; `plan` is that of
-        the update, if there is one.
+        """Return old_log_probs [B, R], and from a pass also entropys and what the estimator needs.
 
-        Raises TrainingError in exact mode where the rollout's log-probs are not those of training.
+        `plan` is the plan of the update, if there is one. Raises TrainingError in exact mode where the
+        rollout's log-probs are not those of training.
         """
-        self.metrics, self.watch = Metrics(), None
+        self.metrics = Metrics()
+        self.watch = None
         if self.bypass:
             return self._rollouts(batch)
         if self.exact.on and not self.roles.together(self.actor.role, self.roles.rollout.role):
@@ -98,26 +109,30 @@ class OldLogProbs:
         return columns
 
     def _agree(self, batch: DataProto, rows: list[int], step: int) -> tuple[bool, Metrics]:
-        """Whether the rollout's log-probs may stand for the actor's, judged by these rows, and what was
-        measured on them.
+        """Return whether the rollout's log-probs may stand for the actor's, judged by these rows, and the
+        metrics.
         """
         if not rows:  # all of them are in the first mini-batch, whose update looks at every one
             return True, Metrics()
         some = batch.select_idxs(rows)
         trained: Tensor = self.actor.log_probs(some, with_entropy=False).batch["old_log_probs"]
-        rollout, sampled = some.batch["rollout_log_probs"], sampled_tokens(some)
+        rollout = some.batch["rollout_log_probs"]
+        sampled = sampled_tokens(some)
         if self.exact.on and self.stops:
             check_same(some, rollout, trained, step)
         metrics = difference(rollout[sampled], trained[sampled])
         metrics.add_sum("training/rollout_rows_checked", float(len(rows)))
-        worst = float((rollout - trained)[sampled].abs().max()) if bool(sampled.any()) else 0.0
+        worst = 0.0
+        if bool(sampled.any()):
+            worst = float((rollout - trained)[sampled].abs().max())
         if self.exact.on and worst:
             self._give_up(worst, step)
         return self.exact.on or (self.within is not None and worst <= self.within), metrics
 
     def after_update(self, metrics: Metrics, step: int) -> None:
-        """Look at what the step's first mini-batch has measured; with `exact=auto` a difference there ends
-        exact mode.
+        """Look at what the step's first mini-batch has measured.
+
+        With `exact=auto` a difference there ends exact mode.
         """
         if self.exact.on and self.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
             self._give_up(worst, step)
@@ -135,8 +150,9 @@ class OldLogProbs:
         self.reuses = self.within is not None
 
     def _rows_to_check(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> list[int]:
-        """`exact_check_rows` rows that the policy sampled, drawn anew each step; in exact mode of those that
-        the first update lacks.
+        """Return `exact_check_rows` rows that the policy sampled, drawn anew each step.
+
+        In exact mode they are drawn among the rows that the first update does not compare.
         """
         count = self.config.actor_rollout_ref.rollout.exact_check_rows
         seen: set[int] = set()
@@ -151,7 +167,10 @@ class OldLogProbs:
         return sorted(left[place] for place in order[:count])
 
     def _rollouts(self, batch: DataProto) -> DataProto:
-        """The rollout's log-probs; of answers of the data, which no rollout has sampled, the actor's."""
+        """Return the rollout's log-probs as old ones.
+
+        Answers of the data (SPIN), which no rollout has sampled, get the actor's.
+        """
         old = batch.batch["rollout_log_probs"].clone()
         told = ~own_rows(batch)
         if bool(told.any()):

@@ -1,4 +1,4 @@
-"""Calls that do not depend on each other, side by side where their roles live on different processes.
+"""Calls that do not depend on each other, run side by side where their roles live on different processes.
 
 jobs ──by processes──► one thread for each set of processes ──► results, in the order of the jobs
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job(Generic[T]):
-    """A call on a role, and the section of the step's timing that it is."""
+    """A call on a role, with the section of the step's timing that it is counted in."""
 
     role: str
     section: str
@@ -28,14 +28,16 @@ class Job(Generic[T]):
 
 
 class Overlap:
-    """Runs jobs; `together` says of two roles whether they share processes."""
+    """A runner of jobs; `together` says whether two roles share processes."""
 
     def __init__(self, together: Callable[[str, str], bool], timer: Timer) -> None:
-        self.together, self.timer = together, timer
+        self.together = together
+        self.timer = timer
 
     def __call__(self, jobs: Sequence[Job[T]]) -> list[T]:
-        """Results in the order of `jobs`; where calls fail, the error of the first of them, after the others
-        have ended.
+        """Return the results in the order of `jobs`.
+
+        Where calls fail, the error of the first of them is raised after the others have ended.
         """
         lanes = self._lanes(jobs)
         if len(lanes) <= 1:
@@ -48,7 +50,7 @@ class Overlap:
         return [results[index] for index in range(len(jobs))]
 
     def _lanes(self, jobs: Sequence[Job[T]]) -> list[list[int]]:
-        """Numbers of the jobs that have to take turns, by their first one."""
+        """Return the numbers of jobs that have to take turns, lane by lane, ordered by their first job."""
         lanes: list[list[int]] = []
         for index, job in enumerate(jobs):
             touched = [

@@ -1,8 +1,8 @@
-"""Responses that ran into the limit (DAPO, arXiv 2503.14476 §3.4): a penalty that grows before it, and a way
-not to learn from them.
+"""Responses that were cut at the length limit (DAPO, arXiv 2503.14476 §3.4): a penalty before it, and a
+filter.
 
-    scored rows ──shape_overlong──► scores less a penalty, column overlong_reward ──filter_overlong──►
-    loss_mask without cut rows
+    scored rows ──shape_overlong──► scores less a penalty, column overlong_reward
+                ──filter_overlong──► loss_mask without the rows that were cut
 
 Both are for training only; validation shows the reward itself.
 """
@@ -18,8 +18,7 @@ from hybridflow.trainer.ppo.scoring import place_scores
 
 
 def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: float) -> Tensor:
-    """What is added to the score of a response of so many tokens: 0 up to max_len − buffer_len, −factor at
-    max_len.
+    """Return the penalty added to the score of a response: 0 up to max_len − buffer_len, −factor at max_len.
 
     penalty = min(−(length − (max_len − buffer_len)) / buffer_len · factor, 0); `lengths` [B] int64 -> [B]
     float32, in units of the score.
@@ -29,8 +28,9 @@ def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: 
 
 
 def shape_overlong(batch: DataProto, *, max_len: int, buffer_len: int, factor: float) -> DataProto:
-    """A batch with the penalty in `token_level_scores`, on the last sampled token, and as column
-    `overlong_reward`.
+    """Return a batch whose `token_level_scores` include the penalty, on the last sampled token.
+
+    The column `overlong_reward` holds the penalty.
     """
     rows = batch.batch
     lengths = rows["attention_mask"][:, rows["prompts"].shape[1] :].sum(-1)
@@ -43,8 +43,8 @@ def shape_overlong(batch: DataProto, *, max_len: int, buffer_len: int, factor: f
 
 
 def filter_overlong(batch: DataProto) -> Metrics:
-    """Leave the rows that were cut (finish_reason "length") out of the loss, in place; gives the share of
-    them.
+    """Leave rows that were cut (finish_reason "length") out of the loss, in place; return their share as a
+    metric.
     """
     cut = torch.tensor(
         [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]], dtype=torch.bool

@@ -1,5 +1,5 @@
-"""Which samples are kept for the reader: a few of a step token by token for the report, all of them where a
-key asks.
+"""Samples that are kept for readers: a few of some steps, token by token, for the report, and all that is
+asked for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class SampleLog:
         done: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
-        self.total_steps, self.trackers = total_steps, trackers
+        self.total_steps = total_steps
+        self.trackers = trackers
         self.num_shown = config.trainer.log_val_generations
         keep_to = done or -1  # a fresh run begins with the validation before its first step
         self.report = SampleWriter(run_dir / "samples", keep_to=keep_to)
@@ -46,7 +47,9 @@ class SampleLog:
     @property
     def validation_rows(self) -> int | None:
         """How many rows of a validation part are wanted; None: all."""
-        return None if self.validations else max(REPORT_ROWS, self.num_shown)
+        if self.validations:
+            return None
+        return max(REPORT_ROWS, self.num_shown)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
@@ -70,4 +73,6 @@ class SampleLog:
 
 
 def _writer(folder: str | None) -> SampleWriter | None:
-    return SampleWriter(Path(folder).expanduser()) if folder else None
+    if not folder:
+        return None
+    return SampleWriter(Path(folder).expanduser())

@@ -1,4 +1,4 @@
-"""Scores on their tokens: a response's score lands on its last sampled token."""
+"""Scores on their tokens: the score of a response is placed on its last sampled token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Scored:
 def score(batch: DataProto, rewards: RewardManager) -> Scored:
     """Add token_level_scores [B, R] float32 and a column for each extra key of the reward.
 
-    A key that has the name of a column of ours, or `reward`, the name of the score in validation, is left out
+    A key with the name of one of our columns, or `reward`, the name of the score in validation, is left out
     with a warning.
     """
     columns = batch.non_tensor_batch
@@ -58,13 +58,17 @@ def score(batch: DataProto, rewards: RewardManager) -> Scored:
     )
     metrics = Metrics()
     for name, value in scored.metrics.items():
-        (metrics.add_max if name.endswith("_max") else metrics.add_sum)(name, value)
+        if name.endswith("_max"):
+            metrics.add_max(name, value)
+        else:
+            metrics.add_sum(name, value)
     return Scored(batch, torch.tensor(scored.dropped, dtype=torch.bool), metrics)
 
 
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """[B] scores to [B, R]: each on the last sampled token of its row; a row without sampled tokens gets
-    none.
+    """Return scores [B] as [B, R], each on the last sampled token of its row.
+
+    A row without sampled tokens gets none.
     """
     placed = torch.zeros(response_mask.shape, dtype=scores.dtype)
     rows = response_mask.any(-1).nonzero().flatten()
@@ -76,7 +80,7 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _warn_of_names(keys: tuple[str, ...]) -> None:
-    """Once for each set of keys, not at every step."""
+    """Log a warning once for each set of keys, not at every step."""
     logger.warning(
         "the reward returns %s, names of our own columns: not kept; return them by other names",
         ", ".join(keys),

@@ -1,6 +1,4 @@
-"""How each role of a run is spread over the processes that host it: sizes for its engine, the mesh for its
-calls.
-"""
+"""The layout of each role over the processes that host it: sizes for its engine, the mesh for its calls."""
 
 from __future__ import annotations
 
@@ -21,9 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelConfig]:
-    """(how it is sharded, ranks that share the tokens of a row, its model) of a role that has an engine.
+    """Return (how it is sharded, ranks that share the tokens of a row, its model) of a role that has an
+    engine.
 
-    The teacher and the process reward model are spread as the actor is.
+    The teacher and the process reward model are laid out as the actor is.
     """
     roles = config.actor_rollout_ref
     if role == "critic":
@@ -38,13 +37,15 @@ def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelCon
 
 
 def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
-    """How the engine of a role uses `world_size` processes."""
+    """Return how the engine of a role uses `world_size` processes."""
     fsdp, sequence, _ = engine_keys(config, role)
     return ParallelSizes(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
 
 
 def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], ...]:
-    """How `world_size` ranks generate: groups of `tensor_model_parallel_size` serve requests together."""
+    """Return how `world_size` ranks generate: groups of `tensor_model_parallel_size` ranks serve requests
+    together.
+    """
     rollout = config.actor_rollout_ref.rollout
     # engines with weights of their own spread a model by themselves
     tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
@@ -52,8 +53,9 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
 
 
 def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
-    """Columns by which rows are dealt to `parts` ranks: with shared prompts by group, since only rows of one
-    rank can share.
+    """Return the columns by which rows are dealt to `parts` ranks.
+
+    With shared prompts rows are dealt by group, since only rows of one rank can share a prompt.
     """
     if not actor.use_prefix_grouper:
         return []
@@ -71,20 +73,23 @@ def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
 
 
 def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Mapping[str, MeshInfo]:
-    """The ranks of each role, with what a row costs it; `trainer.balance_batch=false` leaves the cost out:
-    rows are dealt by number.
+    """Return the ranks of each role, with the cost of a row for it.
+
+    `trainer.balance_batch=false` leaves the cost out, and rows are dealt by number.
     """
     found: dict[str, MeshInfo] = {}
     costs: dict[str, Workload] = {}
     for role in roles:
         world = sum(pool.world_size for pool in placement.pools_of(role))
         if role == "rollout":
-            # requests say themselves what they cost
-            found[role] = MeshInfo(
-                world, rollout_axes(config, world), Workload() if config.trainer.balance_batch else None
-            )
+            cost = None
+            if config.trainer.balance_batch:
+                cost = Workload()  # requests say themselves what they cost
+            found[role] = MeshInfo(world, rollout_axes(config, world), cost)
             continue
-        engine = "actor" if role == "reference" and is_actors_module(config, placement) else role
+        engine = role
+        if role == "reference" and is_actors_module(config, placement):
+            engine = "actor"
         model = engine_keys(config, engine)[2]
         if config.trainer.balance_batch and str(model.path) not in costs:
             costs[str(model.path)] = row_cost(model)
@@ -93,7 +98,7 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
 
 
 def is_actors_module(config: PPOConfig, placement: Placement) -> bool:
-    """Whether the reference is the actor without its adapters: where both live in the same processes."""
+    """Whether the reference is the actor without its adapters, which needs both in the same processes."""
     return LoraSettings.from_config(config.actor_rollout_ref.model) is not None and (
         placement.pools_of("reference") == placement.pools_of("actor")
     )

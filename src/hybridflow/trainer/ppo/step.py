@@ -1,6 +1,6 @@
 """One PPO step, shared by every schedule and every algorithm: from scored trajectories to updated weights.
 
-Read it as the algorithm. The right margin names the columns that each line adds to the batch.
+It reads as the algorithm. Comments name the columns that each line adds to the batch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from hybridflow.workers.mini_batches import MiniBatchPlan
 
 
 class PPOStep:
-    """Everything between generation and the next weights; all that it remembers is in `kl_controller` and
-    `exact`.
+    """The part of a training step between generation and the next weights.
+
+    Its whole state is in `kl_controller` and `exact`.
     """
 
     def __init__(
@@ -52,17 +53,19 @@ class PPOStep:
         exact: ExactState,
         leavable: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`exact`: whether rollout and actor are in exact mode, so that the rollout's log-probs are the
-        actor's. `leavable`: the context of passes that change no state, where a stopped run may leave the step.
+        """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
+        rollout's log-probs are the actor's. `leavable` is the context of passes that change no state, where a
+        stopped run may leave the step.
         """
+        self.roles = roles
+        self.config = config
+        self.kl_controller = kl_controller
+        self.timer = timer
         self.leavable = leavable
-        self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
-        self.estimator, self.loss = (
-            find_estimator(config.algorithm),
-            find_policy_loss(config.actor_rollout_ref.actor),
-        )
+        self.estimator = find_estimator(config.algorithm)
+        self.loss = find_policy_loss(config.actor_rollout_ref.actor)
         squares = "sum_pi_squared" in self.estimator.needs
         self.dealt_by = dealt_by(config.actor_rollout_ref.actor, roles.actor.mesh.num_parts)
         self.old_log_probs = OldLogProbs(
@@ -70,10 +73,13 @@ class PPOStep:
         )
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
-        """Train on `batch` as step number `step` (from 1); gives the batch with all its columns, and the
+        """Train on `batch` as step number `step` (from 1); return the batch with all its columns, and the
         metrics.
         """
-        roles, algorithm, timer, metrics = self.roles, self.config.algorithm, self.timer, Metrics()
+        roles = self.roles
+        algorithm = self.config.algorithm
+        timer = self.timer
+        metrics = Metrics()
         batch |= identify(batch)  # group_ids, positive
         old = partial(self.old_log_probs, batch, self._first_plan(step), step)
         # old_log_probs; from a pass also entropys, sum_pi_squared
@@ -136,10 +142,13 @@ class PPOStep:
         return batch, metrics
 
     def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """q_t of the implicit process reward model, which learns from the outcomes of this batch before or
-        after it scores it.
+        """Return q_t of the implicit process reward model.
+
+        It learns from the outcomes of this batch before or after it scores it
+        (`process_reward_model.update`).
         """
-        group, config = self.roles.process_reward, self.config.reward.process_reward_model
+        group = self.roles.process_reward
+        config = self.config.reward.process_reward_model
         assert group is not None and config.ppo_mini_batch_size is not None, "filled by resolve"
         plan = MiniBatchPlan(config.ppo_mini_batch_size, 1, True, self.config.trainer.seed, step)
         if config.update == "before":
@@ -150,10 +159,12 @@ class PPOStep:
         return rewards
 
     def _correct_rollout(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Weights and rejection against the policy that sampled; in bypass mode each mini-batch does this for
-        itself.
+        """Add weights and narrow `loss_mask` against the policy that sampled.
+
+        In bypass mode each mini-batch is corrected for itself.
         """
-        correction, taken = self.config.algorithm.rollout_correction, self.old_log_probs.watch
+        correction = self.config.algorithm.rollout_correction
+        taken = self.old_log_probs.watch
         # the rollout's own log-probs say nothing of the rollout
         if correction.bypass_mode or (taken is not None and not taken.exact):
             return batch
@@ -161,11 +172,9 @@ class PPOStep:
         metrics.update(found.metrics)
         if found.keep is not None:
             batch.narrow_loss_mask(found.keep)
-        return (
-            batch
-            if found.weights is None
-            else batch | DataProto.from_dict({"rollout_is_weights": found.weights})
-        )
+        if found.weights is not None:
+            batch |= DataProto.from_dict({"rollout_is_weights": found.weights})
+        return batch
 
     def _measure(self, batch: DataProto) -> Metrics:
         mask = batch.batch["loss_mask"]
@@ -177,18 +186,26 @@ class PPOStep:
         return metrics
 
     def _loss_columns(self, batch: DataProto) -> list[str]:
-        """The columns that this run's loss reads beside those that every loss has."""
-        actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
+        """Return the columns that this run's loss reads beside those that every loss has."""
+        actor = self.config.actor_rollout_ref.actor
+        correction = self.config.algorithm.rollout_correction
         wanted = {*self.loss.keywords, *self.dealt_by, "rollout_is_weights"}
-        wanted |= {"ref_log_prob"} if actor.use_kl_loss else set()
-        wanted |= {"group_ids"} if self.loss.keeps_groups else set()  # micro-batches are cut by them
-        wanted |= {"positive"} if actor.positive_lm_loss_coef else set()
-        wanted |= {"rollout_log_probs", "is_demonstration"} if correction.bypass_mode else set()
-        wanted |= {"row_id", "is_demonstration"} if self.old_log_probs.watch else set()
+        if actor.use_kl_loss:
+            wanted.add("ref_log_prob")
+        if self.loss.keeps_groups:
+            wanted.add("group_ids")  # micro-batches are cut by them
+        if actor.positive_lm_loss_coef:
+            wanted.add("positive")
+        if correction.bypass_mode:
+            wanted |= {"rollout_log_probs", "is_demonstration"}
+        if self.old_log_probs.watch:
+            wanted |= {"row_id", "is_demonstration"}
         return sorted(wanted & set(batch.batch.keys()))
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:
-        """The plan of the step's update where it already says which rows the first mini-batch learns from."""
+        """Return the plan of the step's update if it already says which rows the first mini-batch learns
+        from.
+        """
         if step <= self.config.trainer.critic_warmup or self.config.algorithm.use_pf_ppo:
             return None
         if self.loss.keeps_groups:  # which rows are left out is known with the advantages
@@ -196,13 +213,15 @@ class PPOStep:
         return self._actor_plan(step)
 
     def _actor_plan(self, step: int, drawn_from: int | None = None) -> MiniBatchPlan:
-        actor, seed = self.config.actor_rollout_ref.actor, self.config.trainer.seed
+        actor = self.config.actor_rollout_ref.actor
+        seed = self.config.trainer.seed
         return MiniBatchPlan(
             actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle, seed, step, drawn_from
         )
 
     def _critic_plan(self, step: int, drawn_from: int | None) -> MiniBatchPlan:
-        critic, seed = self.config.critic, self.config.trainer.seed
+        critic = self.config.critic
+        seed = self.config.trainer.seed
         assert (
             critic.ppo_mini_batch_size is not None
             and critic.ppo_epochs is not None

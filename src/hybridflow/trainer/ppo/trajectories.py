@@ -215,6 +215,7 @@ class Trajectories:
         )
         if not buffer.enable:
             return batch
+        assert buffer.len is not None, "filled by resolve"
         batch = shape_overlong(batch, max_len=max_len, buffer_len=buffer.len, factor=buffer.penalty_factor)
         penalties = torch.tensor(list(batch.non_tensor_batch["overlong_reward"]), dtype=torch.float64)[
             sampled

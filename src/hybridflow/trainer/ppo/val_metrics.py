@@ -1,4 +1,4 @@
-"""Validation numbers by data source: mean@n, best@k and maj@k with a seeded bootstrap."""
+"""Validation metrics by data source: mean@n, best@k and maj@k with a seeded bootstrap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def validation_metrics(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Metrics of each data source and of each variable (`reward`, `acc`, …) that is a number there.
+    """Return the metrics of each data source and of each variable (`reward`, `acc`, …) that is a number
+    there.
 
     For n responses of a prompt: `mean@n`; for k = 2, 4, 8, … n: `best@k/mean` and, where there are
     predictions, `maj@k/mean`, each the mean over NUM_BOOTSTRAP draws of k responses with replacement. `acc`
@@ -38,21 +39,20 @@ def validation_metrics(
         known = {
             name: values for name, values in variables.items() if any(_is_number(values[row]) for row in rows)
         }
-        votes = (
-            predictions
-            if predictions is not None and any(predictions[row] is not None for row in rows)
-            else None
-        )
+        votes = predictions
+        if predictions is None or all(predictions[row] is None for row in rows):
+            votes = None
+        core = "acc" if "acc" in known else "reward"
         for name, values in known.items():
-            prefix = f"{'val-core' if name == ('acc' if 'acc' in known else 'reward') else 'val-aux'}/{source}/{name}"
+            prefix = f"val-aux/{source}/{name}"
+            if name == core:
+                prefix = f"val-core/{source}/{name}"
             per_prompt: dict[str, list[float]] = defaultdict(list)
             for number, members in enumerate(groups.values()):
                 scores = np.array([float(values[row]) if _is_number(values[row]) else 0.0 for row in members])
-                answers = (
-                    None
-                    if votes is None
-                    else np.unique([str(votes[row]) for row in members], return_inverse=True)[1]
-                )
+                answers = None
+                if votes is not None:
+                    answers = np.unique([str(votes[row]) for row in members], return_inverse=True)[1]
                 for key, value in _prompt_metrics(
                     scores, answers, derive_seed(seed, "bootstrap", number)
                 ).items():
@@ -87,8 +87,9 @@ def _subset_sizes(n: int) -> list[int]:
 
 
 def _majority_scores(scores: np.ndarray, answers: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """For each draw [D, k], the score of the answer that most of its responses give; a tie goes to the answer
-    drawn first.
+    """Return, for each draw [D, k], the score of the answer that most of its responses give.
+
+    Of equally frequent answers the one drawn first wins.
     """
     given = answers[draws]
     # [D, k]: how many of the draw agree with each

@@ -20,7 +20,7 @@ import yaml
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.tree import keys_of
-from hybridflow.controller.ray.cluster import HEALTH_CHECKS
+from hybridflow.controller.ray.session import HEALTH_CHECKS
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = ROOT / "examples" / "cluster"

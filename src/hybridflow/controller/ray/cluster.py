@@ -30,20 +30,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.config.cluster import RayConfig
 from hybridflow.controller.ray import session
+from hybridflow.controller.ray.assignment import UNIT, NodeInfo, assign, describe, shortage
 from hybridflow.controller.ray.preflight import (
-    UNIT,
-    NodeInfo,
     answers,
-    assign,
     check_own,
     check_port_free,
     choose_address,
-    describe,
     device_of,
     living,
     num_cpus,
     reach,
-    shortage,
     source_of,
 )
 from hybridflow.controller.resource_pool import Placement, ResourcePool

@@ -128,5 +128,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [*lines[-1:], "Ray gave no reason"][0]
+    for line in reversed(text.splitlines()):
+        if line.strip():
+            return line.strip()
+    return "Ray gave no reason"

@@ -17,16 +17,8 @@ import pytest
 import hybridflow.controller.ray
 from hybridflow.config.cluster import RayConfig
 from hybridflow.controller.ray import session
-from hybridflow.controller.ray.preflight import (
-    NodeInfo,
-    assign,
-    check_own,
-    check_port_free,
-    choose_address,
-    describe,
-    reach,
-    shortage,
-)
+from hybridflow.controller.ray.assignment import NodeInfo, assign, describe, shortage
+from hybridflow.controller.ray.preflight import check_own, check_port_free, choose_address, reach
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError
 

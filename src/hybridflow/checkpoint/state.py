@@ -177,7 +177,7 @@ _ACCEPTED = (
 
 
 def _numpy_dtype(name: Any) -> np.dtype[Any]:
-    dtype = np.dtype(name)
+    dtype: np.dtype[Any] = np.dtype(name)
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ValueError(f"a numpy value has dtype {name!r:.80}, which no state of this format holds")
     return dtype

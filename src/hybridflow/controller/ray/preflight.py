@@ -307,7 +307,7 @@ def _check_totals(address: str, trainer: TrainerConfig | SFTTrainerConfig) -> No
             "the devices of the Ray cluster at %s could not be counted before joining it: %s", address, error
         )
         return
-    device = trainer.device
+    device: str = trainer.device
     if device == "auto":
         device = device_of(table)
     pools = pools_of(trainer)

@@ -1,4 +1,6 @@
-"""Writes that survive a stop of the machine at any moment: under its final name a file is complete and on disk."""
+"""Writes that survive a stop of the machine at any moment: under its final name a file is complete and on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def why_unwritable(folder: Path, error: Exception) -> str:
-    """Say why a folder cannot be written, naming the file in its way if there is one, and what to set."""
+    """Explain why a folder cannot be written, naming the file in its way if there is one, and what to set."""
     whole = folder.absolute()
     for path in (whole, *whole.parents):
         if path.exists() and not path.is_dir():

@@ -17,7 +17,9 @@ from hybridflow.protocol.balancing import Workload, deal_in_order, deal_rows
 
 @dataclass(frozen=True)
 class PerRank:
-    """An argument with a value for each rank: the parts of an earlier call's result, which stay where they are."""
+    """An argument with a value for each rank: the parts of an earlier call's result, which stay where they
+    are.
+    """
 
     values: list[Any]
     """The value of each rank; the ranks of a part share one."""

@@ -98,8 +98,8 @@ class Dispatch:
     DP_COMPUTE_METRICS: ClassVar[Dispatch]
     """Dealt like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
     DP_DEAL: ClassVar[Dispatch]
-    """The items of the first argument, a sequence, are dealt: `item.deal_cost` (a number), where there is one,
-    is balanced, and items of equal `item.deal_key` stay together. Other arguments go to every rank. Each
+    """The items of the first argument, a sequence, are dealt: `item.deal_cost` (a number), where there is
+    one, is balanced, and items of equal `item.deal_key` stay together. Other arguments go to every rank. Each
     leader returns a list with one entry for each item; the entries come back in the driver's order.
     """
     ALL_TO_ALL: ClassVar[Dispatch]

@@ -102,7 +102,9 @@ def replace_parts(value: Any, give: Callable[[Part], Any]) -> Any:
 
 
 def replace(value: Any, kind: type[Any], give: Callable[[Any], Any]) -> Any:
-    """Replace everything of a kind in a value by `give(found)`; containers without any are returned as they are."""
+    """Replace everything of a kind in a value by `give(found)`; containers without any are returned as they
+    are.
+    """
     if isinstance(value, kind):
         return give(value)
     if type(value) is dict:

@@ -5,7 +5,8 @@ A `Future` among the arguments is replaced by the kind of result that it has (`D
     first (ONE_TO_ALL)       each rank gets the result of the same rank where both roles have equally many
                              ranks; else all get that of rank 0
     first (one rank called)  all ranks get that rank's result
-    each                     all ranks get the list, by reference; in a call with one entry for each rank, each
+    each                     all ranks get the list, by reference; in a call with one entry for each rank,
+    each
                              gets its own entry
     rows, items              each rank gets the result of its part where both calls have equally many parts;
                              the second call then follows the plan of the first
@@ -23,7 +24,9 @@ from hybridflow.controller.mesh import MeshInfo
 
 
 def pass_on(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
-    """Replace each `Future` in a call, at any depth, by a value that `dispatch` can deal to the ranks of `mesh`."""
+    """Replace each `Future` in a call, at any depth, by a value that `dispatch` can deal to the ranks of
+    `mesh`.
+    """
     plans: list[
         list[list[int]]
     ] = []  # the plans of all rows and items that are passed on, which must be equal

@@ -38,7 +38,8 @@ class ResourcePool:
         wrong = [count for count in self.devices_per_node if count < 1]
         if wrong:
             raise ConfigError(
-                f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes, and each "
+                f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes, and "
+                "each "
                 f"node needs at least 1: leave {', '.join(map(str, wrong))} out of "
                 f"trainer.resource_pools.{self.name}"
             )
@@ -77,8 +78,10 @@ class Placement:
         unused = [name for name in names if not self.roles(name)]
         if unused:
             raise ConfigError(
-                f"no role lives on resource pool {', '.join(unused)}, so its devices would stand idle: give it "
-                f"a role by trainer.placement (the roles of this run are {', '.join(self.pools_of_role)}), or "
+                f"no role lives on resource pool {', '.join(unused)}, so its devices would stand idle: give "
+                "it "
+                f"a role by trainer.placement (the roles of this run are {', '.join(self.pools_of_role)}), "
+                "or "
                 "take it out of trainer.resource_pools"
             )
 

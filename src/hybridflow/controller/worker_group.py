@@ -57,7 +57,9 @@ class WorkerGroup(Generic[W]):
         )
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call an ALL_TO_LIST method with the same arguments everywhere; return the list of the leaders' results."""
+        """Call an ALL_TO_LIST method with the same arguments everywhere; return the list of the leaders'
+        results.
+        """
         collected: list[R] = self._run(
             _rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs))
         )
@@ -94,7 +96,9 @@ class WorkerGroup(Generic[W]):
     def call_each(
         self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
     ) -> list[R]:
-        """Call an ALL_TO_ALL method; each argument is a list with one entry for each rank, and so is the result."""
+        """Call an ALL_TO_ALL method; each argument is a list with one entry for each rank, and so is the
+        result.
+        """
         collected: list[R] = self._run(
             _rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs))
         )

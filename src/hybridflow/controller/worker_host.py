@@ -69,8 +69,8 @@ class WorkerHost:
     def invoke(self, role: str, method: str, call: Call) -> Any:
         """Call a method of a role's worker; return its result, or None where the call does not return one.
 
-        An exception gets a note that names role, method and rank. Raises AssertionError where the method wrote
-        into a tensor among its arguments, which belong to the driver and may be read by other ranks.
+        An exception gets a note that names role, method and rank. Raises AssertionError where the method
+        wrote into a tensor among its arguments, which belong to the driver and may be read by other ranks.
         """
         worker = self.worker(role)
         arguments: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(call.args)}

@@ -77,7 +77,8 @@ class Host:
 def _fit(
     wishes: Sequence[Wish], hosts: Sequence[Host], tries: list[int]
 ) -> dict[tuple[str, int], NodeInfo] | None:
-    """Place the wishes by depth-first search, best fit first, until `tries` runs out; None where they do not fit.
+    """Place the wishes by depth-first search, best fit first, until `tries` runs out; None where they do not
+    fit.
 
     Of hosts in the same state only one is tried.
     """
@@ -117,7 +118,7 @@ def _ip_key(node: NodeInfo) -> tuple[int, int, str]:
 def shortage(
     pools: Sequence[ResourcePool], nodes: Sequence[NodeInfo], device: str, where: str, own: bool
 ) -> str:
-    """Say in words which devices are wanted, which there are, and what to set."""
+    """Describe in words which devices are wanted, which there are, and what to set."""
     unit = UNIT[device]
     wanted = sum(pool.world_size for pool in pools)
     total = sum(node.total for node in nodes)

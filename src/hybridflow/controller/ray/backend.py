@@ -1,4 +1,5 @@
-"""The Ray backend: one process for each device of each pool, which hosts the workers of all roles placed there.
+"""The Ray backend: one process for each device of each pool, which hosts the workers of all roles placed
+there.
 
     start          Cluster.place ─► RankProcess on each device ─► one torch.distributed world for each pool ─►
                    workers are built
@@ -6,8 +7,8 @@
                    ─► parts
     Watch          follows answers, signs of life and deadlines
 
-Calls from any number of driver threads reach all ranks in the same order, so collectives match. Calls on roles
-in different processes overlap.
+Calls from any number of driver threads reach all ranks in the same order, so collectives match. Calls on
+roles in different processes overlap.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ SETTLE_SECONDS = 3.0  # devices of a run that has just ended become free within 
 
 @dataclass(frozen=True)
 class PlacedPool:
-    """Devices that are reserved for a pool. The lists but the last have one entry for each rank, in rank order."""
+    """Devices that are reserved for a pool. The lists but the last have one entry for each rank, in rank
+    order.
+    """
 
     pool: ResourcePool
     bundles: list[dict[str, Any]]
@@ -186,8 +188,8 @@ class Cluster:
     def nodes(self) -> list[NodeInfo]:
         """Return the living nodes with their free and total devices: GPUs for cuda, CPUs for cpu.
 
-        Raises WorkerLost where the cluster's head does not answer; Ray itself would wait for a minute and then
-        end the process.
+        Raises WorkerLost where the cluster's head does not answer; Ray itself would wait for a minute and
+        then end the process.
         """
         if not answers(self.address):
             raise WorkerLost(
@@ -283,7 +285,8 @@ class Cluster:
             on = set(placement_group_table(group)["bundles_to_node_id"].values())
             if len(on) != 1 or on & used:
                 raise WorkerError(
-                    f"other runs took devices while pool {pool.name!r} was placed, and two of its nodes became "
+                    f"other runs took devices while pool {pool.name!r} was placed, and two of its nodes "
+                    "became "
                     "one: start the run again"
                 )
             used |= on

@@ -165,7 +165,8 @@ def _greet(address: str, source: str) -> None:
                 wrong = "refuses this machine's token"
             raise ConfigError(
                 f"{source}={address}: the Ray cluster {wrong}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN "
-                "or ~/.ray/auth_token to the token of the node that was started first (`ray get-auth-token` prints it there)"
+                "or ~/.ray/auth_token to the token of the node that was started first (`ray get-auth-token` "
+                "prints it there)"
             ) from error
 
 
@@ -206,7 +207,8 @@ def _check_node_here(host: str, port: int, source: str) -> None:
         others = f" (the nodes here belong to {', '.join(sorted(clusters))})"
     raise ConfigError(
         f"{source}={host}:{port}: that cluster has no node on this machine{others}; run `ray start "
-        f"--address={host}:{port}` here first, or start the run on one of its nodes, or through `ray job submit`"
+        f"--address={host}:{port}` here first, or start the run on one of its nodes, or through `ray job "
+        "submit`"
     )
 
 

@@ -72,8 +72,8 @@ class Met:
 
 
 class RankProcess:
-    """The Ray actor of a device. All methods but those of the control group run in one thread, in the order of
-    the driver's calls.
+    """The Ray actor of a device. All methods but those of the control group run in one thread, in the order
+    of the driver's calls.
     """
 
     def __init__(self, place: Place) -> None:
@@ -118,7 +118,9 @@ class RankProcess:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """Return the stack of each thread, that of the calls first, without the frames of Ray and this module."""
+        """Return the stack of each thread, that of the calls first, without the frames of Ray and this
+        module.
+        """
         names = {thread.ident: thread.name for thread in threading.enumerate()} | {
             self._calls_thread: "of the calls"
         }

@@ -73,7 +73,9 @@ class Running:
             self.failed_at = self.failed_at or time.monotonic()
 
     def first_error(self) -> Exception:
-        """Return the failure to report, with notes about the others; of equal failures that of the lowest rank."""
+        """Return the failure to report, with notes about the others; of equal failures that of the lowest
+        rank.
+        """
         text = {
             rank: f"{type(error).__name__}: {error}".partition("\n")[0]
             for rank, (_, error) in self.errors.items()
@@ -97,6 +99,8 @@ class Running:
         return error
 
     def end(self, error: Exception) -> None:
-        """Fail all parts that have no result yet. Call it without a lock, since waiting threads go on from here."""
+        """Fail all parts that have no result yet. Call it without a lock, since waiting threads go on from
+        here.
+        """
         for part in self.parts.values():
             part.settle(error)

@@ -44,7 +44,8 @@ MAX_TEMP_LENGTH = 40  # sockets live some 60 characters below, and a socket's pa
 
 
 def start(config: RayConfig, **offered: Any) -> tuple[str, str]:
-    """Start a Ray in a new temporary folder; return the folder and the dashboard's address, or "" without one.
+    """Start a Ray in a new temporary folder; return the folder and the dashboard's address, or "" without
+    one.
 
     Ray gives a node 30 s to start, however busy the machine is. After that the start is tried again; after
     the third attempt ConfigError is raised.
@@ -72,7 +73,8 @@ def start(config: RayConfig, **offered: Any) -> tuple[str, str]:
             load = os.getloadavg()[0]
             if attempt == START_ATTEMPTS:
                 raise ConfigError(
-                    f"Ray did not start within 30 s, {START_ATTEMPTS} times: this machine is too busy (its load is "
+                    f"Ray did not start within 30 s, {START_ATTEMPTS} times: this machine is too busy (its "
+                    "load is "
                     f"{load:.0f} on {num_cpus()} CPUs). Try again when it has less to do, or join a Ray that "
                     "runs already (ray_kwargs.ray_init.address)"
                 ) from error

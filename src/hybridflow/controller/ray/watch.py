@@ -226,7 +226,10 @@ class Watch:
 
     def _silence(self, process: Process, seconds: float) -> str:
         if not node_answers(process.node_id):
-            return f"its node is gone: it has not answered for {seconds:.0f} s, and nothing answers there any more"
+            return (
+                f"its node is gone: it has not answered for {seconds:.0f} s, and nothing answers there "
+                "any more"
+            )
         return (
             f"no sign of life for {seconds:.0f} s: its node is gone or cut off, or code in it holds Python's "
             "lock for too long (trainer.heartbeat_timeout)"
@@ -287,7 +290,8 @@ class Watch:
             return
         what = call.starting or str(call)
         error = WorkerError(
-            f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or {call.limit_key} "
+            f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or "
+            f"{call.limit_key} "
             "is too short for it",
             role=call.role,
             rank=ranks[0],

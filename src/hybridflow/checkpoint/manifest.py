@@ -213,7 +213,9 @@ def file_digest(path: Path) -> str:
 
 
 def _digests(paths: Iterable[Path]) -> Iterator[str]:
-    """Give the digests of files in the order of the paths; hashing releases Python's lock, so threads help."""
+    """Give the digests of files in the order of the paths; hashing releases Python's lock, so
+    threads help.
+    """
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         yield from pool.map(file_digest, paths)
 

@@ -48,7 +48,9 @@ class MeshInfo:
         return self._places[rank][0]
 
     def is_leader(self, rank: int) -> bool:
-        """Return whether a rank is the first of those with its part, which is the one that returns results."""
+        """Return whether a rank is the first of those with its part, which is the one that returns
+        results.
+        """
         return self._places[rank][1]
 
     @cached_property

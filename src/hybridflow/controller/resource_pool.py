@@ -46,7 +46,9 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """The number of devices, which is also that of the processes and of each role's ranks in this pool."""
+        """The number of devices, which is also that of the processes and of each role's ranks in
+        this pool.
+        """
         return sum(self.devices_per_node)
 
 
@@ -107,7 +109,7 @@ class Placement:
                 f"trainer.placement.{strange[0]} names a role that this run does not have: its roles are "
                 f"{', '.join(roles)}{_nearest(strange[0], roles)}"
             )
-        pools_of_role = dict.fromkeys(roles, (pools[0].name,))
+        pools_of_role: dict[str, tuple[str, ...]] = dict.fromkeys(roles, (pools[0].name,))
         for role, names in trainer.placement.items():
             if isinstance(names, str):
                 names = [names]

@@ -25,7 +25,9 @@ R = TypeVar("R")
 
 
 class WorkerGroup(Generic[W]):
-    """All workers of one role. Any argument may be the `Future` of an earlier call (`Future.by_reference`)."""
+    """All workers of one role. Any argument may be the `Future` of an earlier call
+    (`Future.by_reference`).
+    """
 
     def __init__(self, backend: Backend, role: str) -> None:
         self.backend = backend
@@ -137,7 +139,9 @@ class WorkerGroup(Generic[W]):
 
 
 def _rule(method: Callable[..., Any], *, per_rank: bool, gives_list: bool) -> Dispatch:
-    """Return a method's dispatch rule; raise AssertionError where the way of calling does not fit the rule."""
+    """Return a method's dispatch rule; raise AssertionError where the way of calling does not fit
+    the rule.
+    """
     dispatch = registration_of(method).dispatch
     fits = dispatch.per_rank == per_rank and (dispatch.gives == "each") == gives_list
     way = "call or submit"

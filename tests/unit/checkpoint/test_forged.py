@@ -1,4 +1,6 @@
-"""Checkpoints that somebody else wrote: a manifest and an index with valid digests that no run of ours wrote."""
+"""Checkpoints that somebody else wrote: a manifest and an index with valid digests that no run of
+ours wrote.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ class Failure:
         return cls(pickled, text, "".join(trace.format()).rstrip(), place, os.getpid(), time.time())
 
     def original(self) -> Exception:
-        """Return the exception that was raised, or a WorkerError with its text where it cannot be unpickled."""
+        """Return the exception that was raised, or a WorkerError with its text where it cannot be
+        unpickled.
+        """
         if self.error is not None:
             with contextlib.suppress(Exception):  # its class may be missing in this process
                 error: Exception = pickle.loads(self.error)

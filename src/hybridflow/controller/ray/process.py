@@ -92,7 +92,9 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def set_up(self, how: SetUp) -> Answer:
-        """Set threads, device and logging, and join the torch.distributed world of a pool with several ranks."""
+        """Set threads, device and logging, and join the torch.distributed world of a pool with
+        several ranks.
+        """
         return self._answer(lambda: self._set_up(how))
 
     @ray.method(num_returns=2)

@@ -154,7 +154,9 @@ STAND_INS = {
 
 
 def test_slurm_signals_the_driver_alone_and_waits_for_its_save(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands, whose srun kills what it started on SIGTERM, as the real one does."""
+    """With stand-ins for Slurm's commands, whose srun kills what it started on SIGTERM, as the real
+    one does.
+    """
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!{sys.executable}\n{text}")
         (tmp_path / name).chmod(0o755)

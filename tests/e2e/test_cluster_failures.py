@@ -17,7 +17,7 @@ from tiny_run import Inputs, metrics_of, small_run
 
 from hybridflow.checkpoint.layout import step_folders
 from hybridflow.checkpoint.manifest import read_manifest
-from hybridflow.controller.ray.cluster import HEALTH_CHECKS
+from hybridflow.controller.ray.session import HEALTH_CHECKS
 from ray_nodes import RayNodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ray")]

@@ -1,4 +1,4 @@
-"""Writing so that a machine may stop at any moment: what is seen under its final name is whole and on the
+"""Writes that survive a stop of the machine at any moment: under its final name a file is complete and on
 disk.
 """
 
@@ -24,7 +24,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Sync all files below a folder, then all folders, inner ones first."""
+    """Call `sync` for all files below a folder and then for its folders, inner ones first."""
     for root, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(Path(root, name))
@@ -32,7 +32,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give a file a new content at once: a reader sees the old one or the new one."""
+    """Replace a file's content in one step, so that a reader sees either the old or the new content."""
     temporary = path.with_name(f".tmp_{path.name}_{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
@@ -40,8 +40,8 @@ def replace_file(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def why_unwritable(folder: Path, error: OSError) -> str:
-    """Say why a folder cannot be written, naming the file in its way if there is one, and what to set."""
+def why_unwritable(folder: Path, error: Exception) -> str:
+    """Explain why a folder cannot be written, naming the file in its way if there is one, and what to set."""
     whole = folder.absolute()
     for path in (whole, *whole.parents):
         if path.exists() and not path.is_dir():
@@ -49,15 +49,17 @@ def why_unwritable(folder: Path, error: OSError) -> str:
                 f"{folder} cannot be written: {path} is a file, and a folder is wanted there. Move the file, "
                 f"or set {FOLDER_KEY} to another folder"
             )
-    return f"{folder} cannot be written ({error}). Make room, or set {FOLDER_KEY} to a folder that you may write"
+    return (
+        f"{folder} cannot be written ({error}). Make room, or set {FOLDER_KEY} to a folder that you may write"
+    )
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold a lock file; gives False, without waiting, where a living process holds it.
+    """Hold a lock file for the context; gives False, without waiting, where another living process holds it.
 
-    The system lets go of it with the process that held it, however that ended. Where the file system has no
-    locks it is taken as free.
+    The system releases the lock when its process ends, however it ends. On a file system without locks the
+    lock counts as free.
     """
     with path.open("a") as file:
         held = True

@@ -1,12 +1,12 @@
-"""Names inside a run folder.
+"""The names of files and folders inside a run folder.
 
-RUN/latest_checkpointed_iteration.txt          the step saved last, for people and other tools
-RUN/global_step_N/manifest.json                size and digest of every file below
-RUN/global_step_N/data/, trainer/              state.json, state.safetensors
-RUN/global_step_N/ROLE/state.json              an engine's state: structure and numbers
-RUN/global_step_N/ROLE/shards.json             which part of which tensor is in which file
+RUN/latest_checkpointed_iteration.txt     the step that was saved last, for people and other tools
+RUN/global_step_N/manifest.json           size and digest of every file below
+RUN/global_step_N/data/, trainer/         state.json, state.safetensors
+RUN/global_step_N/ROLE/state.json         an engine's state: its structure and its numbers
+RUN/global_step_N/ROLE/shards.json        the file of each part of each tensor
 RUN/global_step_N/ROLE/PART_world_size_W_rank_R.safetensors
-RUN/global_step_N/actor/huggingface/           config, tokenizer, and weights if asked for
+RUN/global_step_N/actor/huggingface/      configuration, tokenizer, and weights if they were asked for
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ SHARDS = "shards.json"
 LOCK = ".checkpoint_lock"
 
 MODEL = "model"
-"""Key of an engine's state under which the module's parameters are."""
+"""The key of the module's parameters in an engine's state."""
 
 _STEP = re.compile(rf"{STEP_PREFIX}(\d+)")
 
 
 def shard_file(part: str, rank: int, world_size: int) -> str:
-    """Name of the file with what a rank holds of a part of an engine's state."""
+    """Return the name of the file with a rank's share of a part of an engine's state."""
     return f"{part}_world_size_{world_size}_rank_{rank}.safetensors"
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint folder, None for any other name."""
+    """Return the step of a checkpoint folder, or None for any other name."""
     match = _STEP.fullmatch(path.name)
-    return int(match.group(1)) if match else None
+    if match is None:
+        return None
+    return int(match.group(1))
 
 
 def step_folders(run_dir: Path) -> list[Path]:
-    """All checkpoint folders of a run by ascending step, whole or not."""
+    """Return all checkpoint folders of a run by ascending step, whether they are complete or not."""
     if not run_dir.is_dir():
         return []
     found = [

@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file in it, and of itself.
+"""The manifest of a checkpoint: the size and SHA-256 of every file in it, and its own digest.
 
-folder ──write_manifest──► manifest.json ──read_manifest──► Manifest ──damage(folder)──► what differs, in
-words
+folder ──write_manifest──► manifest.json ──read_manifest──► Manifest ──damage(folder)──► the difference
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ MAX_NAME = 255
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 _whole: dict[tuple[Path, str], tuple[Mapping[str, FileDigest], list[tuple[int, ...]]]] = {}
-"""Folders that this process has found whole: by what digests, and what the file system said of their files
-before they were read.
+"""Folders that this process has found intact, with the digests, and with the inode and times of each file
+before it was read.
 """
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file must be."""
+    """The size and digest that a file must have."""
 
     size: int
     sha256: str
@@ -44,21 +43,21 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was saved, and when in the run's order of saving."""
+    """The contents of a checkpoint, and its place in the run's order of saving."""
 
     step: int
     sequence: int
-    """1 for the first checkpoint that a run saved, then 2 and so on: a run that went back saves lower steps
-    later.
+    """1 for the first checkpoint that a run saved, then 2 and so on; a run that went back to an earlier step
+    saves lower steps later.
     """
     roles: tuple[str, ...]
-    """Folders that hold a state of the driver (`state.py`)."""
+    """The folders with a state of the driver (`state.py`)."""
     files: Mapping[str, FileDigest]
-    """By path below the checkpoint folder."""
+    """The digest of each file, by its path below the checkpoint folder."""
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Folders that hold an engine's state (`shard_index.py`)."""
+        """The folders with an engine's state (`shard_index.py`)."""
         return tuple(name.removesuffix(f"/{SHARDS}") for name in self.files if name.endswith(f"/{SHARDS}"))
 
     def damage(self, folder: Path, *, below: str = "") -> str | None:
@@ -67,8 +66,11 @@ class Manifest:
         With `below`, only the files in that folder of the checkpoint are looked at. A folder that this
         process has found intact is read again only if one of its files is another or was written since.
         """
-        prefix = f"{below}/" if below else ""
-        wanted = {folder / name: digest for name, digest in self.files.items() if name.startswith(prefix)}
+        wanted = {
+            folder / name: digest
+            for name, digest in self.files.items()
+            if not below or name.startswith(f"{below}/")
+        }
         seen: list[tuple[int, ...]] = []
         try:
             for path, digest in wanted.items():
@@ -93,28 +95,30 @@ class Manifest:
 def write_manifest(
     folder: Path, *, step: int, sequence: int, roles: tuple[str, ...], known: Mapping[str, FileDigest]
 ) -> None:
-    """Write the manifest of all files that are in the folder now; those in `known` are not read again.
+    """Write the manifest of all files that are in the folder; files in `known` are not read again.
 
-    CheckpointError where a known one is not there as its writer left it.
+    Raises CheckpointError where a file in `known` is missing or has another size than its writer reported.
     """
     paths = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
     for name, digest in known.items():
-        size = paths[name].stat().st_size if name in paths else None
-        if size != digest.size:
-            seen = "is not there" if size is None else f"has {size} bytes"
-            raise CheckpointError(
-                f"{name} {seen}, though a rank wrote {digest.size} bytes of it into {folder}: "
-                "trainer.default_local_dir must be on a file "
-                "system that all nodes share"
-            )
+        seen = "is missing"
+        if name in paths:
+            size = paths[name].stat().st_size
+            if size == digest.size:
+                continue
+            seen = f"has {size} bytes"
+        raise CheckpointError(
+            f"{name} {seen}, although a rank wrote {digest.size} bytes of it into {folder}: "
+            "trainer.default_local_dir must be on a file system that all nodes share"
+        )
     unknown = {name: path for name, path in paths.items() if name not in known}
-    digests = {
+    digests = {**known} | {
         name: FileDigest(path.stat().st_size, digest)
         for (name, path), digest in zip(unknown.items(), _digests(unknown.values()))
     }
-    files = {name: asdict(known[name] if name in known else digests[name]) for name in paths}
+    files = {name: asdict(digests[name]) for name in paths}
     content = {"format": FORMAT, "step": step, "sequence": sequence, "roles": list(roles), "files": files}
     (folder / MANIFEST).write_text(_text(content), encoding="utf-8")
 
@@ -139,7 +143,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _check_digest(path: Path, text: str, content: Any) -> dict[str, Any]:
     """Return the manifest's fields without its own digest; raise CheckpointError where the digest differs."""
-    fields = dict(content) if isinstance(content, dict) else {}
+    fields: dict[str, Any] = {}
+    if isinstance(content, dict):
+        fields = dict(content)
     claimed = fields.pop("digest", None)
     expected = _digest(fields)
     if claimed != expected or text != _text(fields):
@@ -152,7 +158,8 @@ def _check_digest(path: Path, text: str, content: Any) -> dict[str, Any]:
 def _parse(path: Path, fields: Mapping[str, Any]) -> Manifest:
     if fields.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {fields.get('format')!r:.80}, and this version reads format {FORMAT}: use the "
+            f"{path} has format {fields.get('format')!r:.80}, and this version reads format {FORMAT}: use "
+            "the "
             "version of hybridflow that wrote it"
         )
     try:
@@ -192,21 +199,23 @@ def _file_digest(name: str, entry: Any) -> FileDigest:
 
 def _relative(name: Any) -> str:
     """Return a path that stays below the checkpoint folder; raise ValueError for any other value."""
-    parts = name.split("/") if isinstance(name, str) else [""]
+    parts = str(name).split("/")
     odd = not {"", ".", ".."}.isdisjoint(parts) or len(max(parts, key=len)) > MAX_NAME
-    if odd or not name.isprintable():
+    if odd or not isinstance(name, str) or not name.isprintable():
         raise ValueError(f"{name!r:.80} is not the relative path of a file below the checkpoint folder")
-    return str(name)
+    return name
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal, as `sha256sum` prints it."""
+    """Return the SHA-256 of a file in hexadecimal, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digests(paths: Iterable[Path]) -> Iterator[str]:
-    """In the order of the paths; several at a time, since hashing keeps no other thread from running."""
+    """Give the digests of files in the order of the paths; hashing releases Python's lock, so
+    threads help.
+    """
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         yield from pool.map(file_digest, paths)
 

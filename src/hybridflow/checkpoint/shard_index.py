@@ -1,14 +1,12 @@
-"""Which part of which tensor is in which file of an engine's saved state, as JSON; and reading whole tensors
-from it, without ranks.
+"""The index of an engine's saved state: the file of each part of each tensor; and whole tensors read by it.
 
-    state.json    {"model": {"w": {"$tensor": "model/w"}}, "scheduler": {"num_steps": 4}}     the structure,
-    as in `state.py`
-    shards.json   {"files": [F0, F1],
-                   "tensors": {"model/w": {"dtype": "F32", "shape": [5, 3], "chunks": [[0, [0, 0], [3, 3]],
-                   [1, [3, 0], [2, 3]]]}}}
+    state.json    the structure, as in `state.py`
+                  {"model": {"w": {"$tensor": "model/w"}}, "scheduler": {"num_steps": 4}}
+    shards.json   {"format": 1, "files": [F0, F1], "tensors": {"model/w": {"dtype": "F32", "shape": [5, 3],
+                   "chunks": [[0, [0, 0], [3, 3]], [1, [3, 0], [2, 3]]]}}}
 
-A chunk is (number of the file, offsets, sizes); in its file it has the tensor's name without the part. A
-folder is the same at every number of ranks, one included.
+A chunk is (number of the file, offsets, sizes). In its file it has the tensor's name without the part. The
+format is the same for every number of ranks, including one. Reading whole tensors needs no ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +43,7 @@ MAX_CUT_DIMS = 8
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, in one file."""
+    """A box of a tensor, which is stored in one file."""
 
     file: str
     offsets: tuple[int, ...]
@@ -54,7 +52,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What is known of a tensor without reading it."""
+    """The dtype, shape and chunks of a saved tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -63,22 +61,22 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The structure of a saved engine's state and where its tensors are."""
+    """The structure of an engine's saved state, and the places of its tensors."""
 
     folder: Path
     structure: Mapping[str, Any]
-    """By part."""
+    """The JSON half of each part (`model`, `optimizer`, `scheduler`)."""
     tensors: Mapping[str, SavedTensor]
-    """By the name that the structure has for them, `PART/...`."""
+    """The tensors by their names in the structure, `PART/...`."""
 
     @property
     def files(self) -> frozenset[str]:
-        """Names of the files that hold the chunks."""
+        """The names of the files that hold the chunks."""
         return frozenset(chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks)
 
 
 def index_text(tensors: Mapping[str, SavedTensor]) -> str:
-    """What stands in `shards.json`."""
+    """Return the text of `shards.json`."""
     files = sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
     number = {file: index for index, file in enumerate(files)}
     entries = {
@@ -132,7 +130,9 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def stored_slice(file: Any, name: str, tensor: SavedTensor, chunk: Chunk) -> Any:
-    """Return safetensors' slice of a chunk in its opened file; ValueError where its dtype or shape differs."""
+    """Return safetensors' slice of a chunk in its opened file; ValueError where its dtype or shape
+    differs.
+    """
     found = file.get_slice(key_in_file(name))
     got = f"{found.get_dtype()} {found.get_shape()}"
     wanted = f"{DTYPE_NAMES[tensor.dtype]} {list(chunk.sizes)}"
@@ -142,17 +142,17 @@ def stored_slice(file: Any, name: str, tensor: SavedTensor, chunk: Chunk) -> Any
 
 
 def key_in_file(name: str) -> str:
-    """What a tensor is called in a shard's file: its name without the part, which the file has in its own."""
+    """Return a tensor's name in a shard's file, which lacks the part because the file's own name has it."""
     return name.partition("/")[2]
 
 
 def saved_parts(folder: Path) -> frozenset[str]:
-    """Which parts of an engine's state are in a folder (`model`, `optimizer`, `scheduler`)."""
+    """Return the parts of an engine's state that are in a folder (`model`, `optimizer`, `scheduler`)."""
     return frozenset(read_index(folder).structure)
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of one part by name; each is read whole, on the CPU, when it is asked for."""
+    """The tensors of one part by name. A tensor is read as a whole, to the CPU, when it is looked up."""
 
     def __init__(self, index: ShardIndex, part: str) -> None:
         if part not in index.structure:
@@ -183,15 +183,15 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self._stored)
 
     def stored_as(self, name: str) -> str:
-        """What is stored under this name; tied tensors have the same."""
+        """Return the name under which a tensor is stored; tied tensors share it."""
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is not read for it."""
+        """Return a tensor's shape without reading it."""
         return self._index.tensors[self.stored_as(name)].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor that is not read for it."""
+        """Return a tensor's dtype without reading it."""
         return self._index.tensors[self.stored_as(name)].dtype
 
     def _read(self, chunk: Chunk, stored: str) -> Tensor:
@@ -202,8 +202,9 @@ class SavedTensors(Mapping[str, Tensor]):
 
 
 def read_tensors(folder: Path, part: str) -> SavedTensors:
-    """The tensors of a part (`model`) of an engine's state, saved by any number of ranks; CheckpointError
-    where there is no such part.
+    """Return the tensors of a part (`model`) of an engine's state, which any number of ranks may have saved.
+
+    Raises CheckpointError where the part is missing.
     """
     return SavedTensors(read_index(folder), part)
 
@@ -338,10 +339,15 @@ def _check_sizes(index: ShardIndex) -> None:
 
 
 def stored_tensors(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """(path below `node`, name of what is stored there) of every tensor in a structure."""
-    stored = node.get("$tensor", node.get("$array")) if isinstance(node, dict) else None
-    if isinstance(stored, str):
-        yield path.removeprefix("/"), stored
-    elif isinstance(node, dict | list):
-        for key, entry in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from stored_tensors(entry, f"{path}/{key}")
+    """Give, for every tensor in a structure, its path below `node` and the name under which it is stored."""
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, dict):
+        stored = node.get("$tensor", node.get("$array"))
+        if isinstance(stored, str):
+            yield path.removeprefix("/"), stored
+            return
+        entries = node.items()
+    elif isinstance(node, list):
+        entries = enumerate(node)
+    for key, entry in entries:
+        yield from stored_tensors(entry, f"{path}/{key}")

@@ -1,11 +1,11 @@
-"""The two ends of torch.distributed.checkpoint: where a rank's parts of tensors go to, and where they come
-from. No pickle on the disk.
+"""The storage under torch.distributed.checkpoint (DCP), which puts no pickle on the disk.
 
-    save: planner's items ─► one safetensors file a part and rank, written now or in a thread ─► coordinator:
-    shards.json load: shards.json ─► planner's items ─► slices of the files, into the target tensors
+    save   planner's items ─► a safetensors file for each part and rank, written now or in a thread; the
+           coordinator writes shards.json
+    load   shards.json ─► planner's items ─► slices of the files, copied into the target tensors
 
-The library's own safetensors storage keeps a rank's whole state in memory a second time, takes no digests and
-writes no index.
+DCP's own safetensors storage keeps a rank's whole state in memory a second time, takes no digests and writes
+no index.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from hybridflow.checkpoint.tensor_file import write_tensors, write_text
 
 @dataclass
 class ShardWriter(StorageWriter):
-    """Writes what the plan gives this rank.
+    """The writer of the tensors that the plan gives to this rank.
 
-    Without `copy` it is on the disk when the plan is done. With it, the plan only takes copies, and `write`
-    puts them on the disk, whenever and in whatever thread it is called: it needs no other rank.
+    Without `copy` they are on the disk when the plan is done. With it the plan only takes copies, and `write`
+    writes them later, in any thread: it needs no other rank.
     """
 
     folder: Path
@@ -57,47 +57,53 @@ class ShardWriter(StorageWriter):
     """The JSON half of the state."""
     copy: Callable[[str, Tensor], Tensor] | None = None
     digests: dict[str, FileDigest] = field(default_factory=dict)
-    """Of the files that this rank has written, by name."""
+    """The digests of the files that this rank has written, by name."""
     _files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Write this rank's tensors; what was taken of them is let go."""
+        """Write this rank's tensors and release the copies of them."""
         for name in sorted(self._files):
             self.digests[name] = write_tensors(self.folder / name, self._files.pop(name))
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Of DCP's interface: a writer serves one save."""
+        """Do nothing: a writer serves one save (DCP's interface)."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Of DCP's interface. What fails here on one rank is known to all: before it, the others would wait
-        for that rank.
+        """Make the folder (DCP's interface).
+
+        DCP reports an error of this method to all ranks; an earlier one would leave the other ranks waiting.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Of DCP's interface: the planner's plan as it is."""
+        """Return the planner's plan unchanged (DCP's interface)."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Of DCP's interface: the planner's plans as they are, each replicated tensor on one rank."""
+        """Return the planner's plans unchanged, in which one rank writes a replicated tensor (DCP's
+        interface).
+        """
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Of DCP's interface: write this rank's tensors, or take copies of them."""
+        """Write this rank's tensors, or take copies of them (DCP's interface)."""
         results = []
         for item in plan.items:
             tensor = cast(Tensor, planner.resolve_data(item))
             name = shard_file(item.index.fqn.partition("/")[0], self.rank, self.world_size)
-            tensors, key = self._files.setdefault(name, {}), key_in_file(item.index.fqn)
+            tensors = self._files.setdefault(name, {})
+            key = key_in_file(item.index.fqn)
             assert key not in tensors, f"two parts of {item.index.fqn} on rank {self.rank}"
-            tensors[key] = tensor if self.copy is None else self.copy(item.index.fqn, tensor)
+            tensors[key] = tensor
+            if self.copy is not None:
+                tensors[key] = self.copy(item.index.fqn, tensor)
             results.append(WriteResult(item.index, tensor.numel() * tensor.element_size(), name))
         if self.copy is None:
             self.write()
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Of DCP's interface, on the coordinator: write structure and index."""
+        """Write structure and index, on the coordinator (DCP's interface)."""
         file_of = {
             (result.index.fqn, result.index.offset): result.storage_data
             for part in results
@@ -116,38 +122,38 @@ class ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Of DCP's interface."""
+        """Return True: any folder is accepted (DCP's interface)."""
         return True
 
 
 @dataclass
 class ShardReader(StorageReader):
-    """Reads the boxes that a plan asks for."""
+    """The reader of the boxes that a plan asks for."""
 
     index: ShardIndex
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Of DCP's interface: a reader serves one load."""
+        """Do nothing: a reader serves one load (DCP's interface)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Of DCP's interface."""
+        """Return the index in DCP's form (DCP's interface)."""
         return Metadata({name: _metadata(tensor) for name, tensor in self.index.tensors.items()})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Of DCP's interface."""
+        """Do nothing (DCP's interface)."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Of DCP's interface."""
+        """Return the plan unchanged (DCP's interface)."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Of DCP's interface."""
+        """Return the plans unchanged (DCP's interface)."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Of DCP's interface: copy every asked box out of its file."""
+        """Copy every box of the plan from its file into its target (DCP's interface)."""
         chunk_at = {
             (name, chunk.offsets): chunk
             for name in {item.storage_index.fqn for item in plan.items}
@@ -171,12 +177,12 @@ class ShardReader(StorageReader):
         box = tuple(
             slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True)
         )
-        found: Tensor = stored[box] if box else file.get_tensor(key_in_file(name))
+        found: Tensor = file.get_tensor(key_in_file(name)) if not box else stored[box]
         return found
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Of DCP's interface."""
+        """Return True: any folder is accepted (DCP's interface)."""
         return True
 
 

@@ -1,13 +1,11 @@
-"""An engine's state saved by any number of ranks and loaded by any other, through
-torch.distributed.checkpoint.
+"""An engine's state, saved by any number of ranks and loaded by any other number.
 
-    save_shards    ranks' {part: nested state, DTensors where sharded} ──plan──► each rank writes its own
-    files
-    start_shards   the same with copies on the CPU, written in a thread while the ranks go on
-    load_shards    the folder + a template of the same names ──► the state, sharded as the template
+    save_shards    each rank writes its share of {part: nested state, with DTensors where it is sharded}
+    start_shards   the same from copies on the CPU, which a thread writes while the ranks go on
+    load_shards    a folder and a template with the same names ──► the state, sharded like the template
 
-What comes back equals what went in bit by bit. Tied weights are stored once.
-Reading whole tensors without ranks: `shard_index.read_tensors`.
+torch.distributed.checkpoint (DCP) makes the plans. The loaded state equals the saved one bit by bit. Tied
+weights are stored once. `shard_index.read_tensors` reads whole tensors without ranks.
 """
 
 from __future__ import annotations
@@ -37,33 +35,34 @@ from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.errors import CheckpointError
 
 Parts = Mapping[str, dict[str, Any]]
-"""`model`, `optimizer`, …: each a nested state, the same names and numbers on all ranks."""
+"""A nested state for each of `model`, `optimizer`, …, with the same names and numbers on all ranks."""
 
 
 ROOM = "Make room or set trainer.default_local_dir to a writable place"
-"""What to do about a save that failed."""
+"""The advice in the message of a save that failed."""
 
 
 def save_shards(folder: Path, parts: Parts, group: dist.ProcessGroup | None = None) -> dict[str, FileDigest]:
-    """Write a state into a folder; called by all ranks of the group. Gives the digests of the files that this
-    rank wrote, by name.
+    """Write a state into a folder; all ranks of the group call this.
 
-    CheckpointError, on all ranks, names the first rank that could not write and why.
+    Returns the digests of the files that this rank wrote, by name. Where a rank cannot write, CheckpointError
+    is raised on all ranks and names that rank and the reason.
     """
     return _plan(folder, parts, group, None).digests
 
 
 class CpuCopies:
-    """Makes copies of tensors on the CPU. Those of device tensors go into page-locked memory, which is kept
-    for the next save.
+    """Copies of tensors on the CPU. Those of device tensors are in page-locked memory, which is kept for the
+    next save.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy; whole only after `wait`, and where the tensor is not on the CPU only until the next copy
-        under this name.
+        """Return a copy, which is complete only after `wait`.
+
+        The copy of a tensor on a device is valid until the next copy under the same name.
         """
         if tensor.device.type == "cpu":
             return tensor.detach().clone()
@@ -73,13 +72,13 @@ class CpuCopies:
         return kept.copy_(tensor.detach(), non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until the copies are whole."""
+        """Wait until all copies are complete."""
         if self._kept:
             torch.accelerator.synchronize()
 
 
 class PendingShards:
-    """A state that a thread is writing."""
+    """A state that a thread of this rank is writing."""
 
     def __init__(self, writer: ShardWriter) -> None:
         self._writer = writer
@@ -88,30 +87,32 @@ class PendingShards:
         self._thread.start()
 
     def done(self) -> bool:
-        """True when `wait` would not wait."""
+        """Return True when the thread has ended."""
         return not self._thread.is_alive()
 
     def wait(self) -> dict[str, FileDigest]:
-        """Digests of the files that this rank wrote, by name; CheckpointError where it could not."""
+        """Wait for the thread, and return the digests of its files by name; raise CheckpointError where it
+        failed.
+        """
         self._thread.join()
         if self._error is not None:
-            raise CheckpointError(_told(self._error)) from self._error
+            raise CheckpointError(_text(self._error)) from self._error
         return self._writer.digests
 
     def _write(self) -> None:
         try:
             self._writer.write()
-        except BaseException as error:  # raised by `wait`, in the thread that asks
+        except BaseException as error:  # `wait` raises it in the thread that calls it
             self._error = error
 
 
 def start_shards(
     folder: Path, parts: Parts, copies: CpuCopies, group: dist.ProcessGroup | None = None
 ) -> PendingShards:
-    """Like `save_shards`, but only until the state is copied: the writing needs no other rank, so it cannot
-    cross the ranks' own traffic.
+    """Copy a state, and write it in a thread; all ranks of the group call this, as for `save_shards`.
 
-    `copies` must not be used again before the save is done.
+    The writing needs no other rank, so it cannot disturb the ranks' own communication. `copies` must not be
+    used again before the save is done.
     """
     writer = _plan(folder, parts, group, copies)
     copies.wait()
@@ -119,12 +120,12 @@ def start_shards(
 
 
 def load_shards(folder: Path, templates: Parts) -> dict[str, State]:
-    """The saved parts that `templates` names, each tensor sharded as the template's of the same name; plain
-    ones come on the CPU.
+    """Return the saved parts that `templates` names, with each tensor sharded like the template's of that
+    name.
 
-    All ranks call it, but none waits for another. Dtypes are those of the checkpoint. CheckpointError where a
-    shape differs or a file cannot be read. A tensor that the template lacks comes sharded as its neighbours
-    of the same shape.
+    Tensors that are not sharded are on the CPU, and dtypes are those of the checkpoint. A tensor that the
+    template lacks is sharded like its neighbours of the same shape. Every rank calls this, but none waits for
+    another. Raises CheckpointError where a shape differs or a file cannot be read.
     """
     index = read_index(folder)
     missing = sorted(set(templates) - set(index.structure))
@@ -156,12 +157,14 @@ def _plan(
     rank, world_size = rank_and_size(group)
     structure, tensors = encode_tree(dict(parts))
     if world_size > 1:
-        # which tensors are tied is seen where they have elements, and rank 0 always holds the first
+        # tied tensors are recognised only where they have elements, and rank 0 always holds the first ones
         box = [(structure, list(tensors))]
         dist.broadcast_object_list(box, group=group, group_src=0)
         structure, names = box[0]
         tensors = {name: tensors[name] for name in names}
-    writer = ShardWriter(folder, rank, world_size, structure, None if copies is None else copies.copy)
+    writer = ShardWriter(folder, rank, world_size, structure)
+    if copies is not None:
+        writer.copy = copies.copy
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _explained(f"cannot save the engine's state into {folder}", f". {ROOM}"):
         if world_size > 1:
@@ -172,8 +175,8 @@ def _plan(
 
 
 def _save_alone(tensors: dict[str, Tensor], writer: ShardWriter, planner: DefaultSavePlanner) -> None:
-    """What DCP's `save` does where there is one rank, without its log record for every tensor (half the time
-    of a small save).
+    """Save as DCP's `save` does for one rank, without its log record for each tensor, which takes half the
+    time of a small save.
     """
     planner.set_up_planner(tensors, is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -185,7 +188,9 @@ def _save_alone(tensors: dict[str, Tensor], writer: ShardWriter, planner: Defaul
 def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: list[Tensor]) -> Tensor:
     if place is not None and tuple(place.shape) != saved.shape:
         raise CheckpointError(f"{name} is {saved.shape} in the checkpoint and {tuple(place.shape)} here.")
-    for like in neighbours if place is None else [place]:
+    if place is not None:
+        neighbours = [place]
+    for like in neighbours:
         if isinstance(like, DTensor) and tuple(like.shape) == saved.shape:
             return torch.empty_like(like.detach(), dtype=saved.dtype)
     return torch.empty(saved.shape, dtype=saved.dtype)
@@ -193,8 +198,9 @@ def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: lis
 
 @contextmanager
 def _explained(what: str, hint: str = "") -> Iterator[None]:
-    """DCP's exception, which is not even an Exception, as ours; without its warning that a single process has
-    no ranks.
+    """Turn DCP's exception, which is no subclass of Exception, into a CheckpointError.
+
+    DCP's warning that a single process has no ranks is suppressed.
     """
     try:
         with warnings.catch_warnings():
@@ -202,10 +208,12 @@ def _explained(what: str, hint: str = "") -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{what}: rank {rank}: {_told(cause)}{hint}") from cause
+        raise CheckpointError(f"{what}: rank {rank}: {_text(cause)}{hint}") from cause
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{what}: {_told(error)}{hint}") from error
+        raise CheckpointError(f"{what}: {_text(error)}{hint}") from error
 
 
-def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
+def _text(error: BaseException) -> str:
+    if isinstance(error, CheckpointError | OSError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

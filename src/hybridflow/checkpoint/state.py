@@ -1,11 +1,10 @@
-"""A nested state as two files, without pickle: tensors in `state.safetensors`, all else in `state.json`.
+"""A nested state in two files, without pickle: tensors in `state.safetensors`, the rest in `state.json`.
 
-    {"w": tensor, "lr": 1e-3} ──save_tree──► {"w": {"$tensor": "w"}, "lr": 0.001} + tensors ──load_tree──► the
-    same
+    {"w": tensor, "lr": 1e-3} ──save_tree──► {"w": {"$tensor": "w"}, "lr": 0.001} + tensors ──load_tree──►
 
-What comes back equals what went in, type by type and bit by bit. Tensors come back on the CPU; a tensor that
-stood in several places (tied weights) is stored once and comes back as one tensor. JSON's own types stand for
-themselves; a dictionary with one key that begins with `$` stands for something that JSON lacks.
+The loaded state equals the saved one in every type and every bit. Tensors are loaded to the CPU. A tensor
+that is in several places (tied weights) is stored once and loaded as one tensor. JSON's own types are stored
+as they are; a dictionary whose first key begins with `$` encodes a type that JSON lacks.
 """
 
 from __future__ import annotations
@@ -29,13 +28,15 @@ from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
 from hybridflow.errors import CheckpointError
 
 State = Any
-"""dict, list, tuple, Tensor, numpy array or scalar, int, float, bool, str, None; dictionaries have str or int
-keys.
+"""A nesting of dict, list, tuple, Tensor, numpy array or scalar, int, float, bool, str and None. The keys of
+a dictionary are str or int.
 """
 
 
 def save_tree(folder: Path, tree: State) -> None:
-    """Write a state into an existing folder. CheckpointError names the entry that cannot be stored."""
+    """Write a state into an existing folder; raise CheckpointError, which names the entry, where one cannot
+    be stored.
+    """
     structure, found = encode_tree(tree)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
     save_file(_apart(tensors), folder / TENSORS, metadata={"format": "pt"})
@@ -43,10 +44,10 @@ def save_tree(folder: Path, tree: State) -> None:
 
 
 def load_tree(folder: Path, *, only: str | None = None) -> State:
-    """Read a state; with `only`, that entry of the outermost dictionary, without reading other tensors.
+    """Read a state; with `only`, read that entry of the outermost dictionary and no other tensors.
 
-    CheckpointError for files that are missing or that `save_tree` did not write, KeyError for an `only` that
-    is not there.
+    Raises CheckpointError where a file is missing or was not written by `save_tree`, and KeyError where the
+    state has no entry `only`.
     """
     try:
         structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
@@ -54,24 +55,26 @@ def load_tree(folder: Path, *, only: str | None = None) -> State:
             structure = as_dict(structure, "the state")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
-    wanted = structure if only is None else structure[only]
+    if only is not None:
+        structure = structure[only]
     try:
         with safe_open(folder / TENSORS, framework="pt") as file:
-            return decode_tree(wanted, file.get_tensor)
+            return decode_tree(structure, file.get_tensor)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the state in {folder}: {error}") from error
 
 
 def encode_tree(tree: State) -> tuple[Any, dict[str, Tensor]]:
-    """A state as JSON's types, and its tensors by the names that stand there for them; CheckpointError names
-    what cannot be stored.
+    """Return a state in JSON's types, and its tensors by the names that replace them there.
+
+    Raises CheckpointError, which names the entry, where one cannot be stored.
     """
     encoder = _Encoder()
     return encoder.encode(tree, ""), encoder.tensors
 
 
 def structure_text(structure: Any) -> str:
-    """What stands in the file for the JSON half of `encode_tree`."""
+    """Return the text of the file for the JSON half of `encode_tree`."""
     return json.dumps(structure, allow_nan=False) + "\n"
 
 
@@ -84,7 +87,9 @@ class _Encoder:
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+            if math.isfinite(value):
+                return value
+            return {"$float": struct.pack(">d", value).hex()}
         if isinstance(value, Tensor):
             return {"$tensor": self._keep(value, path)}
         if isinstance(value, np.ndarray):
@@ -96,7 +101,9 @@ class _Encoder:
             return self._encode_dict(value, path)
         if type(value) in (list, tuple):
             entries = [self.encode(entry, f"{path}/{index}") for index, entry in enumerate(value)]
-            return entries if type(value) is list else {"$tuple": entries}
+            if type(value) is tuple:
+                return {"$tuple": entries}
+            return entries
         raise CheckpointError(
             f"cannot store {path or 'the state'} of type {type(value).__qualname__}: {_ACCEPTED}"
         )
@@ -124,7 +131,9 @@ class _Encoder:
                 f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: "
                 f"{_ACCEPTED}"
             )
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        own = tensor
+        if isinstance(tensor, DTensor):
+            own = tensor.to_local()
         storage = own.untyped_storage()
         same = (
             own.device,
@@ -138,7 +147,7 @@ class _Encoder:
             return self._names[same]
         name = stem = path.removeprefix("/") or "state"
         number = 1
-        # two paths may read alike; that name is taken by the format
+        # two paths may give the same name, and the format reserves `__metadata__`
         while name in self.tensors or name == "__metadata__":
             number += 1
             name = f"{stem}#{number}"
@@ -177,7 +186,7 @@ _ACCEPTED = (
 
 
 def _numpy_dtype(name: Any) -> np.dtype[Any]:
-    dtype = np.dtype(name)
+    dtype: np.dtype[Any] = np.dtype(name)
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ValueError(f"a numpy value has dtype {name!r:.80}, which no state of this format holds")
     return dtype
@@ -190,19 +199,23 @@ def _array_as_tensor(array: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that overlap in memory become copies: the format stores each on its own."""
+    """Return tensors that do not share memory, as the library's writer needs them: later ones are copied."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
         start = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if start in seen and tensor.numel() else tensor
+        if start in seen and tensor.numel():
+            tensor = tensor.clone()
+        result[name] = tensor
         seen.add(start)
     return result
 
 
 def decode_tree(node: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """The state of which `encode_tree` made `node`; `tensor_of` gives a tensor by its name and is asked once
-    for each.
+    """Return the state from which `encode_tree` made `node`; `tensor_of` is called once for each tensor's
+    name.
+
+    Raises ValueError where `encode_tree` cannot have made it.
     """
     known: dict[str, Tensor] = {}
 

@@ -1,10 +1,11 @@
-"""Checkpoints of a run: states in, whole folders `global_step_N` out, and back.
+"""The checkpoints of a run, as complete folders `global_step_N`.
 
-    begin:  .tmp_global_step_N_PID ─► states of the driver, and each rank its files, at once or in a thread
-    commit: all ranks are done ─► manifest ─fsync─► rename to global_step_N ─► tracker ─► rotation
-    load: newest by order of saving ─digests─► whole: its state · damaged: named, and the one before
+    begin    .tmp_global_step_N_PID ─► the driver's states; each rank's files, at once or in a thread
+    commit   all ranks are done ─► manifest ─fsync─► rename to global_step_N ─► tracker ─► rotation
+    load     the newest by order of saving is checked; where it is damaged that is logged, and the one before
+             is taken
 
-A process may be killed at any of these arrows: a folder under its final name is always whole.
+A process may be killed at any of these arrows: a folder under its final name is always complete.
 """
 
 from __future__ import annotations
@@ -35,71 +36,76 @@ _LEFTOVER = re.compile(rf"\.(tmp|old|trash)_(({STEP_PREFIX})\d+|{re.escape(TRACK
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     step: int
     path: Path
     state: dict[str, State]
-    """What the driver saved, read, by folder."""
+    """The driver's states, by folder."""
     engines: dict[str, frozenset[str]]
     """The parts of an engine's state that are in each role's folder; the ranks read them."""
 
 
 Fill = Callable[[Path], Mapping[str, FileDigest] | None]
-"""Writes into a folder, or begins to; gives the digests of the files in it that need not be read again, by
-name.
+"""A function that writes into a folder, or begins to.
+
+It returns the digests, by name, of the files that need not be read again.
 """
 
 
 @dataclass
 class PendingSave:
-    """A checkpoint that is being written. It counts for nothing before `CheckpointStore.commit`."""
+    """A checkpoint that is being written. It does not count before `CheckpointStore.commit`."""
 
     step: int
     folder: Path
     roles: tuple[str, ...]
     known: dict[str, FileDigest]
     held: ExitStack
-    """Holds the run folder's lock."""
+    """The stack that holds the run folder's lock and removes the folder."""
 
     def add(self, name: str, digests: Mapping[str, FileDigest]) -> None:
-        """Digests of files in the folder `name`."""
+        """Add the digests of files in the folder `name`."""
         self.known |= {f"{name}/{file}": digest for file, digest in digests.items()}
 
 
 class CheckpointStore:
-    """The checkpoints in `run_dir`; `keep` of them stay, all with None."""
+    """The checkpoints in `run_dir`. The newest `keep` of them stay; with None all stay.
+
+    What a killed save left in the folder is removed when the store is created.
+    """
 
     def __init__(self, run_dir: str | Path, keep: int | None = None) -> None:
         assert keep is None or keep >= 1, f"keep must be at least 1 or None, got {keep}"
-        self.run_dir, self.keep = Path(run_dir).expanduser(), keep
-        self._damaged: set[Path] = set()  # found so by `latest`
+        self.run_dir = Path(run_dir).expanduser()
+        self.keep = keep
+        self._damaged: set[Path] = set()  # folders that `latest` has found damaged
         if self.run_dir.is_dir() and any(_LEFTOVER.fullmatch(path.name) for path in self.run_dir.iterdir()):
             try:
                 with self._lock() as free:
                     if free:
                         self._clean()
             except OSError as error:
-                logger.warning("cannot tidy up after an interrupted save in %s: %s", self.run_dir, error)
+                logger.warning("cannot remove what an interrupted save left in %s: %s", self.run_dir, error)
 
     def save(self, step: int, state: Mapping[str, State], folders: Mapping[str, Fill] | None = None) -> Path:
-        """Write the checkpoint of a step: `state` by role, and further folders by the functions that fill
-        them.
+        """Write the checkpoint of a step: `state` by role, and further folders by functions that fill them.
 
-        A step that exists is replaced. CheckpointError where it cannot be written (earlier ones stay as they
-        were) or where another process is saving into the same run folder.
+        A checkpoint of the same step is replaced. Raises CheckpointError where it cannot be written, which
+        leaves earlier ones as they were, and where another process is saving into the same run folder.
         """
         return self.commit(self.begin(step, state, folders))
 
     def begin(
         self, step: int, state: Mapping[str, State], folders: Mapping[str, Fill] | None = None
     ) -> PendingSave:
-        """Like `save`, without making it count: what `folders` began may go on until `commit`. Until then no
-        other save can begin.
+        """Begin a checkpoint like `save`; it counts only after `commit`.
+
+        The functions in `folders` may leave work running until then. No other save can begin before it.
         """
         for name in [*state, *(folders or {})]:
             assert name and not name.startswith((".", "/")) and ".." not in name.split("/"), (
-                f"{name!r} is no name of a folder"
+                f"{name!r} is not the name of a folder"
             )
         temporary = self.run_dir / f".tmp_{STEP_PREFIX}{step}_{os.getpid()}"
         with self._explained(step), ExitStack() as stack:
@@ -125,7 +131,7 @@ class CheckpointStore:
         return pending
 
     def commit(self, pending: PendingSave) -> Path:
-        """Make a save count whose files are all written. CheckpointError as for `save`."""
+        """Complete a save whose files are all written; raise CheckpointError as `save` does."""
         with self._explained(pending.step), pending.held:
             final = self._publish(pending)
             self._damaged.discard(final)
@@ -134,7 +140,7 @@ class CheckpointStore:
         return final
 
     def abandon(self, pending: PendingSave) -> None:
-        """Remove a save that cannot become whole."""
+        """Remove a save that cannot be completed."""
         pending.held.close()
 
     @contextmanager
@@ -150,8 +156,10 @@ class CheckpointStore:
             ) from error
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, all digests verified; None without any. Damaged ones are logged as
-        errors.
+        """Return the folder of the newest complete checkpoint, with all digests verified, or None without
+        any.
+
+        Damaged ones are logged as errors.
         """
         newest = self._newest()
         return None if newest is None else newest.path
@@ -167,16 +175,17 @@ class CheckpointStore:
         return None
 
     def newest_sequence(self) -> int:
-        """The highest number in the order of saving of the checkpoints that are here, whole or not; 0 without
-        any. No digest is taken.
+        """Return the highest number in the order of saving among all checkpoints, or 0 without any.
+
+        No digest is taken.
         """
         return max((_sequence(folder) or 0 for folder in step_folders(self.run_dir)), default=0)
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, None in a run folder without any.
+        """Read the newest complete checkpoint; return None in a run folder without any.
 
-        Newest is by order of saving, as written in the checkpoints themselves: a tracker that is stale or
-        missing does no harm. CheckpointError where there are checkpoints but all are damaged.
+        The order of saving is written in the checkpoints themselves, so a tracker file that is old or missing
+        does no harm. Raises CheckpointError where there are checkpoints but all are damaged.
         """
         newest = self._newest()
         if newest is None and step_folders(self.run_dir):
@@ -187,17 +196,20 @@ class CheckpointStore:
         return newest
 
     def load(self, path: str | Path) -> Checkpoint:
-        """The checkpoint in a `global_step_N` folder, of this run or another. CheckpointError where it is
-        missing or damaged.
+        """Read the checkpoint in a `global_step_N` folder of this run or another one.
+
+        Raises CheckpointError where it is missing or damaged.
         """
         folder = Path(path).expanduser()
-        runs = folder if step_folders(folder) else folder.parent
+        runs = folder.parent
+        if step_folders(folder):
+            runs = folder
         there = f"Steps in {runs}: {_steps(runs)}"
         if not folder.is_dir():
-            raise CheckpointError(
-                f"no checkpoint at {folder}: "
-                f"{'it is a file' if folder.exists() else 'there is no such folder'}. {there}"
-            )
+            why = "there is no such folder"
+            if folder.exists():
+                why = "it is a file"
+            raise CheckpointError(f"no checkpoint at {folder}: {why}. {there}")
         if step_of(folder) is None and runs == folder:
             raise CheckpointError(
                 f"{folder} is a run folder, not a checkpoint: name one of its {STEP_PREFIX}N folders. {there}"
@@ -234,8 +246,9 @@ class CheckpointStore:
         return aside
 
     def _rotate(self) -> None:
-        """Remove what is older, by order of saving, than the `keep` newest; damaged ones do not count, so
-        none pushes out a good one.
+        """Remove the checkpoints that were saved before the `keep` newest.
+
+        Damaged ones do not count, so that none takes the place of a good one.
         """
         by_age = self._by_age()
         good = [folder for folder in by_age if folder not in self._damaged and _sequence(folder) is not None]
@@ -243,14 +256,15 @@ class CheckpointStore:
             return
         for folder in by_age[: by_age.index(good[-self.keep])]:
             try:
-                # renamed first: no half-removed folder looks like a checkpoint
+                # it is renamed first, so that no half-removed folder looks like a checkpoint
                 shutil.rmtree(self._set_aside(folder, "trash"))
             except OSError as error:
                 logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
 
     def _by_age(self) -> list[Path]:
-        """Checkpoint folders by order of saving; one whose manifest cannot be read stands right after the one
-        of the step before.
+        """Return the checkpoint folders by order of saving.
+
+        One whose manifest cannot be read comes right after that of the step before.
         """
         aged: list[tuple[int, bool, int, Path]] = []
         before = 0
@@ -262,8 +276,9 @@ class CheckpointStore:
         return [folder for *_, folder in sorted(aged)]
 
     def _clean(self) -> None:
-        """Remove what processes that are gone left behind; a replaced checkpoint whose successor never
-        arrived is put back.
+        """Remove what processes that have ended left behind.
+
+        A checkpoint that was about to be replaced is put back where its successor was not completed.
         """
         for path in sorted(self.run_dir.iterdir()):
             match = _LEFTOVER.fullmatch(path.name)
@@ -272,11 +287,12 @@ class CheckpointStore:
             final = self.run_dir / match.group(2)
             if match.group(1) == "old" and not final.exists():
                 logger.warning(
-                    "putting back checkpoint %s: the save that was to replace it did not finish", final
+                    "putting checkpoint %s back: the save that would have replaced it was not completed",
+                    final,
                 )
                 os.replace(path, final)
                 continue
-            logger.info("removing %s, left by a process that ended while saving", path)
+            logger.info("removing %s, which a process left that ended during a save", path)
             if path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -290,7 +306,7 @@ def _sequence(folder: Path) -> int | None:
     try:
         return read_manifest(folder).sequence
     except CheckpointError:
-        return None  # whoever loads names the damage; here it only has no place of its own in the order
+        return None  # loading names the damage; here the folder only has no place of its own in the order
 
 
 def _read(folder: Path) -> Checkpoint:

@@ -1,11 +1,9 @@
-"""A safetensors file written tensor by tensor: its digest is taken on the way, and nothing is held twice in
-memory.
+"""Safetensors files written tensor by tensor, with their digests, and without a second copy in memory.
 
-    {name: tensor, on any device} ──► header, then the bytes of one tensor after the other ──► file on the
-    disk, FileDigest
+    {name: tensor on any device} ──► header, then the bytes of each tensor ──► file on the disk, FileDigest
 
-The library's own writer wants all tensors on the CPU, apart from each other, and whoever needs a digest reads
-the file once more.
+The library's own writer needs all tensors on the CPU and in separate memory, and a digest needs a second pass
+over its file.
 """
 
 from __future__ import annotations
@@ -39,17 +37,20 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls a dtype."""
+"""The format's name for each dtype."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """Write a new file, wait until it is on the disk, and give its size and digest. Same tensors, same bytes."""
-    names = sorted(
-        tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # wide ones first: each begins at a multiple of its width
-    digest, size = hashlib.sha256(), 0
+    """Write a new file, wait until it is on the disk, and return its size and digest.
+
+    Equal tensors give equal bytes.
+    """
+    # wide dtypes first, so that each tensor begins at a multiple of its width
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    digest = hashlib.sha256()
+    size = 0
     with path.open("wb", buffering=0) as file:
         for block in _blocks(names, tensors):
             digest.update(block)
@@ -61,7 +62,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
 
 
 def write_text(path: Path, text: str) -> FileDigest:
-    """Write a small new file, wait until it is on the disk, and give its size and digest."""
+    """Write a small new file, wait until it is on the disk, and return its size and digest."""
     data = text.encode()
     with path.open("wb") as file:
         file.write(data)
@@ -74,7 +75,8 @@ def _blocks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[memoryv
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        tensor, start = tensors[name], end
+        tensor = tensors[name]
+        start = end
         end += tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],

@@ -1,7 +1,6 @@
 """Dispatch rules, worker groups, resource pools and the backends that host workers.
 
-Each name below is loaded when it is first used, so that placements and clusters can be looked at before torch
-is loaded.
+Each name below is imported when it is first used, so that placements can be checked before torch is loaded.
 """
 
 from __future__ import annotations

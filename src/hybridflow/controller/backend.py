@@ -1,8 +1,8 @@
-"""What a backend promises: workers of named roles, on ranks, to be called by method name.
+"""The interface of a backend, which hosts workers of named roles on ranks and calls their methods by name.
 
-All backends treat arguments and results as read-only: what a worker does to a batch it was handed never
-reaches the driver, and what the driver does to a result never reaches the worker. The conformance suite in
-`tests/unit/controller` holds every backend to this.
+Every backend treats arguments and results as read-only: what a worker does to a batch never reaches the
+driver, and what the driver does to a result never reaches the worker. The conformance suite in
+`tests/unit/controller` checks this for every backend.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from hybridflow.controller.mesh import MeshInfo
 
 
 class Backend(Protocol):
-    """Hosts the workers. Implementations: `local.LocalBackend`, `ray.backend.RayBackend`.
+    """A host of workers. The implementations are `local.LocalBackend` and `ray.backend.RayBackend`.
 
-    Arguments may hold `Part`s of earlier calls, at any depth of lists, tuples and dictionaries: what the
-    worker gets in such a place is the part's result (`future.replace_parts`). Ranks that share arguments
-    share `args` and `kwargs` themselves (`Call.arguments_id`), so a backend that must copy them does so once.
+    Arguments may contain `Part`s of earlier calls, at any depth of lists, tuples and dictionaries; the worker
+    gets the part's result in its place (`future.replace_parts`). Ranks that share arguments share the objects
+    `args` and `kwargs` (`Call.arguments_id`), so that a backend which must copy them does so once.
     """
 
     def mesh(self, role: str) -> MeshInfo:
-        """The ranks of a role."""
+        """Return how the ranks of a role are arranged."""
         ...
 
     def together(self, role: str, other: str) -> bool:
-        """Whether two roles live in the same processes, so that their calls cannot overlap."""
+        """Return whether two roles share a process, so that their calls cannot overlap."""
         ...
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
-        """Call `method` on each rank that has a `Call` and wait for all; the results of those with `returns`,
-        in the order of ranks.
+        """Call `method` on each rank that has a `Call`, and wait for all of them.
 
-        The first failing rank's exception comes through, with a note that says role, method and rank.
+        Returns the results of the calls with `returns`, in the order of ranks. Raises the exception of the
+        first rank that failed, with a note that names role, method and rank.
         """
         ...
 
     def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
-        """Like `run` without waiting: by rank called, the result to come (None where it does not return) or
-        its exception.
+        """Call `method` like `run`, without waiting.
+
+        Returns a part for each rank that is called; its value is None where the call does not return one.
         """
         ...
 
     def shutdown(self) -> None:
-        """Let go of all workers."""
+        """End all workers."""
         ...

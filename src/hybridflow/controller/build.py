@@ -1,7 +1,7 @@
-"""From the configuration to a backend: the one place where the choice of a controller meets its class.
+"""The backend that the configuration asks for; only here does the choice of a controller meet its class.
 
-hosting(trainer, ray_kwargs, roles) ──devices are there──► start(make, meshes) ──► Backend ──at the end──► all
-processes gone
+hosting(trainer, ray_kwargs, roles) ──devices are there──► start(make, meshes) ──► Backend; all processes
+end with the context
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hybridflow.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Meshes: TypeAlias = Callable[[Placement], Mapping[str, MeshInfo]]
-"""How the ranks of each role are arranged on a placement."""
+"""A function that arranges the ranks of each role on a placement."""
 Start: TypeAlias = Callable[[Make, Meshes], Backend]
-"""Starts the worker processes, once it is known what they build."""
+"""A function that starts the worker processes, given the factories of their workers and the meshes."""
 
 
 @contextmanager
 def hosting(
     trainer: TrainerConfig | SFTTrainerConfig, ray: RayConfig, roles: Sequence[str], *, patience: float = 0.0
 ) -> Iterator[Start]:
-    """Make sure that there are devices for `roles`, before anything is loaded; all that was started ends with
-    the context.
+    """Make sure that there are devices for `roles` before anything is loaded, and give the function that
+    starts the workers; everything that was started ends with the context.
 
-    `patience`: seconds to wait for devices that are not there yet, after a node was lost. Raises ConfigError
-    for a placement that cannot be, for a cluster that is not there, and for devices that it does not have.
+    `patience` is the number of seconds to wait for missing devices, after a node was lost. Raises ConfigError
+    for an impossible placement, for a cluster that cannot be joined, and for devices that it does not have.
     """
     if trainer.controller == "local":
         yield lambda make, meshes: _local(make, roles)
@@ -78,7 +78,7 @@ def hosting(
 
 def _local(make: Make, roles: Sequence[str]) -> LocalBackend:
     backend = LocalBackend(make)
-    for role in roles:  # now, not in the first step
+    for role in roles:  # build them now and not in the first step
         backend.worker(role)
     return backend
 
@@ -88,8 +88,9 @@ def _most_nodes(placement: Placement) -> int:
 
 
 def _wait_for_devices(check: Callable[[], None], patience: float) -> None:
-    """Until `check` is content, at most `patience` seconds; then its ConfigError."""
-    deadline, said = time.monotonic() + patience, -math.inf
+    """Repeat `check` until it passes; after `patience` seconds raise its ConfigError."""
+    deadline = time.monotonic() + patience
+    said = -math.inf
     while True:
         try:
             return check()

@@ -1,7 +1,6 @@
-"""Which rows or items each part of a role works on, the cutting, and the way back.
+"""The distribution of rows or items over the parts of a role, and the way back.
 
-rows ──plan──► order [[0, 3, 4], [1, 2]] ──cut──► parts ──ranks──► results ──undo──► results in the driver's
-order
+rows ──plan──► order [[0, 3, 4], [1, 2]] ──cut──► parts ──ranks──► results ──undo──► the driver's order
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ from hybridflow.protocol.balancing import Workload, deal_in_order, deal_rows
 
 @dataclass(frozen=True)
 class PerRank:
-    """An argument that is another value on each rank: the parts of an earlier call's result, passed on where
-    they are.
+    """An argument with a value for each rank: the parts of an earlier call's result, which stay where they
+    are.
     """
 
     values: list[Any]
-    """By rank; the ranks of a part share one."""
+    """The value of each rank; the ranks of a part share one."""
     order: list[list[int]] | None = None
-    """Where the values are rows or items that were dealt: those of each part, in the driver's numbering."""
+    """The rows or items of each part, in the driver's numbering; None where none were dealt."""
 
 
 def plan_rows(batches: Sequence[DataProto], mesh: MeshInfo) -> list[list[int]]:
-    """The rows of each part, for all of these batches; their lengths and groups come from the first that has
-    the column.
+    """Choose the rows of each part, the same for all of these batches.
+
+    Lengths and groups come from the first batch that has the column.
     """
     sizes = sorted({len(batch) for batch in batches})
     assert len(sizes) == 1, (
@@ -44,13 +44,14 @@ def plan_rows(batches: Sequence[DataProto], mesh: MeshInfo) -> list[list[int]]:
 
 
 def plan_items(items: Sequence[Any], mesh: MeshInfo) -> list[list[int]]:
-    """The items of each part: by `deal_cost` and `deal_key` of those that have them."""
+    """Choose the items of each part, by the `deal_cost` and `deal_key` of the items that have them."""
     numbers: dict[Any, int] = {}
-    keys = [getattr(item, "deal_key", None) for item in items]
-    groups = [
-        numbers.setdefault(("item", index) if key is None else key, len(numbers))
-        for index, key in enumerate(keys)
-    ]
+    groups = []
+    for index, item in enumerate(items):
+        key = getattr(item, "deal_key", None)
+        if key is None:
+            key = ("item", index)
+        groups.append(numbers.setdefault(key, len(numbers)))
     if mesh.workload is None:
         return deal_in_order(len(items), mesh.num_parts, groups)
     return deal_rows(
@@ -59,38 +60,41 @@ def plan_items(items: Sequence[Any], mesh: MeshInfo) -> list[list[int]]:
 
 
 def cut_rows(batch: DataProto, order: Sequence[Sequence[int]]) -> list[DataProto]:
-    """The rows of each part; they are views of one gathered copy, and of the batch itself where its rows stay
-    in place.
-    """
+    """Return the rows of each part, as views of one gathered copy, or of the batch where its order stays."""
     rows = list(chain.from_iterable(order))
     assert len(rows) == len(batch), f"{len(batch)} rows cannot be dealt by a plan of {len(rows)}"
-    gathered = batch if _is_in_order(rows) else batch.select_idxs(rows)
-    return [gathered.slice(start, end) for start, end in _cuts(order)]
+    if not _is_in_order(rows):
+        batch = batch.select_idxs(rows)
+    return [batch.slice(start, end) for start, end in _cuts(order)]
 
 
 def cut_items(items: Sequence[Any], order: Sequence[Sequence[int]]) -> list[list[Any]]:
-    """The items of each part."""
+    """Return the items of each part."""
     return [[items[index] for index in part] for part in order]
 
 
 def undo_rows(parts: Sequence[DataProto], order: Sequence[Sequence[int]]) -> DataProto:
-    """The rows of all parts where they were before they were dealt."""
+    """Return the rows of all parts in the driver's order."""
     _check(parts, order, "rows")
-    joined, rows = DataProto.concat(parts), list(chain.from_iterable(order))
-    return joined if _is_in_order(rows) else joined.select_idxs(_inverse(rows))
+    joined = DataProto.concat(parts)
+    rows = list(chain.from_iterable(order))
+    if _is_in_order(rows):
+        return joined
+    return joined.select_idxs(_inverse(rows))
 
 
 def undo_items(parts: Sequence[Sequence[Any]], order: Sequence[Sequence[int]]) -> list[Any]:
-    """The items of all parts where they were before they were dealt."""
+    """Return the items of all parts in the driver's order."""
     _check(parts, order, "items")
     joined = list(chain.from_iterable(parts))
     return [joined[index] for index in _inverse(list(chain.from_iterable(order)))]
 
 
 def _check(parts: Sequence[Any], order: Sequence[Sequence[int]], what: str) -> None:
-    got, sent = [len(part) for part in parts], [len(part) for part in order]
+    got = [len(part) for part in parts]
+    sent = [len(part) for part in order]
     assert got == sent, (
-        f"the parts were given {sent} {what} and returned {got}: a method must answer each of them"
+        f"the parts were given {sent} {what} and returned {got}: a method must return one for each"
     )
 
 

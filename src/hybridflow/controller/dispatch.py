@@ -1,11 +1,10 @@
-"""How one call of the driver becomes a call on each rank, and how the ranks' results become one result.
+"""Dispatch rules: one call of the driver becomes a call on each rank, and their results become one result.
 
-    driver: group.update(batch) ──split──► rank 0: update(rows 0, 3, 4), rank 1: update(rows 1, 2)
-    ──collect──► one result
+    group.update(batch) ──split──► rank 0: update(rows 0, 3, 4), rank 1: update(rows 1, 2) ──collect──► result
 
-A rule is data on the method (`@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)`); nothing is generated and
-nothing bound by name. Both halves of a rule are handed the mesh. Along its `sp` and `tp` axes all ranks work
-on the same rows, and only the first of them, the leader, returns.
+A rule is data on the method (`@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)`); no method is generated or
+looked up by name. Both halves of a rule get the mesh. Along its `sp` and `tp` axes all ranks work on the same
+rows, and only the first of them, the leader, returns a result.
 """
 
 from __future__ import annotations
@@ -38,91 +37,87 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     returns: bool = True
-    """False: the rank works along, and its result stays there (None comes back)."""
+    """False: the rank takes part, but its result stays there, and None comes back."""
 
     @property
     def arguments_id(self) -> tuple[int, int]:
-        """Equal for calls that share their arguments: the ranks of a part, or all ranks; valid as long as the
-        calls are held.
-        """
+        """A key that is equal for calls that share their arguments; valid as long as the calls exist."""
         return id(self.args), id(self.kwargs)
 
     def silent(self) -> Call:
-        """The same arguments, without a result."""
+        """Return a call with the same arguments and without a result."""
         return replace(self, returns=False)
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """A call as the ranks get it."""
+    """A call after its arguments were distributed over the ranks."""
 
     calls: list[Call | None]
-    """By rank, None for a rank that is not called."""
+    """The call of each rank; None for a rank that is not called."""
     order: list[list[int]] | None = None
-    """The rows (or items) of each part in the driver's numbering; None where they were not dealt, or there is
+    """The rows (or items) of each part in the driver's numbering; None where none were dealt or there is only
     one part.
     """
 
 
 SplitFn = Callable[[Call, MeshInfo], Dealt]
-"""The driver's arguments -> those of each rank."""
+"""A function from the driver's arguments to those of each rank."""
 
 CollectFn = Callable[[list[Any], MeshInfo, Dealt], Any]
-"""Results of the ranks that return, in the order of ranks -> the driver's result."""
+"""A function from the results of the ranks that return, in the order of ranks, to the driver's result."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A rule. The modes stand on the class, under the names that the field knows."""
+    """A dispatch rule. The modes are attributes of the class, under verl's names."""
 
     name: str
     split: SplitFn
     collect: CollectFn
     gives: Literal["first", "each", "rows", "items", "merged"]
-    """What the result is made of: the first rank's, a list of each leader's, rows or items in the driver's
-    order, or a merger of all.
+    """The kind of result: the first rank's, a list of each leader's, rows or items in the driver's order, or
+    all results merged.
     """
     takes: Literal["rows", "items"] | None = None
-    """What is dealt among the arguments: every DataProto, or the items of the first."""
+    """The arguments that are dealt: the rows of every DataProto, or the items of the first argument."""
     per_rank: bool = False
-    """True: arguments and results are lists with one entry a rank (`WorkerGroup.call_each`)."""
+    """True: arguments and results are lists with one entry for each rank (`WorkerGroup.call_each`)."""
 
     ONE_TO_ALL: ClassVar[Dispatch]
     """The same arguments everywhere; the result is rank 0's."""
     ALL_TO_LIST: ClassVar[Dispatch]
-    """The same arguments everywhere; the result is a list of the leaders' results (`WorkerGroup.call_list`).
-    """
+    """The same arguments everywhere; the result lists the leaders' results (`WorkerGroup.call_list`)."""
     RANK_ZERO: ClassVar[Dispatch]
     """Only rank 0 is called."""
     DP_COMPUTE_PROTO: ClassVar[Dispatch]
-    """DataProto arguments are dealt by what their rows cost (`attention_mask`, `MeshInfo.workload`), all by
-    one plan, rows of equal `group_ids` together; others go everywhere. Rows come back in the driver's order.
-    A rank may get no rows.
+    """The rows of all DataProto arguments are dealt by one plan, which balances their cost (`attention_mask`,
+    `MeshInfo.workload`) and keeps rows of equal `group_ids` together. Other arguments go to every rank. Rows
+    come back in the driver's order. A rank may get no rows.
     """
     DP_COMPUTE_METRICS: ClassVar[Dispatch]
     """Dealt like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
     DP_DEAL: ClassVar[Dispatch]
-    """The first argument is a sequence whose items are dealt: by `item.deal_cost` (a number) where they have
-    it, those of equal `item.deal_key` together; others go everywhere. Each leader returns a list with one
-    entry an item; they come back in order.
+    """The items of the first argument, a sequence, are dealt: `item.deal_cost` (a number), where there is
+    one, is balanced, and items of equal `item.deal_key` stay together. Other arguments go to every rank. Each
+    leader returns a list with one entry for each item; the entries come back in the driver's order.
     """
     ALL_TO_ALL: ClassVar[Dispatch]
-    """Each argument is a list with one entry a rank; so is the result."""
+    """Each argument is a list with one entry for each rank, and so is the result."""
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` leaves on a method."""
+    """The attribute that `register` sets on a method."""
 
     dispatch: Dispatch
     blocking: bool
 
 
 def register(dispatch_mode: Dispatch, blocking: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a worker's method as callable by the driver; its static type stays as it is.
+    """Mark a worker's method as callable by the driver, without a change to its static type.
 
-    With `blocking=False` the driver must not wait for it in place: `WorkerGroup.submit` gives a `Future` of
-    its result.
+    A method with `blocking=False` is called by `WorkerGroup.submit`, which returns a `Future` of its result.
     """
 
     def mark(method: Callable[P, R]) -> Callable[P, R]:
@@ -133,7 +128,7 @@ def register(dispatch_mode: Dispatch, blocking: bool = True) -> Callable[[Callab
 
 
 def registration_of(method: Callable[..., Any]) -> Registration:
-    """The rule of a method; an AssertionError for one without."""
+    """Return the registration of a method; raise AssertionError where it has none."""
     found = getattr(method, "__registration__", None)
     name = getattr(method, "__qualname__", repr(method))
     assert isinstance(found, Registration), (
@@ -142,8 +137,7 @@ def registration_of(method: Callable[..., Any]) -> Registration:
     return found
 
 
-# ---- arguments to ranks
-# -----------------------------------------------------------------------------------------
+# ---- from the driver's arguments to those of the ranks
 
 
 def _values(call: Call) -> Iterator[Any]:
@@ -154,8 +148,9 @@ def _values(call: Call) -> Iterator[Any]:
 def _to_ranks(
     mesh: MeshInfo, call: Call, entry: Callable[[Any, int], Any], *, returns: Callable[[int], bool]
 ) -> list[Call | None]:
-    """A call for each rank, where `entry(value, part)` is what a part gets of an argument; ranks of a part
-    share their arguments.
+    """Return a call for each rank; `entry(value, part)` gives an argument's value for a part.
+
+    The ranks of a part share their arguments.
     """
     special = [value for value in _values(call) if isinstance(value, PerRank)]
     made: dict[tuple[int, ...], Call] = {}
@@ -166,12 +161,17 @@ def _to_ranks(
         if key not in made:
 
             def own(value: Any, rank: int = rank, part: int = part) -> Any:
-                return value.values[rank] if isinstance(value, PerRank) else entry(value, part)
+                if isinstance(value, PerRank):
+                    return value.values[rank]
+                return entry(value, part)
 
             made[key] = Call(
                 tuple(map(own, call.args)), {name: own(value) for name, value in call.kwargs.items()}
             )
-        calls.append(made[key] if returns(rank) else made[key].silent())
+        call_of_rank = made[key]
+        if not returns(rank):
+            call_of_rank = call_of_rank.silent()
+        calls.append(call_of_rank)
     return calls
 
 
@@ -207,7 +207,9 @@ def _deal_rows(call: Call, mesh: MeshInfo) -> Dealt:
     pieces = {id(batch): cut_rows(batch, order) for batch in batches}
 
     def entry(value: Any, part: int) -> Any:
-        return pieces[id(value)][part] if isinstance(value, DataProto) else value
+        if isinstance(value, DataProto):
+            return pieces[id(value)][part]
+        return value
 
     return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
 
@@ -224,7 +226,9 @@ def _deal_items(call: Call, mesh: MeshInfo) -> Dealt:
     pieces = cut_items(items, order)
 
     def entry(value: Any, part: int) -> Any:
-        return pieces[part] if value is items else value
+        if value is items:
+            return pieces[part]
+        return value
 
     return Dealt(_to_ranks(mesh, call, entry, returns=mesh.is_leader), order)
 
@@ -234,7 +238,7 @@ def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
     named = {**{f"argument {index}": value for index, value in enumerate(call.args)}, **call.kwargs}
     for name, value in named.items():
         assert isinstance(value, list | tuple), (
-            f"{name} must be a list with one entry a rank, got {type(value).__name__}"
+            f"{name} must be a list with one entry for each rank, got {type(value).__name__}"
         )
         assert len(value) == n, f"{name} has {len(value)} entries for {n} ranks"
     return Dealt(
@@ -248,8 +252,7 @@ def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
     )
 
 
-# ---- results to one
-# ---------------------------------------------------------------------------------------------
+# ---- from the ranks' results to the driver's
 
 
 def _first(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Any:
@@ -263,16 +266,19 @@ def _all(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Any:
 def _rows_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> DataProto:
     odd = sorted({type(part).__name__ for part in results if not isinstance(part, DataProto)})
     assert not odd, f"a DP_COMPUTE_PROTO method must return a DataProto, got {odd}"
-    # one part: its tensors as they are, without a copy
-    rows: DataProto = results[0] if dealt.order is None else undo_rows(results, dealt.order)
-    return rows
+    if dealt.order is None:  # there is one part: its tensors come back without a copy
+        rows: DataProto = results[0]
+        return rows
+    return undo_rows(results, dealt.order)
 
 
 def _items_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> list[Any]:
     odd = sorted({type(part).__name__ for part in results if not isinstance(part, list)})
     assert not odd, f"a DP_DEAL method must return a list, got {odd}"
-    items: list[Any] = results[0] if dealt.order is None else undo_items(results, dealt.order)
-    return items
+    if dealt.order is None:
+        items: list[Any] = results[0]
+        return items
+    return undo_items(results, dealt.order)
 
 
 def _merge_metrics(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Metrics:

@@ -1,8 +1,8 @@
-"""The result of a call that may still run: parts from the ranks in, one value out, with a name and a deadline
-for every wait.
+"""The result of a call that may still run, made from the results of its ranks.
 
-A future may be an argument of another call, `group.call(method, future.by_reference())`: its parts then go
-from rank to rank without passing through the driver, where both calls deal alike. `passing.py` has the rules.
+Every wait names the call and may have a deadline. A future may be an argument of another call,
+`group.call(method, future.by_reference())`: where both calls deal alike, its parts then go from rank to rank
+without passing through the driver. `passing.py` has the rules.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hybridflow.errors import WorkerError
 
 R = TypeVar("R")
 Part = concurrent.futures.Future[Any]
-"""One rank's result to come. A backend may give a subclass of its own, which it can hand on to another rank
+"""The future for one rank's result. A backend may return a subclass, which it can pass on to another rank
 without fetching the value.
 """
 
 
 @dataclass(frozen=True)
 class Source:
-    """The call that a future is the result of: how it was dealt, and on which ranks."""
+    """The call that a future belongs to: its dispatch rule, its mesh, and how it was dealt."""
 
     dispatch: Dispatch
     mesh: MeshInfo
@@ -36,8 +36,8 @@ class Source:
 class Future(Generic[R]):
     """The result of a call on some ranks. Wait for it with `result()`, or `await` it.
 
-    `parts` has every rank that was called. `collect` gets the results of those in `taken` (left out: all), in
-    the order of ranks.
+    `parts` has an entry for every rank that was called. `collect` gets the results of the ranks in `taken`
+    (by default all), in the order of ranks.
     """
 
     def __init__(
@@ -50,23 +50,28 @@ class Future(Generic[R]):
         taken: tuple[int, ...] | None = None,
         source: Source | None = None,
     ) -> None:
-        self.parts, self._collect, self.role, self.method = dict(sorted(parts.items())), collect, role, method
-        self.taken, self.source = tuple(self.parts) if taken is None else taken, source
+        self.parts = dict(sorted(parts.items()))
+        self.role = role
+        self.method = method
+        if taken is None:
+            taken = tuple(self.parts)
+        self.taken = taken
+        self.source = source
+        self._collect = collect
 
     def done(self) -> bool:
-        """True when no rank is still running."""
+        """Return True when no rank is still running."""
         return all(part.done() for part in self.parts.values())
 
     def result(self, timeout: float | None = None) -> R:
-        """The collected result, or the exception of the first rank that failed.
+        """Return the collected result, or raise the exception of the first rank that failed.
 
-        `timeout` is in seconds; WorkerError names the role, the method and the ranks that have not answered
-        by then.
+        After `timeout` seconds WorkerError is raised, which names the role, the method and the ranks that
+        have not answered.
         """
         concurrent.futures.wait(self.parts.values(), timeout, concurrent.futures.FIRST_EXCEPTION)
         for part in self.parts.values():
-            error = part.exception() if part.done() else None
-            if error is not None:
+            if part.done() and (error := part.exception()) is not None:
                 raise error
         late = [rank for rank, part in self.parts.items() if not part.done()]
         if late:
@@ -75,11 +80,11 @@ class Future(Generic[R]):
         return self._collect([self.parts[rank].result() for rank in self.taken])
 
     def get(self) -> R:
-        """`result()` without a deadline: what `DataProtoFuture` asks of its parts."""
+        """Return `result()` without a deadline; `DataProtoFuture` calls this method of its parts."""
         return self.result()
 
     def by_reference(self) -> R:
-        """This future, typed as its value: what a call takes in the value's place."""
+        """Return this future typed as its value, so that it can be an argument in the value's place."""
         return cast(R, self)
 
     def __await__(self) -> Generator[Any, None, R]:
@@ -89,28 +94,27 @@ class Future(Generic[R]):
 
 
 def replace_parts(value: Any, give: Callable[[Part], Any]) -> Any:
-    """The value with `give(part)` in the place of each `Part` in it, at any depth of lists, tuples and
-    dictionaries.
+    """Replace each `Part` in a value by `give(part)`, at any depth of lists, tuples and dictionaries.
 
-    Containers without one are given back as they are, not copied.
+    Containers without one are returned as they are, not copied.
     """
     return replace(value, concurrent.futures.Future, give)
 
 
 def replace(value: Any, kind: type[Any], give: Callable[[Any], Any]) -> Any:
-    """The value with `give(found)` in the place of everything of that kind; containers without any are given
-    back as they are.
+    """Replace everything of a kind in a value by `give(found)`; containers without any are returned as they
+    are.
     """
     if isinstance(value, kind):
         return give(value)
     if type(value) is dict:
         entries = {key: replace(entry, kind, give) for key, entry in value.items()}
-        return entries if any(entries[key] is not entry for key, entry in value.items()) else value
+        if all(entries[key] is entry for key, entry in value.items()):
+            return value
+        return entries
     if type(value) in (list, tuple):
         items = [replace(entry, kind, give) for entry in value]
-        return (
-            type(value)(items)
-            if any(new is not old for new, old in zip(items, value, strict=True))
-            else value
-        )
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(items)
     return value

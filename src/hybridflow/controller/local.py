@@ -1,7 +1,7 @@
-"""The local backend: every role in the driver's process, one rank a role.
+"""The local backend: every role has one rank, in the driver's process.
 
-A call runs at once in the caller's thread, so `breakpoint()` works in a worker and a traceback is one piece;
-what `submit` returns is therefore done already.
+A call runs at once in the caller's thread, so `breakpoint()` works in a worker and a traceback is one piece.
+The parts that `submit` returns are therefore already done.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from hybridflow.controller.worker_host import Make, WorkerHost
 
 
 class LocalBackend:
-    """Implements `Backend` in this process. A role is built by its factory when it is first needed."""
+    """A backend in this process. The worker of a role is built when it is first needed."""
 
     def __init__(self, make: Make) -> None:
         self.host = WorkerHost(Place(), make)
 
     def mesh(self, role: str) -> MeshInfo:
-        """One rank."""
+        """Return a mesh of one rank."""
         return MeshInfo(world_size=1)
 
     def together(self, role: str, other: str) -> bool:
-        """All roles live here."""
+        """Return True, since all roles are in this process."""
         return True
 
     def worker(self, role: str) -> Worker:
-        """The worker of a role, built if need be."""
+        """Return the worker of a role, and build it if it does not exist."""
         return self.host.worker(role)
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
-        """Run the call here and now."""
+        """Run the call at once."""
         assert len(calls) == 1, (
             f"{role}.{method} was dispatched to {len(calls)} ranks; the local backend has one"
         )
@@ -46,24 +46,25 @@ class LocalBackend:
         return [result for call, result in results if call.returns]
 
     def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
-        """Run the call here and now; its result or its exception waits in the future."""
+        """Run the call at once, and return a part that holds its result or its exception."""
         part: Part = concurrent.futures.Future()
         try:
             results = self.run(role, method, calls)
-        except (
-            Exception
-        ) as error:  # kept for whoever asks for the result, as a worker in another process would
+        except Exception as error:  # raised where the result is asked for, as with a worker process
             part.set_exception(error)
         else:
-            part.set_result(results[0] if results else None)
+            part.set_result(next(iter(results), None))
         return {0: part}
 
     def shutdown(self) -> None:
-        """Forget all workers; they are built anew when needed again."""
+        """Drop all workers; they are built again when they are needed."""
         self.host.clear()
 
 
 def _with_results(call: Call) -> Call:
-    """The call with the results of earlier ones in the places of their parts."""
-    args, kwargs = replace_parts(call.args, Part.result), replace_parts(call.kwargs, Part.result)
-    return call if args is call.args and kwargs is call.kwargs else Call(args, kwargs, call.returns)
+    """Return the call with each part among its arguments replaced by its result."""
+    args = replace_parts(call.args, Part.result)
+    kwargs = replace_parts(call.kwargs, Part.result)
+    if args is call.args and kwargs is call.kwargs:
+        return call
+    return Call(args, kwargs, call.returns)

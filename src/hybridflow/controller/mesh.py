@@ -1,8 +1,9 @@
-"""How the ranks of a role are arranged, and how many parts a batch has for them.
+"""The arrangement of a role's ranks, and the parts into which it divides a batch.
 
-axes (("dp", 2), ("sp", 2)):   rank 0 1 2 3
-                               part 0 0 1 1      the ranks of a part hold the same rows; the first of them is
-                               its leader
+    axes (("dp", 2), ("sp", 2)):   rank 0 1 2 3
+                                   part 0 0 1 1
+
+The ranks of a part hold the same rows; the first of them is its leader.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ SHARED_ROWS = ("sp", "tp")
 
 @dataclass(frozen=True)
 class MeshInfo:
-    """The ranks of a worker group and how they are arranged."""
+    """The number of a role's ranks and their arrangement along axes."""
 
     world_size: int
     axes: tuple[tuple[str, int], ...] = ()
-    """Name and size of each axis, slowest first, for example (("dp", 4), ("tp", 2)); empty: data parallel
+    """Name and size of each axis, slowest first, for example (("dp", 4), ("tp", 2)); empty for data parallel
     only.
     """
     workload: Workload | None = None
-    """What a row costs, so that rows can be dealt by it; None: contiguous chunks of equal row counts."""
+    """The cost of a row, by which rows are balanced; None for contiguous chunks with equally many rows."""
 
     def __post_init__(self) -> None:
         size = math.prod(size for _, size in self.axes)
@@ -37,19 +38,19 @@ class MeshInfo:
 
     @cached_property
     def num_parts(self) -> int:
-        """Into how many parts rows are dealt."""
-        return (
-            math.prod(size for name, size in self.axes if name not in SHARED_ROWS)
-            if self.axes
-            else self.world_size
-        )
+        """The number of parts into which rows are dealt."""
+        if not self.axes:
+            return self.world_size
+        return math.prod(size for name, size in self.axes if name not in SHARED_ROWS)
 
     def part_of(self, rank: int) -> int:
-        """The part that a rank works on."""
+        """Return the part that a rank works on."""
         return self._places[rank][0]
 
     def is_leader(self, rank: int) -> bool:
-        """Whether a rank is the first of those with its part: the one that returns."""
+        """Return whether a rank is the first of those with its part, which is the one that returns
+        results.
+        """
         return self._places[rank][1]
 
     @cached_property
@@ -61,16 +62,18 @@ class MeshInfo:
 
     @cached_property
     def _places(self) -> list[tuple[int, bool]]:
-        """(part, is leader) of each rank."""
+        """The part of each rank, and whether it is its leader."""
         if not self.axes:
             return [(rank, True) for rank in range(self.world_size)]
         places = []
         for rank in range(self.world_size):
-            rest, coordinates = rank, []
+            rest = rank
+            coordinates = []
             for name, size in reversed(self.axes):
                 rest, coordinate = divmod(rest, size)
                 coordinates.append((name, size, coordinate))
-            part, leads = 0, True
+            part = 0
+            leads = True
             for name, size, coordinate in reversed(coordinates):
                 if name in SHARED_ROWS:
                     leads = leads and coordinate == 0

@@ -1,16 +1,16 @@
 """Results of one call as arguments of another, by reference where that means the same as by value.
 
-What a `Future` among the arguments becomes:
+A `Future` among the arguments is replaced by the kind of result that it has (`Dispatch.gives`):
 
-    result made of           the ranks get
-    first (ONE_TO_ALL)       each its own rank's result, where both roles have as many ranks; else all get
-    rank 0's
-    first (one rank called)  all get that rank's result
-    each                     all get the list, by reference; of a call with one entry a rank: each its own
-    entry
-    rows, items              each the result of its part, where the call deals as many parts, which then
-    follows the same plan
-    anything else            the driver waits for it, and it is dealt as a value
+    first (ONE_TO_ALL)       each rank gets the result of the same rank where both roles have equally many
+                             ranks; else all get that of rank 0
+    first (one rank called)  all ranks get that rank's result
+    each                     all ranks get the list, by reference; in a call with one entry for each rank,
+    each
+                             gets its own entry
+    rows, items              each rank gets the result of its part where both calls have equally many parts;
+                             the second call then follows the plan of the first
+    anything else            the driver waits for the result and deals it as a value
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from hybridflow.controller.mesh import MeshInfo
 
 
 def pass_on(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
-    """The call with each `Future` in it, at any depth, replaced by what `dispatch` can deal to the ranks of
+    """Replace each `Future` in a call, at any depth, by a value that `dispatch` can deal to the ranks of
     `mesh`.
     """
-    plans: list[list[list[int]]] = []  # of rows or items that are passed on: all must have been dealt alike
+    plans: list[
+        list[list[int]]
+    ] = []  # the plans of all rows and items that are passed on, which must be equal
 
     def top(value: Any, position: int | None) -> Any:
         dealt = dispatch.takes == "rows" or (dispatch.takes == "items" and position == 0)
-        passed = (
-            _passed(value, dispatch, mesh, plans)
-            if isinstance(value, Future) and dealt
-            else _anywhere(value, mesh)
-        )
-        return passed.values if isinstance(passed, PerRank) and dispatch.per_rank else passed
+        if isinstance(value, Future) and dealt:
+            passed = _passed(value, dispatch, mesh, plans)
+        else:
+            passed = _anywhere(value, mesh)
+        if isinstance(passed, PerRank) and dispatch.per_rank:
+            return passed.values
+        return passed
 
     args = tuple(top(value, index) for index, value in enumerate(call.args))
     kwargs = {name: top(value, None) for name, value in call.kwargs.items()}
@@ -44,18 +47,20 @@ def pass_on(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
         new is old
         for new, old in zip((*args, *kwargs.values()), (*call.args, *call.kwargs.values()), strict=True)
     )
-    return call if untouched else Call(args, kwargs, call.returns)
+    if untouched:
+        return call
+    return Call(args, kwargs, call.returns)
 
 
 def _passed(future: Future[Any], dispatch: Dispatch, mesh: MeshInfo, plans: list[list[list[int]]]) -> Any:
-    """A future in the place of rows or items that are dealt."""
+    """Return the value for a future whose rows or items are dealt."""
     source = future.source
-    if source is None or source.dispatch.gives != dispatch.takes:
-        return (
-            _anywhere(future, mesh)
-            if source is not None and source.dispatch.gives == "first"
-            else future.result()
-        )
+    if source is None:
+        return future.result()
+    if source.dispatch.gives == "first":
+        return _anywhere(future, mesh)
+    if source.dispatch.gives != dispatch.takes:
+        return future.result()
     order = source.dealt.order
     if source.mesh.num_parts != mesh.num_parts or (
         order is not None and any(order != plan for plan in plans)
@@ -69,7 +74,7 @@ def _passed(future: Future[Any], dispatch: Dispatch, mesh: MeshInfo, plans: list
 
 
 def _anywhere(value: Any, mesh: MeshInfo) -> Any:
-    """A value that goes to all ranks alike, with the futures inside replaced."""
+    """Replace the futures inside a value that is not dealt but goes to all ranks."""
     found: dict[int, Any] = {}
 
     def note(future: Future[Any]) -> Future[Any]:
@@ -84,7 +89,9 @@ def _anywhere(value: Any, mesh: MeshInfo) -> Any:
     def on(rank: int) -> Any:
         def give(future: Future[Any]) -> Any:
             passed = found[id(future)]
-            return passed.values[rank] if isinstance(passed, PerRank) else passed
+            if isinstance(passed, PerRank):
+                return passed.values[rank]
+            return passed
 
         return replace(value, Future, give)
 
@@ -92,17 +99,16 @@ def _anywhere(value: Any, mesh: MeshInfo) -> Any:
 
 
 def _whole(future: Future[Any], mesh: MeshInfo) -> Any:
-    """A future's whole value: parts by reference, or what it resolves to."""
-    gives = None if future.source is None else future.source.dispatch.gives
+    """Return a future's whole value: its parts, to be passed by reference, or its result."""
+    if future.source is None:
+        return future.result()
+    gives = future.source.dispatch.gives
     if gives == "each":
         return [future.parts[rank] for rank in future.taken]
     if gives == "first":
-        everywhere = len(future.parts) == mesh.world_size
-        return (
-            PerRank([future.parts[rank] for rank in range(mesh.world_size)])
-            if everywhere
-            else future.parts[future.taken[0]]
-        )
+        if len(future.parts) == mesh.world_size:
+            return PerRank([future.parts[rank] for rank in range(mesh.world_size)])
+        return future.parts[future.taken[0]]
     if gives in ("rows", "items") and len(future.taken) == 1:
         return future.parts[future.taken[0]]
     return future.result()

@@ -1,8 +1,8 @@
-"""What keeps driver and workers of one process apart, as two processes would be, without copying a tensor.
+"""Isolation of driver and workers in one process, as between two processes, without copies of tensors.
 
-`isolate` gives the other side its own containers around the same tensors, so that adding, removing or
-replacing a field stays where it was done. `TensorVersions` notices a tensor that was written in place, by
-PyTorch's own version counter.
+`isolate` gives the other side containers of its own around the same tensors, so that adding, removing or
+replacing a field has no effect elsewhere. `TensorVersions` detects tensors that were written in place, by
+PyTorch's version counter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hybridflow.protocol import DataProto
 
 
 def isolate(value: Any) -> Any:
-    """The same value in containers of its own: DataProto, dict, list, tuple and the columns of objects;
-    tensors are shared.
+    """Return the same value in new containers (DataProto, dict, list, tuple, object columns) that share the
+    tensors.
     """
     if isinstance(value, DataProto):
         columns = {name: isolate(column) for name, column in value.non_tensor_batch.items()}
@@ -38,7 +38,7 @@ def isolate(value: Any) -> Any:
 
 
 class TensorVersions:
-    """Remembers how often each tensor inside a value had been written when it was taken."""
+    """The version counters of all tensors inside a value, to find out later which were written."""
 
     def __init__(self, value: Any) -> None:
         self._seen = [
@@ -48,7 +48,7 @@ class TensorVersions:
         ]
 
     def changed(self) -> list[str]:
-        """Names of the tensors written since."""
+        """Return the names of the tensors that were written since."""
         return [name for name, tensor, version in self._seen if tensor._version != version]
 
 

@@ -1,11 +1,11 @@
-"""Which role lives on which devices: pools are sets of devices, a placement maps roles to pools.
+"""The devices of each role: pools are sets of devices, and a placement maps roles to pools.
 
-    trainer.resource_pools: {train: [2, 2], rollout: [4]}      two nodes with two devices each, one node with
-    four
-    trainer.placement: {rollout: rollout}                      all other roles live in the first pool, train
+    trainer.resource_pools: {train: [2, 2], rollout: [4]}   train has two nodes with two devices each, rollout
+                                                            has one node with four
+    trainer.placement: {rollout: rollout}                   all other roles are in the first pool, train
 
-Without these keys there is one pool, `global`, of all devices (`trainer.nnodes` × `trainer.n_gpus_per_node`),
-for all roles.
+Without these keys there is one pool for all roles, `global`, with all devices
+(`trainer.nnodes` × `trainer.n_gpus_per_node`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from hybridflow.controller.worker import RankInfo
 from hybridflow.errors import ConfigError
 
 SPANNING = "rollout"
-"""The one role that may live in several pools: its ranks generate apart from each other."""
+"""The only role that may be in several pools, because its ranks generate independently of each other."""
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Some devices under a name, for example `ResourcePool("train", (4, 4))`: two nodes with four devices
-    each.
-    """
+    """A named set of devices; `ResourcePool("train", (4, 4))` has two nodes with four devices each."""
 
     name: str
     devices_per_node: tuple[int, ...]
@@ -40,19 +38,22 @@ class ResourcePool:
         wrong = [count for count in self.devices_per_node if count < 1]
         if wrong:
             raise ConfigError(
-                f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes; each "
-                "needs at least 1, so leave "
-                f"{', '.join(map(str, wrong))} out of trainer.resource_pools.{self.name}"
+                f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes, and "
+                "each "
+                f"node needs at least 1: leave {', '.join(map(str, wrong))} out of "
+                f"trainer.resource_pools.{self.name}"
             )
 
     @property
     def world_size(self) -> int:
-        """Ranks of each role in this pool, and processes: one a device."""
+        """The number of devices, which is also that of the processes and of each role's ranks in
+        this pool.
+        """
         return sum(self.devices_per_node)
 
 
 def pools_of(trainer: TrainerConfig | SFTTrainerConfig) -> tuple[ResourcePool, ...]:
-    """The pools that the keys ask for."""
+    """Return the pools that the configuration asks for."""
     if isinstance(trainer, TrainerConfig) and trainer.resource_pools:
         return tuple(ResourcePool(name, tuple(counts)) for name, counts in trainer.resource_pools.items())
     return (ResourcePool("global", (trainer.n_gpus_per_node,) * trainer.nnodes),)
@@ -60,15 +61,15 @@ def pools_of(trainer: TrainerConfig | SFTTrainerConfig) -> tuple[ResourcePool, .
 
 @dataclass(frozen=True)
 class Placement:
-    """Roles on pools. Roles of one pool are colocated: one process for each device hosts them all.
+    """The pools of each role. Roles of one pool are colocated: one process for each device hosts them all.
 
-    Raises ConfigError for a pool that does not exist, a pool that no role uses, a role without a pool, and a
-    role other than the rollout in several pools.
+    Raises ConfigError for a pool that does not exist or that no role uses, for a role without a pool, and for
+    any role but the rollout in several pools.
     """
 
     pools: tuple[ResourcePool, ...]
     pools_of_role: Mapping[str, tuple[str, ...]]
-    """Names of the pools of each role; only the rollout may have several."""
+    """The names of each role's pools; only the rollout may have several."""
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]
@@ -80,22 +81,24 @@ class Placement:
         if unused:
             raise ConfigError(
                 f"no role lives on resource pool {', '.join(unused)}, so its devices would stand idle: give "
-                "it a role by trainer.placement "
-                f"(the roles of this run are {', '.join(self.pools_of_role)}), or take it out of "
-                "trainer.resource_pools"
+                "it "
+                f"a role by trainer.placement (the roles of this run are {', '.join(self.pools_of_role)}), "
+                "or "
+                "take it out of trainer.resource_pools"
             )
 
     @classmethod
     def colocated(
         cls, roles: Iterable[str], devices_per_node: Sequence[int], *, pool: str = "global"
     ) -> Placement:
-        """All roles on all devices."""
+        """Return the placement of all roles on all devices of one pool."""
         return cls((ResourcePool(pool, tuple(devices_per_node)),), dict.fromkeys(roles, (pool,)))
 
     @classmethod
     def from_config(cls, trainer: TrainerConfig | SFTTrainerConfig, roles: Sequence[str]) -> Placement:
-        """The placement that the keys ask for, of the roles that the run has; those not named live in the
-        first pool.
+        """Return the placement that the configuration asks for.
+
+        Roles that `trainer.placement` does not name are in the first pool.
         """
         pools = pools_of(trainer)
         if isinstance(trainer, SFTTrainerConfig):
@@ -104,22 +107,22 @@ class Placement:
         if strange:
             raise ConfigError(
                 f"trainer.placement.{strange[0]} names a role that this run does not have: its roles are "
-                f"{', '.join(roles)}"
-                f"{_nearest(strange[0], roles)}"
+                f"{', '.join(roles)}{_nearest(strange[0], roles)}"
             )
-        asked = {
-            role: (where,) if isinstance(where, str) else tuple(where)
-            for role, where in trainer.placement.items()
-        }
-        return cls(pools, {role: asked.get(role, (pools[0].name,)) for role in roles})
+        pools_of_role: dict[str, tuple[str, ...]] = dict.fromkeys(roles, (pools[0].name,))
+        for role, names in trainer.placement.items():
+            if isinstance(names, str):
+                names = [names]
+            pools_of_role[role] = tuple(names)
+        return cls(pools, pools_of_role)
 
     @property
     def num_devices(self) -> int:
-        """Of all pools: one process for each."""
+        """The number of devices of all pools; each has one process."""
         return sum(pool.world_size for pool in self.pools)
 
     def pools_of(self, role: str) -> tuple[ResourcePool, ...]:
-        """The pools on which a role lives, in the order of its ranks."""
+        """Return a role's pools, in the order of its ranks."""
         assert role in self.pools_of_role, (
             f"role {role!r} has no place: the roles are {sorted(self.pools_of_role)}"
         )
@@ -128,15 +131,15 @@ class Placement:
         )
 
     def ranks(self, role: str) -> list[tuple[str, int]]:
-        """Pool and rank in the pool of each rank of a role."""
+        """Return, for each rank of a role, its pool and its rank in that pool."""
         return [(pool.name, rank) for pool in self.pools_of(role) for rank in range(pool.world_size)]
 
     def roles(self, pool: str) -> list[str]:
-        """The roles that share a pool."""
+        """Return the roles that share a pool."""
         return [role for role, names in self.pools_of_role.items() if pool in names]
 
     def infos(self, pool: str, rank: int) -> dict[str, RankInfo]:
-        """What the workers of one process of a pool are told, by role."""
+        """Return the rank information of each role's worker in one process of a pool."""
         found = {}
         for role in self.roles(pool):
             ranks = self.ranks(role)
@@ -144,7 +147,7 @@ class Placement:
         return found
 
     def together(self, role: str, other: str) -> bool:
-        """Whether two roles share a process anywhere, so that their calls cannot overlap."""
+        """Return whether two roles share a process anywhere, so that their calls cannot overlap."""
         return bool({*self.pools_of_role[role]} & {*self.pools_of_role[other]})
 
 
@@ -165,11 +168,11 @@ def _check_pools(role: str, pools: tuple[str, ...], names: Sequence[str]) -> Non
     if len(pools) > 1 and role != SPANNING:
         raise ConfigError(
             f"role {role!r} is placed on {len(pools)} pools ({', '.join(pools)}), but only the {SPANNING} "
-            "may be, whose ranks work apart: "
-            f"set {key} to one of them"
+            f"may be, whose ranks work independently: set {key} to one of them"
         )
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    for near in difflib.get_close_matches(name, known, n=1):
+        return f"; did you mean {near}?"
+    return ""

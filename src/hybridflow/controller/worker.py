@@ -1,4 +1,4 @@
-"""What lives on a rank: a worker, told by its backend which role, which rank and of how many."""
+"""The worker of a rank, and its place: role, rank, world size, pool and node."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import TypeAlias
 
 @dataclass(frozen=True)
 class Place:
-    """A process of a resource pool. All roles that are placed on the pool live in it."""
+    """A process of a resource pool, which hosts all roles that are placed on the pool."""
 
     pool: str = "global"
     rank: int = 0
-    """Among the processes of the pool, which are one torch.distributed world."""
+    """The rank among the processes of the pool, which are one torch.distributed world."""
     world_size: int = 1
     local_rank: int = 0
-    """Among the processes of the pool on its node: the number of its device there."""
+    """The rank among the processes of the pool on its node, which is the number of its device there."""
     node: str = ""
-    """Name or address of the machine; empty: the driver's."""
+    """The name or address of the machine; empty for the driver's."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A worker's number among all of its role; a role may span pools, so this may differ from its place's."""
+    """A worker's rank among all workers of its role; it differs from its place's where the role
+    spans pools.
+    """
 
     role: str
     rank: int = 0
@@ -31,29 +33,29 @@ class RankInfo:
 
 
 class Worker:
-    """Base of all workers. A subclass needs not call `__init__`: the backend sets `rank_info` right after
-    building it.
+    """The base of all workers. The backend sets `rank_info` right after it has built one, so a subclass need
+    not call `__init__`.
     """
 
     rank_info: RankInfo = RankInfo(role="unplaced")
 
     @property
     def role(self) -> str:
-        """Name of the role in the run, for example `actor`."""
+        """The name of the role in the run, for example `actor`."""
         return self.rank_info.role
 
     @property
     def rank(self) -> int:
-        """This worker's number among those of its role."""
+        """This worker's rank among the workers of its role."""
         return self.rank_info.rank
 
     @property
     def world_size(self) -> int:
-        """How many workers the role has."""
+        """The number of workers of the role."""
         return self.rank_info.world_size
 
 
 WorkerFactory: TypeAlias = Callable[[RankInfo], Worker]
-"""Builds the worker of one rank, in the process where it will live."""
+"""A function that builds the worker of one rank, in the process that will host it."""
 Factories: TypeAlias = Mapping[str, WorkerFactory]
-"""By role."""
+"""The worker factory of each role."""

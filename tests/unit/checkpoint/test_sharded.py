@@ -1,4 +1,6 @@
-"""States saved at one number of ranks and loaded at another: the same bits, whatever the shapes and dtypes."""
+"""States saved at one number of ranks and loaded at another: the same bits, whatever the shapes and
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def save_at_two(rank: int, folder: str) -> dict[str, FileDigest]:
 
 
 def load_at_two(rank: int, folder: str) -> tuple[list[tuple[int, ...]], Any]:
-    """Into other shards than those that were saved; what a template lacks comes sharded like its neighbour."""
+    """Into other shards than those that were saved; what a template lacks comes sharded like its
+    neighbour.
+    """
     templates = state(columns_of_two, scale=0.0)
     del templates["optimizer"]["embed"]["master"]
     loaded = load_shards(Path(folder), templates)

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, on this machine and others, through Ray: the only room that imports it."""
+"""Worker processes on this machine and others, through Ray. No other package of hybridflow imports Ray."""
 
 from hybridflow.errors import ConfigError, install_extra
 
@@ -6,6 +6,7 @@ try:
     import ray  # noqa: F401
 except ImportError as error:
     raise ConfigError(
-        f"more than one process needs ray, which is not here ({error}): {install_extra('ray')}, "
+        f"a run of more than one process needs ray, which is not installed ({error}): "
+        f"{install_extra('ray')}, "
         "or run as one process with trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.controller=local"
     ) from error

@@ -1,11 +1,14 @@
-"""The Ray backend: a process for each device of each pool, which hosts the workers of all roles placed there.
+"""The Ray backend: one process for each device of each pool, which hosts the workers of all roles placed
+there.
 
-    Placement ─► Cluster.place ─► RankProcess on each device ─► one torch.distributed world a pool ─► workers
-    built run, submit: arguments encoded, put once for all ranks that share them ─► invoke on each rank ─►
-    parts Watch: answers, signs of life, deadlines
+    start          Cluster.place ─► RankProcess on each device ─► one torch.distributed world for each pool ─►
+                   workers are built
+    run, submit    arguments are encoded, and stored once for all ranks that share them ─► invoke on each rank
+                   ─► parts
+    Watch          follows answers, signs of life and deadlines
 
-Calls of one driver thread or several reach all ranks in one order, so collectives meet. Roles in different
-processes overlap.
+Calls from any number of driver threads reach all ranks in the same order, so collectives match. Calls on
+roles in different processes overlap.
 """
 
 from __future__ import annotations
@@ -39,20 +42,20 @@ from hybridflow.errors import WorkerError
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 64 * 1024
-"""Arguments up to this size travel inside the call; larger ones through the object store, once for all ranks
-that share them.
+"""Arguments up to this size travel inside the call, larger ones through the object store, which holds them
+once for all ranks that share them.
 """
 CLOSE_SECONDS = 5.0
 
 
 class RayBackend:
-    """Implements `Backend`. Building it starts the processes and their workers; `shutdown` ends them.
+    """The backend on Ray. Creating it starts the processes and builds their workers; `shutdown` ends them.
 
-    `meshes`: how the ranks of each role are arranged. `make` is sent to the processes and gives the factories
-    there. Times are in seconds: `call_timeout` that a call may take, `heartbeat_timeout` without a sign of
-    life after which a process is lost, `startup_timeout` for devices, processes and models together.
-    `runtime_env` is Ray's, for the processes. Raises what a worker raises while it is built, WorkerError
-    where starting takes too long, WorkerLost where a process dies.
+    `meshes` arranges the ranks of each role. `make` is sent to the processes and returns the factories there.
+    Times are in seconds: `call_timeout` for a call, `heartbeat_timeout` without a sign of life after which a
+    process counts as lost, and `startup_timeout` for devices, processes and models together. `runtime_env` is
+    Ray's, for the processes. Raises what a worker raises while it is built, WorkerError where starting takes
+    too long, and WorkerLost where a process dies.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class RayBackend:
             assert mesh.world_size == size, (
                 f"role {role!r} has {size} ranks but its mesh says {mesh.world_size}"
             )
-        self._placement, self._meshes, self._call_timeout = placement, dict(meshes), call_timeout
+        self._placement = placement
+        self._meshes = dict(meshes)
+        self._call_timeout = call_timeout
         self._began = time.monotonic()
         self._until = self._began + startup_timeout
         self._order = threading.Lock()
@@ -96,25 +101,27 @@ class RayBackend:
             raise
 
     def mesh(self, role: str) -> MeshInfo:
-        """The ranks of a role, over all its pools."""
+        """Return the mesh of a role's ranks, over all its pools."""
         assert role in self._meshes, f"there is no role {role!r}: the roles are {sorted(self._meshes)}"
         return self._meshes[role]
 
     def together(self, role: str, other: str) -> bool:
-        """Whether two roles share a process."""
+        """Return whether two roles share a process."""
         return self._placement.together(role, other)
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:
-        """Call `method` on each rank that has a `Call` and wait for all; the results of those with `returns`,
-        in the order of ranks.
+        """Call `method` on each rank that has a `Call`, and wait for all of them.
+
+        Returns the results of the calls with `returns`, in the order of ranks.
         """
         parts = self.submit(role, method, calls)
         _wait(parts)
         return [parts[rank].result() for rank, call in enumerate(calls) if call is not None and call.returns]
 
     def submit(self, role: str, method: str, calls: Sequence[Call | None]) -> dict[int, Part]:
-        """Like `run` without waiting: by rank called, the result to come (None where it does not return) or
-        its exception.
+        """Call `method` like `run`, without waiting.
+
+        Returns a part for each rank that is called; its value is None where the call does not return one.
         """
         assert self._watch is not None, f"{role}.{method}: the backend is shut down"
         world_size = self.mesh(role).world_size
@@ -127,7 +134,7 @@ class RayBackend:
             if call is not None:
                 if call.arguments_id not in made:
                     made[call.arguments_id] = _arguments(call)
-                arguments[rank] = role, method, call.returns, *made[call.arguments_id]
+                arguments[rank] = (role, method, call.returns, *made[call.arguments_id])
         ranks = self._placement.ranks(role)
         processes = {rank: self._processes[ranks[rank]] for rank in arguments}
         parts = self._send(
@@ -136,11 +143,14 @@ class RayBackend:
         return dict(parts)
 
     def shutdown(self) -> None:
-        """End all processes and give their devices back, within seconds, whatever they are doing. May be
-        called twice.
+        """End all processes within seconds, whatever they are doing, and give their devices back.
+
+        It may be called twice.
         """
-        watch, self._watch = self._watch, None
-        left, self._processes = self._processes, {}
+        watch = self._watch
+        left = self._processes
+        self._watch = None
+        self._processes = {}
         if watch is not None and watch.idle:
             self._close(left.values())
         for process in left.values():
@@ -154,17 +164,18 @@ class RayBackend:
         self._pools = []
 
     # ---- starting
-    # -----------------------------------------------------------------------------------------------
 
     def _left(self) -> float:
         return max(1.0, self._until - time.monotonic())
 
     def _start(self, placed: PlacedPool, runtime_env: dict[str, Any] | None) -> None:
-        remote: Any = ray.remote  # its annotations leave concurrency groups out
+        remote: Any = ray.remote  # its annotations lack concurrency groups
         actor_class = remote(concurrency_groups={"control": 1}, max_restarts=0, max_task_retries=0)(
             RankProcess
         )
-        more = {"runtime_env": runtime_env} if runtime_env else {}
+        more: dict[str, Any] = {}
+        if runtime_env:
+            more["runtime_env"] = runtime_env
         size = placed.pool.world_size
         for rank, (options, node, node_id, local) in enumerate(
             zip(placed.bundles, placed.nodes, placed.node_ids, placed.local_ranks)
@@ -181,11 +192,11 @@ class RayBackend:
         for rank, process in everywhere.items():
             process.pid = met[rank].pid
             if process.place.rank == 0:
-                heads[process.place.pool] = met[rank].address, met[rank].port
+                heads[process.place.pool] = met[rank]
         how_by_rank = {}
         for rank, process in everywhere.items():
-            address, port = heads[process.place.pool]
-            how_by_rank[rank] = (replace(how, address=address, port=port),)
+            head = heads[process.place.pool]
+            how_by_rank[rank] = (replace(how, address=head.address, port=head.port),)
         self._all("set_up", everywhere, how_by_rank)
 
     def _build(self, make: Make) -> None:
@@ -197,7 +208,8 @@ class RayBackend:
         }
         started = time.monotonic()
         self._all("build", everywhere, arguments)
-        roles, now = ", ".join(self._meshes), time.monotonic()
+        now = time.monotonic()
+        roles = ", ".join(self._meshes)
         names = ", ".join(dict.fromkeys(process.place.node for process in everywhere.values()))
         said = "%d worker processes on %s started in %.0f s and built their workers (%s) in %.0f s"
         logger.info(said, len(everywhere), names, started - self._began, roles, now - started)
@@ -205,8 +217,10 @@ class RayBackend:
     def _all(
         self, task: str, processes: Mapping[int, Process], arguments: Mapping[int, tuple[Any, ...]]
     ) -> dict[int, Any]:
-        """One step of starting on all processes, numbered over all pools."""
-        starting = f"starting {len(processes)} worker processes" if task == "meet" else ""
+        """Run one step of the start on all processes, which are numbered over all pools."""
+        starting = ""
+        if task == "meet":
+            starting = f"starting {len(processes)} worker processes"
         parts = self._send(
             "worker", task, task, processes, arguments, self._left(), "trainer.startup_timeout", starting
         )
@@ -214,7 +228,7 @@ class RayBackend:
         return {rank: part.result() for rank, part in parts.items()}
 
     def _close(self, processes: Any) -> None:
-        """Ask politely; who does not answer is killed all the same."""
+        """Ask the processes to leave; those that do not answer are killed afterwards."""
         try:
             ray.wait(
                 [process.actor.close.remote()[0] for process in processes],
@@ -225,7 +239,6 @@ class RayBackend:
             logger.debug("closing the workers: %s", error)
 
     # ---- calling
-    # ------------------------------------------------------------------------------------------------
 
     def _send(
         self,
@@ -238,10 +251,11 @@ class RayBackend:
         limit_key: str,
         starting: str = "",
     ) -> dict[int, RayPart]:
-        """Call `task` of the processes, followed by the watch as `role.method`."""
+        """Call `task` of the processes; the watch follows it under the name `role.method`."""
         assert self._watch is not None, f"{role}.{method}: the backend is shut down"
-        parts, statuses = {}, {}
-        with self._order:  # all ranks of one call before any of the next, whichever threads call
+        parts: dict[int, RayPart] = {}
+        statuses: dict[int, Any] = {}
+        with self._order:  # one call is sent to all its ranks before the next, whichever threads call
             self._watch.check(f"{role}.{method}")
             for rank, process in processes.items():
                 statuses[rank], result = getattr(process.actor, task).remote(*arguments[rank])
@@ -253,8 +267,9 @@ class RayBackend:
 
 
 def _arguments(call: Call) -> tuple[Packet | None, list[Any]]:
-    """A call's arguments on their way: in the packet, or None and the packet's reference first, then those of
-    earlier results.
+    """Return a call's arguments as they travel: a packet and the references of earlier results in it.
+
+    For a large packet the first entry is None, and the packet's own reference is the first of the references.
     """
     references: list[Any] = []
 
@@ -265,11 +280,13 @@ def _arguments(call: Call) -> tuple[Packet | None, list[Any]]:
         return Slot(len(references) - 1)
 
     packet = encode((replace_parts(call.args, slot), replace_parts(call.kwargs, slot)))
-    return (packet, references) if packet.nbytes <= INLINE_BYTES else (None, [ray.put(packet), *references])
+    if packet.nbytes <= INLINE_BYTES:
+        return packet, references
+    return None, [ray.put(packet), *references]
 
 
 def _wait(parts: Mapping[int, Part]) -> None:
-    """Wait for all ranks and raise the failure that came first. The watch ends what does not end by itself."""
+    """Wait for all ranks and raise the failure that came first; the watch ends calls that hang."""
     concurrent.futures.wait(parts.values())
     for part in parts.values():
         error = part.exception()

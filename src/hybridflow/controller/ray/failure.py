@@ -1,9 +1,8 @@
-"""What a rank sends in the place of a result, and what the driver makes of it: an exception that says where
-and why.
+"""Failures of ranks, as exceptions in the driver that say where and why.
 
-rank: exception ──Failure.of──► Failure ──travels──► driver: the same exception, with notes of its place,
-caused by its traceback there
-rank: gone ──Ray's word for it──► driver: WorkerLost with the cause in plain words
+a rank raises     Failure.of(exception) travels ──► the same exception in the driver, with notes that say
+                  where it was raised; its cause is the traceback of the rank
+a rank is lost    Ray's message about it ──► WorkerLost with the cause in plain words
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ _MACHINERY = (
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of another process."""
+    """An exception that was raised in another process."""
 
     error: bytes | None
-    """Pickled; None where it cannot travel, and is known by its text alone."""
+    """The pickled exception; None where it cannot be pickled and only its text is known."""
     text: str
     traceback: str
     place: Place
     pid: int
     at: float
-    """Seconds since the epoch: whose came first."""
+    """When it was raised, in seconds since the epoch; it decides which failure came first."""
 
     @classmethod
     def of(cls, error: BaseException, place: Place) -> Failure:
-        """The failure of this process."""
+        """Return the failure for an exception of this process."""
         try:
             pickled = cloudpickle.dumps(error)
             pickle.loads(pickled)  # some exceptions can be written but not read
@@ -57,16 +56,19 @@ class Failure:
         return cls(pickled, text, "".join(trace.format()).rstrip(), place, os.getpid(), time.time())
 
     def original(self) -> Exception:
-        """What was raised; WorkerError with its text where it cannot be had itself."""
+        """Return the exception that was raised, or a WorkerError with its text where it cannot be
+        unpickled.
+        """
         if self.error is not None:
-            with contextlib.suppress(Exception):  # its class may not be to be had in this process
+            with contextlib.suppress(Exception):  # its class may be missing in this process
                 error: Exception = pickle.loads(self.error)
                 return error
         return WorkerError(self.text)
 
     def exception(self, role: str, method: str, rank: int) -> Exception:
-        """What is raised in the driver: the original, with notes of where it was; its cause, printed before
-        it, is its traceback there.
+        """Return the exception to raise in the driver: the original with notes that say where it was raised.
+
+        Its cause, which Python prints first, is the traceback that it had in the rank.
         """
         error = self.original()
         notes = getattr(error, "__notes__", [])
@@ -78,8 +80,8 @@ class Failure:
 
 
 def telling(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """The frames that say something: without those of Ray, of the thread module and of the process that
-    serves the calls.
+    """Return the frames of the user's and our own code, without those of Ray, of `threading` and of
+    `process.py`.
     """
     return traceback.StackSummary.from_list(
         [frame for frame in stack if not frame.filename.startswith(_MACHINERY)]
@@ -89,15 +91,18 @@ def telling(stack: traceback.StackSummary) -> traceback.StackSummary:
 def lost(
     cause: str, place: Place, pid: int, *, role: str = "", method: str = "", rank: int = -1
 ) -> WorkerLost:
-    """The error for a process that is gone."""
-    doing = f" during {role}.{method}" if role else ""
-    who = f"{role} rank {rank}" if role else f"rank {place.rank} of pool {place.pool}"
+    """Return the error for a process that is gone."""
+    who = f"rank {place.rank} of pool {place.pool}"
+    doing = ""
+    if role:
+        who = f"{role} rank {rank}"
+        doing = f" during {role}.{method}"
     where = f"pool {place.pool}, node {place.node or 'unknown'}, process {pid or 'not started'}"
     return WorkerLost(f"{who} is lost{doing} ({where}): {cause}", role=role, rank=rank, method=method)
 
 
 def cause_of(error: BaseException) -> str:
-    """Why a process is gone, from what Ray says about it."""
+    """Return the reason that a process is gone, made from Ray's message about it."""
     text = str(error)
     if (
         isinstance(error, ray.exceptions.OutOfMemoryError)
@@ -115,14 +120,17 @@ def cause_of(error: BaseException) -> str:
         return f"its node is gone: {_last_line(text)}"
     if "connection error code 2" in text:
         return (
-            "its process ended without a word, as after signal 9 (killed: out of memory? `dmesg` on the "
-            "node says so) or a crash in "
-            "native code (its last lines are in Ray's log of the worker)"
+            "its process ended without a message, as after signal 9 (if it ran out of memory, `dmesg` on the "
+            "node says so) or after a crash in native code (its last lines are in Ray's log of the worker)"
         )
     _, found, detail = text.partition("Worker exit detail:")
-    return f"its process ended: {detail.strip()}" if found else _last_line(text)
+    if found:
+        return f"its process ended: {detail.strip()}"
+    return _last_line(text)
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "Ray gave no reason"
+    for line in reversed(text.splitlines()):
+        if line.strip():
+            return line.strip()
+    return "Ray gave no reason"

@@ -1,8 +1,8 @@
-"""One rank's result to come, as the driver holds it: done when the rank says so, fetched only when somebody
-asks for the value.
+"""The driver's future for one rank's result: it is done when the rank says so, and the value is fetched only
+when it is asked for.
 
-A part that is an argument of another call travels as its reference (`Slot` marks its place), from process to
-process.
+A part that is an argument of another call travels as a reference from process to process; `Slot` marks its
+place among the arguments.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ FETCH_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for the result of an earlier call among the arguments on their way: `index` counts the
-    references beside them.
+    """A placeholder for the result of an earlier call; `index` counts the references that travel beside the
+    arguments.
     """
 
     index: int
 
 
 class RayPart(Part):
-    """A `Part` whose value lies in the object store."""
+    """A `Part` whose value is in Ray's object store."""
 
     def __init__(self, reference: Any, role: str, method: str, rank: int) -> None:
         super().__init__()
-        self.set_running_or_notify_cancel()  # the rank runs whatever happens here: nobody can cancel it
-        self._reference, self.role, self.method, self.rank = reference, role, method, rank
-        self._settling, self._fetching = threading.Lock(), threading.Lock()
+        self.set_running_or_notify_cancel()  # the rank runs in any case: nobody can cancel it
+        self._reference = reference
+        self.role = role
+        self.method = method
+        self.rank = rank
+        self._settling = threading.Lock()
+        self._fetching = threading.Lock()
         self._fetched: tuple[Any, TensorVersions] | None = None
 
     def settle(self, error: Exception | None = None) -> None:
-        """The rank is done, or failed; whoever says so first is believed."""
+        """Mark the result as done, or as failed with `error`; later calls have no effect."""
         with self._settling:
             if self.done():
                 return
@@ -52,10 +56,10 @@ class RayPart(Part):
                 self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Any:
-        """The rank's result, the same object at each call, or what it raised; TimeoutError after `timeout`
-        seconds.
+        """Return the rank's result, the same object at each call, or raise what the rank raised.
 
-        Its tensors are views of shared memory. WorkerLost where the value went with its node.
+        Its tensors are views of shared memory. Raises TimeoutError after `timeout` seconds, and WorkerLost
+        where the value was lost with its node.
         """
         super().result(timeout)
         with self._fetching:
@@ -64,8 +68,8 @@ class RayPart(Part):
                     value = decode(ray.get(self._reference, timeout=FETCH_SECONDS))
                 except (RayError, GetTimeoutError) as error:
                     message = (
-                        f"the result of {self.role}.{self.method} on rank {self.rank} is lost, its "
-                        f"node is gone: {error}"
+                        f"the result of {self.role}.{self.method} on rank {self.rank} was lost with its "
+                        f"node: {error}"
                     )
                     raise WorkerLost(message, role=self.role, rank=self.rank, method=self.method) from error
                 self._fetched = value, TensorVersions(value)
@@ -73,8 +77,9 @@ class RayPart(Part):
 
     @property
     def reference(self) -> Any:
-        """The `ObjectRef` of the packet, for another process. AssertionError where the driver wrote into what
-        the other would read.
+        """The `ObjectRef` of the packet, for another process.
+
+        Raises AssertionError where the driver has written into a tensor that the other process would read.
         """
         if self._fetched is not None:
             written = ", ".join(self._fetched[1].changed())

@@ -1,10 +1,10 @@
-"""The process of one device: it joins the torch.distributed world of its pool, builds the workers of all
-roles placed there, and serves calls on them one after the other.
+"""The worker process of one device: it joins the torch.distributed world of its pool, builds the workers of
+all roles placed there, and serves calls on them one after the other.
 
-    driver ──invoke──► the calls' thread: decode ─► WorkerHost ─► encode ──► (failure or None, packet)
-    driver ──ping, stacks──► a thread of their own, which answers while a call runs
+    driver ──invoke──► thread of the calls: decode ─► WorkerHost ─► encode ──► (failure or None, packet)
+    driver ──ping, stacks──► a second thread, which answers while a call runs
 
-This module is the door to torch in the process: it is imported there, not sent there.
+Each worker process imports this module, and torch with it; neither is pickled and sent there.
 """
 
 from __future__ import annotations
@@ -37,42 +37,42 @@ from hybridflow.errors import WorkerLost
 from hybridflow.observability.logging_setup import setup_logging
 
 Answer = tuple[Failure | None, Packet | Failure]
-"""How it went, which the driver looks at, and the result, which it fetches when it is wanted."""
+"""The status, which the driver reads, and the result, which it fetches when somebody asks for it."""
 
 
 @dataclass(frozen=True)
 class SetUp:
-    """What a process is told before it builds its workers."""
+    """Settings that a process receives before it builds its workers."""
 
     device: str
     """cpu or cuda."""
     num_threads: int | None
     log_level: int
-    """Of rank 0 of a pool; the others speak from warnings on."""
+    """The level of rank 0 of a pool; other ranks log warnings and errors only."""
     address: str
     port: int
-    """Where the rank 0 of the pool listens."""
+    """With `address`, the place where rank 0 of the pool listens for torch.distributed."""
     timeout: float
-    """Seconds that a collective may wait."""
+    """Seconds after which a collective that waits fails."""
     folder: str
-    """Where the driver is: relative paths mean the same in both. On a node without that folder the process
-    stays where Ray put it.
+    """The driver's working folder, so that relative paths mean the same in both processes. On a node without
+    that folder the process stays where Ray started it.
     """
 
 
 @dataclass(frozen=True)
 class Met:
-    """What a process says of itself."""
+    """A process's pid, address and a free port."""
 
     pid: int
     address: str
-    """Of its node."""
+    """The address of its node."""
     port: int
-    """Free there a moment ago."""
+    """A port that was free on the node when it was asked."""
 
 
 class RankProcess:
-    """A Ray actor. Each method but those of the control group runs in one and the same thread, in the order
+    """The Ray actor of a device. All methods but those of the control group run in one thread, in the order
     of the driver's calls.
     """
 
@@ -86,20 +86,20 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def meet(self) -> Answer:
-        """Say `Met`."""
+        """Report this process's pid, address and a free port."""
         self._calls_thread = threading.get_ident()
         return self._answer(lambda: Met(os.getpid(), ray.util.get_node_ip_address(), _free_port()))
 
     @ray.method(num_returns=2)
     def set_up(self, how: SetUp) -> Answer:
-        """Threads, device, log lines, and the torch.distributed world of the pool where it has more than one
-        rank.
+        """Set threads, device and logging, and join the torch.distributed world of a pool with
+        several ranks.
         """
         return self._answer(lambda: self._set_up(how))
 
     @ray.method(num_returns=2)
     def build(self, make: Packet, infos: Mapping[str, RankInfo]) -> Answer:
-        """Build the workers of all roles placed here."""
+        """Build the workers of all roles that are placed in this process."""
         return self._answer(lambda: self._build(decode(make), infos))
 
     @ray.method(num_returns=2)
@@ -108,19 +108,21 @@ class RankProcess:
     ) -> Answer:
         """Call a method of a role's worker.
 
-        Large arguments (`arguments` is None) lie under the first of `references`, results of earlier calls
-        under the others. References in a list are fetched here and not by Ray before the call: it would hold
-        back all later calls, pings too.
+        Large arguments (`arguments` is None) are under the first of `references`, results of earlier calls
+        under the others. They are in a list so that this method fetches them and not Ray before the call,
+        which would hold back all later calls and pings.
         """
         return self._answer(lambda: self._invoke(role, method, returns, arguments, references))
 
     @ray.method(concurrency_group="control")
     def ping(self) -> None:
-        """Answer."""
+        """Answer, as a sign of life."""
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """What each thread is doing, that of the calls first; frames of the machinery are left out."""
+        """Return the stack of each thread, that of the calls first, without the frames of Ray and this
+        module.
+        """
         names = {thread.ident: thread.name for thread in threading.enumerate()} | {
             self._calls_thread: "of the calls"
         }
@@ -135,7 +137,7 @@ class RankProcess:
 
     @ray.method(num_returns=2)
     def close(self) -> Answer:
-        """Let go of the workers and leave the group."""
+        """Drop the workers and leave the process group."""
 
         def leave() -> None:
             self._host = None
@@ -146,7 +148,7 @@ class RankProcess:
     def _answer(self, work: Callable[[], Any]) -> Answer:
         try:
             return None, encode(work())
-        except Exception as error:  # a worker's own code: whatever it raises belongs to the driver
+        except Exception as error:  # whatever a worker's own code raises goes to the driver
             failure = Failure.of(error, self.place)
             return failure, failure
 
@@ -155,14 +157,15 @@ class RankProcess:
         if os.path.isdir(how.folder):
             # in a cluster that was joined, Ray starts processes where its node was started
             os.chdir(how.folder)
-        setup_logging(
-            logging.getLevelName(how.log_level if place.rank == 0 else max(how.log_level, logging.WARNING)),
-            rich=False,
-        )
-        set_threads(how.num_threads)  # of this thread: OpenMP counts them for each
+        level = how.log_level
+        if place.rank != 0:
+            level = max(level, logging.WARNING)
+        setup_logging(logging.getLevelName(level), rich=False)
+        set_threads(how.num_threads)  # in this thread, because OpenMP's number is a thread's own
         # Ray shows each process its own GPU
-        device = torch.device(how.device, 0) if how.device == "cuda" else torch.device("cpu")
-        if device.type == "cuda":
+        device = torch.device("cpu")
+        if how.device == "cuda":
+            device = torch.device("cuda", 0)
             torch.cuda.set_device(device)
         if place.world_size > 1:
             process_group.init(place.rank, place.world_size, how.address, how.port, device, how.timeout)
@@ -177,13 +180,17 @@ class RankProcess:
     ) -> Any:
         assert self._host is not None, "the workers are not built yet"
         try:
-            packets = ray.get(references) if references else []
+            packets: list[Any] = []
+            if references:
+                packets = ray.get(references)
         except RayError as error:
             message = (
-                f"what {role}.{method} was to take is lost with the process or the node that had it: {error}"
+                f"an argument of {role}.{method} is lost with the process or the node that held it: {error}"
             )
             raise WorkerLost(message, role=role, method=method) from error
-        args, kwargs = decode(arguments if arguments is not None else packets.pop(0))
+        if arguments is None:
+            arguments = packets.pop(0)
+        args, kwargs = decode(arguments)
         results = [_result(packet, role, method) for packet in packets]
         if results:
             args, kwargs = (
@@ -195,16 +202,14 @@ class RankProcess:
 def _result(packet: Packet | Failure, role: str, method: str) -> Any:
     if isinstance(packet, Failure):
         error = packet.original()
-        error.add_note(f"{role}.{method} was to take its result")
+        error.add_note(f"its result was an argument of {role}.{method}")
         raise error
     return decode(packet)
 
 
 def _free_port() -> int:
-    """A port that is free on this node, below those that the kernel gives to outgoing connections, which may
-    take one at any moment.
-    """
-    first = random.SystemRandom().randrange(12_000)  # runs that start together look in different places
+    """Return a free port below those that the kernel gives to outgoing connections at any moment."""
+    first = random.SystemRandom().randrange(12_000)  # so that runs which start together try different ports
     for port in (20_000 + (first + step) % 12_000 for step in range(12_000)):
         with socket.socket() as probe:
             try:

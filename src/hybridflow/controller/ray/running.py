@@ -1,8 +1,8 @@
-"""One call on some ranks while it runs, and which of several failures is the one to report.
+"""A call on some ranks while it runs, and the choice of the failure to report.
 
-A rank that raises leaves the others waiting for it in a collective, and what they then raise is an echo. So
-the first failure starts a moment of grace in which the others may answer; then the call ends with the failure
-that came first, a lost process before all others.
+Where a rank raises, the others wait for it in a collective, and what they raise later is only a consequence.
+So after the first failure the others have some seconds to answer; then the call ends with the failure that
+came first. The loss of a process counts before every other failure.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hybridflow.errors import WorkerLost
 
 @dataclass(eq=False)
 class Process:
-    """A process of a pool, as the driver sees it."""
+    """A worker process, as the driver knows it."""
 
     place: Place
     actor: Any
     node_id: str = ""
-    """Ray's."""
+    """Ray's id of its node."""
     pid: int = 0
     last_sign: float = field(default_factory=time.monotonic)
-    """When it last answered anything."""
+    """When it last answered, by the monotonic clock."""
     pinged: bool = False
-    """A ping is on its way."""
+    """True while a ping has no answer yet."""
     cut_off: bool = False
-    """A call in it ended because the connection broke."""
+    """True where a call in it ended because the connection broke."""
     ended: bool = False
-    """It is lost, or we have killed it: nothing more is expected of it."""
+    """True where it is lost or was killed, so that no answer is expected."""
 
     def __str__(self) -> str:
         return f"{self.place.pool}/{self.place.rank}"
@@ -41,40 +41,40 @@ class Process:
 
 @dataclass(eq=False)
 class Running:
-    """A call that has not ended."""
+    """A call on some ranks that has not ended."""
 
     role: str
     method: str
     waiting: dict[int, Process]
-    """The ranks that have not answered."""
+    """The ranks that have not answered, with their processes."""
     parts: Mapping[int, RayPart]
     limit: float
-    """Seconds that it may take."""
+    """Seconds that the call may take."""
     limit_key: str
-    """What to set where that is too short."""
+    """The key to raise where the limit is too short."""
     starting: str = ""
-    """In words, of the call that waits for processes to start: they cannot show a stack yet."""
+    """Description of a call that waits for processes to start, which cannot show a stack yet; else empty."""
     started: float = field(default_factory=time.monotonic)
     reported: int = 0
-    """How often it was said that it still runs."""
+    """How often the log has said that the call is still running."""
     failed_at: float | None = None
-    """When the first rank failed."""
+    """When the first rank failed, by the monotonic clock."""
     errors: dict[int, tuple[float, Exception]] = field(default_factory=dict)
-    """By rank: when it failed, by the clocks of the nodes, and with what."""
+    """By rank: when it failed, by the clock of its node, and the exception."""
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
 
     def fail(self, rank: int, error: Exception, at: float) -> None:
-        """A rank has failed."""
+        """Record that a rank has failed."""
         if rank in self.waiting:
             del self.waiting[rank]
             self.errors[rank] = (at, error)
             self.failed_at = self.failed_at or time.monotonic()
 
     def first_error(self) -> Exception:
-        """The failure to report, with a note of the others. Of ranks that all failed alike, the lowest
-        speaks.
+        """Return the failure to report, with notes about the others; of equal failures that of the lowest
+        rank.
         """
         text = {
             rank: f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -93,12 +93,14 @@ class Running:
             error.add_note("then failed " + "; ".join(others))
         if self.waiting:
             error.add_note(
-                f"{self} did not end on ranks {sorted(self.waiting)}, which waited for it; their processes "
-                "were ended"
+                f"{self} did not end on ranks {sorted(self.waiting)}, which waited for that rank; their "
+                "processes were ended"
             )
         return error
 
     def end(self, error: Exception) -> None:
-        """Give up on what has not answered. Not under a lock: whoever waits for a part goes on here."""
+        """Fail all parts that have no result yet. Call it without a lock, since waiting threads go on from
+        here.
+        """
         for part in self.parts.values():
             part.settle(error)

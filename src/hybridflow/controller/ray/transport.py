@@ -1,16 +1,14 @@
-"""How values travel between processes: any Python value in, a `Packet` out, and back, without a copy of a
-tensor's bytes.
+"""Python values on their way between processes, without copies of the tensors' bytes.
 
-    value ──encode──► Packet(pickled, buffers) ──Ray's object store: one copy──► Packet (mapped, not copied)
-    ──decode──► value
+    value ──encode──► Packet(pickled, buffers) ──Ray's object store copies it once──► Packet ──decode──► value
 
-A tensor pickled by default is written out byte by byte, with the whole storage it is a view of. Here every
-tensor becomes a view of its own bytes, which pickle protocol 5 hands over beside the pickled structure (PEP
-574); the structure is any nesting of DataProto, dictionaries, lists, dataclasses. Nothing is registered
-anywhere: only what goes through `encode` travels this way.
+By default a tensor is pickled byte by byte, with the whole storage that it is a view of. Here every tensor
+becomes a view of its own bytes, which pickle protocol 5 passes beside the pickled structure (PEP 574). The
+structure may nest DataProto, dictionaries, lists and dataclasses in any way. No class is registered with Ray:
+only values that go through `encode` travel this way.
 
-What arrives is read-only: it may be memory that other processes read as well. PyTorch cannot enforce that;
-`controller.read_only` notices.
+What arrives is read-only, because other processes may read the same memory. PyTorch cannot enforce that;
+`controller.read_only` notices writes.
 """
 
 from __future__ import annotations
@@ -27,53 +25,53 @@ from ray.cloudpickle import CloudPickler
 from torch import Tensor
 
 SMALL_BYTES = 4096
-"""Buffers below this stay inside the pickled bytes: handing one over costs more than copying it."""
+"""Smaller buffers stay inside the pickled bytes, where copying costs less than passing them separately."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
 class Packet:
-    """A value ready to travel."""
+    """A value in the form in which it travels."""
 
     pickled: bytes
-    """The structure, with gaps where the buffers go."""
+    """The pickled structure without the buffers."""
     buffers: tuple[Bytes, ...]
-    """Flat uint8 views of the sender's memory until Ray has copied them; on arrival views of the object
-    store's.
-    """
+    """Flat uint8 views: of the sender's memory until Ray has copied them, of the object store after it."""
 
     @property
     def nbytes(self) -> int:
-        """Size of all of it."""
+        """The size of the whole packet in bytes."""
         return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 def encode(value: Any) -> Packet:
-    """The value as a packet, which shares the memory of its tensors: do not write to them before it is on its
-    way.
+    """Return the value as a packet that shares the memory of its tensors.
 
-    Tensors arrive on the CPU, detached, as plain tensors. AssertionError for a DTensor: its parts belong to
-    different ranks.
+    Do not write to the tensors before Ray has the packet. They arrive detached, as plain tensors on the CPU.
+    Raises AssertionError for a DTensor, whose parts belong to different ranks.
     """
-    file, buffers = io.BytesIO(), []
+    file = io.BytesIO()
+    buffers: list[Bytes] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = np.frombuffer(buffer.raw(), dtype=np.uint8)
         if raw.nbytes >= SMALL_BYTES:
             buffers.append(raw)
-        return raw.nbytes < SMALL_BYTES  # true: into the pickled bytes
+        return raw.nbytes < SMALL_BYTES  # True puts it into the pickled bytes
 
     _Pickler(file, protocol=5, buffer_callback=keep).dump(value)  # type: ignore[no-untyped-call]
     return Packet(file.getvalue(), tuple(buffers))
 
 
 def decode(packet: Packet) -> Any:
-    """The value of a packet; its tensors are views of the packet's memory, not to be written to."""
+    """Return the value of a packet; its tensors are views of the packet's memory and must not be
+    written to.
+    """
     return pickle.loads(packet.pickled, buffers=packet.buffers)
 
 
-class _Pickler(CloudPickler):  # Ray's, so that classes and functions of a script travel as they do in Ray
+class _Pickler(CloudPickler):  # Ray's pickler, so that classes and functions of a script travel by value
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
             assert not hasattr(obj, "to_local"), (
@@ -100,7 +98,7 @@ def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
 
 
-# PyTorch says once in a process that such memory must not be written to; we know
+# PyTorch warns once in each process that such memory must not be written to; this is the place where it does
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(bytes(1), dtype=torch.uint8)

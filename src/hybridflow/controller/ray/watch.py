@@ -1,12 +1,11 @@
-"""Sees to it that every call ends: listens for answers and signs of life, speaks up about slow calls, and
-ends what hangs.
+"""The thread that makes every call end: it follows answers and signs of life, logs slow calls, and ends calls
+that hang.
 
-    answers of ranks ──► answered ─┐                     ┌─► parts done, or failed with the first failure
-    pings, every few seconds ──────┼─► Running, Process ─┤
-    the clock ─────────────────────┘                     └─► log lines with the stack of the slowest rank;
-    deadlines; WorkerLost
+    answers of ranks ──────────┐                     ┌─► parts are done, or failed with the first failure
+    pings, every few seconds ──┼─► Running, Process ─┤
+    the clock ─────────────────┘                     └─► log lines with a stack, deadlines, WorkerLost
 
-After a rank hung or a process was lost the backend is broken: the failure is kept and raised at each later
+After a rank hung or a process was lost the backend is broken: the failure is kept and raised by each later
 call.
 """
 
@@ -32,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 STACK_SECONDS = 2.0
 START_SECONDS = 5.0
-"""Until it is said that processes are starting; then after twice as long each time."""
+"""Seconds until the log first counts the processes that have started; the time doubles with each line."""
 TICK_SECONDS = 0.2
 
 
 class Watch:
-    """A thread that looks after the processes of a backend and the calls that run in them.
+    """A thread that watches the processes of a backend and the calls that run in them.
 
-    `report_every`: seconds between the log lines about a call; `grace`: seconds that the other ranks have
-    once one has failed.
+    `report_every` is the number of seconds between log lines about a call, `grace` the number of seconds that
+    the other ranks have to answer once one has failed.
     """
 
     def __init__(
@@ -51,12 +50,12 @@ class Watch:
         report_every: float = 60.0,
         grace: float | None = None,
     ) -> None:
-        self._processes, self._heartbeat_timeout, self._report_every = (
-            processes,
-            heartbeat_timeout,
-            report_every,
-        )
-        self._grace = min(5.0, heartbeat_timeout / 2) if grace is None else grace
+        self._processes = processes
+        self._heartbeat_timeout = heartbeat_timeout
+        self._report_every = report_every
+        if grace is None:
+            grace = min(5.0, heartbeat_timeout / 2)
+        self._grace = grace
         self._ping_every = min(2.0, heartbeat_timeout / 4)
         self._running: list[Running] = []
         self._broken: Exception | None = None
@@ -67,24 +66,23 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="hybridflow-watch", daemon=True)
         self._thread.start()
 
-    # ---- what the backend says
-    # ----------------------------------------------------------------------------------
+    # ---- called by the backend
 
     def follow(self, running: Running, statuses: dict[int, ray.ObjectRef[Any]]) -> None:
-        """Look after a call whose ranks answer by `statuses`."""
+        """Watch a call whose ranks answer through `statuses`."""
         with self._lock:
             self._running.append(running)
         for rank, status in statuses.items():
             status.future().add_done_callback(partial(self._answered, running, rank))
 
     def check(self, what: str) -> None:
-        """Raise what broke the backend, if anything has."""
+        """Raise the failure that broke the backend, if there is one."""
         if self._broken is not None:
             self._broken.add_note(f"{what} was not called after that")
             raise self._broken
 
     def expect_signs(self) -> None:
-        """From now on a process that gives no sign of life is lost; before, it may be busy importing and
+        """Count a process as lost from now on when it gives no sign of life; before, it may be importing and
         loading.
         """
         now = time.monotonic()
@@ -94,23 +92,23 @@ class Watch:
 
     @property
     def idle(self) -> bool:
-        """No call runs and nothing is broken."""
+        """True where no call runs and nothing is broken."""
         with self._lock:
             return not self._running and self._broken is None
 
     def stop(self, error: Exception) -> None:
-        """End the thread; whoever still waits for a call gets `error`."""
+        """End the thread, and fail all calls that still run with `error`."""
         self._stopped.set()
         with self._lock:
-            left, self._running = self._running, []
+            left = self._running
+            self._running = []
             self._broken = self._broken or error
             for running in left:
                 running.waiting.clear()
         for running in left:
             running.end(error)
 
-    # ---- what the ranks say (in threads of Ray)
-    # -------------------------------------------------------------------
+    # ---- called with the ranks' answers, in threads of Ray
 
     def _answered(
         self, running: Running, rank: int, status: concurrent.futures.Future[Failure | None]
@@ -121,7 +119,7 @@ class Watch:
             if process is None:
                 return
             if isinstance(error, ActorUnavailableError):
-                process.cut_off = True  # the clock looks why: nothing may wait in this thread of Ray's
+                process.cut_off = True  # the clock finds out why, since this thread of Ray's must not wait
             else:
                 self._lose(process, cause_of(error))
             return
@@ -130,7 +128,9 @@ class Watch:
             if process is None:
                 return
             process.last_sign = time.monotonic()
-            failure = None if error else status.result()
+            failure = None
+            if error is None:
+                failure = status.result()
             if error is not None:
                 running.fail(
                     rank,
@@ -150,7 +150,7 @@ class Watch:
             running.end(running.first_error())
 
     def _lose(self, process: Process, cause: str) -> None:
-        """A process is gone: all that waits for it fails."""
+        """Fail every call that waits for a process that is gone."""
         with self._lock:
             if process.ended:
                 return
@@ -171,22 +171,21 @@ class Watch:
         for running in over:
             running.end(running.first_error())
 
-    # ---- what the clock says
-    # --------------------------------------------------------------------------------------
+    # ---- called by the clock
 
     def _watch(self) -> None:
         before = time.monotonic()
         while not self._stopped.wait(TICK_SECONDS):
             now = time.monotonic()
-            # we were the ones who stood still (a debugger, a suspended machine)
+            # this process itself stood still (a debugger, a suspended machine)
             if now - before > 2.0 + STACK_SECONDS:
                 for process in self._processes:
                     process.last_sign = now
             before = now
             try:
                 self._tick(now)
-            except Exception as error:  # without this thread calls could hang: end them all
-                logger.exception("the watch over the workers failed")
+            except Exception as error:  # without this thread calls could hang, so all of them end
+                logger.exception("the thread that watches the workers failed")
                 self.stop(error)
 
     def _tick(self, now: float) -> None:
@@ -228,12 +227,12 @@ class Watch:
     def _silence(self, process: Process, seconds: float) -> str:
         if not node_answers(process.node_id):
             return (
-                f"its node is gone: it has not answered for {seconds:.0f} s, and nothing does there any more"
+                f"its node is gone: it has not answered for {seconds:.0f} s, and nothing answers there "
+                "any more"
             )
         return (
-            f"no sign of life for {seconds:.0f} s: its node is gone or cut off, or code that never lets go "
-            "of Python's lock runs in it "
-            "(trainer.heartbeat_timeout)"
+            f"no sign of life for {seconds:.0f} s: its node is gone or cut off, or code in it holds Python's "
+            "lock for too long (trainer.heartbeat_timeout)"
         )
 
     def _ping(self, process: Process) -> None:
@@ -246,14 +245,16 @@ class Watch:
             process.pinged = False
             if error is None:
                 process.last_sign = time.monotonic()
-            elif not isinstance(error, ActorUnavailableError):  # that one may be back: the clock decides
+            elif not isinstance(error, ActorUnavailableError):  # it may come back: the clock decides
                 self._lose(process, cause_of(error))
 
         process.actor.ping.remote().future().add_done_callback(answered)
 
     def _next_report(self, call: Running) -> float:
-        """Seconds from a call's start to the next line about it."""
-        return START_SECONDS * 2**call.reported if call.starting else self._report_every * (call.reported + 1)
+        """Return the seconds from a call's start to the next log line about it."""
+        if call.starting:
+            return START_SECONDS * 2.0**call.reported
+        return self._report_every * (call.reported + 1)
 
     def _report(self, call: Running, now: float) -> None:
         ranks = sorted(call.waiting)
@@ -262,19 +263,19 @@ class Watch:
         elif ranks:
             stack = (
                 self._stack(call, ranks[0])
-                or f"rank {ranks[0]} ({call.waiting.get(ranks[0])}) does not say where"
+                or f"rank {ranks[0]} ({call.waiting.get(ranks[0])}) does not answer"
             )
             logger.warning(
                 "%s has been running for %.0f s on ranks %s; %s", call, now - call.started, ranks, stack
             )
 
     def _report_start(self, call: Running, seconds: float) -> None:
-        """Starting takes its time, and only half of what it may take is late."""
+        """Log how many processes have started; warn only after half of the time that they may take."""
         missing = [str(process) for process in list(call.waiting.values())]
-        here = f"{call.starting}: {len(call.parts) - len(missing)} are there after {seconds:.0f} s"
+        here = f"{call.starting}: {len(call.parts) - len(missing)} have started after {seconds:.0f} s"
         if missing and seconds > call.limit / 2:
             logger.warning(
-                "%s, not yet %s; the run gives up after %.0f s (%s)",
+                "%s, but not %s; the run gives up after %.0f s (%s)",
                 here,
                 ", ".join(missing),
                 call.limit,
@@ -289,8 +290,9 @@ class Watch:
             return
         what = call.starting or str(call)
         error = WorkerError(
-            f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or needs a "
-            f"longer {call.limit_key}",
+            f"{what} has not finished after {call.limit:.0f} s on ranks {ranks}: it hangs, or "
+            f"{call.limit_key} "
+            "is too short for it",
             role=call.role,
             rank=ranks[0],
             method=call.method,
@@ -300,8 +302,9 @@ class Watch:
         self._break(call, lambda: error)
 
     def _end_hanging(self, call: Running) -> None:
-        """One rank has failed and others are silent: lost as well, which is then the cause, or waiting in a
-        collective for ever.
+        """End a call in which one rank has failed and others do not answer.
+
+        Those are lost as well, and their loss is then the cause, or they wait in a collective for ever.
         """
         silent = {rank: self._stack(call, rank) for rank in sorted(call.waiting)}
         for rank, stack in silent.items():
@@ -315,7 +318,7 @@ class Watch:
         self._break(call, call.first_error)
 
     def _break(self, call: Running, error: Callable[[], Exception]) -> None:
-        """End a call that does not end by itself, and the processes that are in it."""
+        """End a call that does not end by itself, and the processes that still run it."""
         with self._lock:
             if call not in self._running:
                 return
@@ -331,22 +334,23 @@ class Watch:
         call.end(found)
 
     def _stack(self, call: Running, rank: int) -> str:
-        """What a rank is doing now; empty where it does not answer in time."""
+        """Return the stack of a rank, or an empty text where it does not answer in time."""
         process = call.waiting.get(rank)
         if process is None or process.ended:
             return ""
         try:
             return (
-                f"rank {rank} ({process}) is "
-                f"here:\n{ray.get(process.actor.stacks.remote(), timeout=STACK_SECONDS)}"
+                f"rank {rank} ({process}) is here:\n"
+                f"{ray.get(process.actor.stacks.remote(), timeout=STACK_SECONDS)}"
             )
         except (RayError, TimeoutError):
             return ""
 
 
 def node_answers(node_id: str) -> bool:
-    """Whether a node is there: alive to Ray, which notices a loss after some seconds only, and with a Ray of
-    its own that listens.
+    """Return whether a node is alive to Ray and its Ray accepts connections.
+
+    Ray alone notices the loss of a node only after some seconds.
     """
     found = [node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]]
     return any(answers(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") for node in found)

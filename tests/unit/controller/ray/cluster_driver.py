@@ -115,7 +115,9 @@ def version(address: str) -> None:
 
 
 def spread(address: str) -> None:
-    """Spans two nodes; sees one of them killed, by the test, and places the pool anew when another has come."""
+    """Spans two nodes; sees one of them killed, by the test, and places the pool anew when another
+    has come.
+    """
     cluster = Cluster.connect(RayConfig(RayInitConfig(address=address)), device="auto", wanted=4)
     pool = ResourcePool("global", (2, 2))
     too_many = refused(lambda: cluster.check(placement(ResourcePool("global", (2, 2, 2))), "cpu"))

@@ -106,7 +106,9 @@ def make_broken(host: WorkerHost) -> Factories:
 def start(
     cluster: Cluster, sizes: Mapping[str, int], pools: Mapping[str, str], make=make_workers, **settings: float
 ) -> RayBackend:
-    """A backend with pools of these sizes on one node each; `pools` names the pool of each role, or several."""
+    """A backend with pools of these sizes on one node each; `pools` names the pool of each role, or
+    several.
+    """
     names = {role: tuple(names.split()) for role, names in pools.items()}
     placement = Placement(tuple(ResourcePool(name, (size,)) for name, size in sizes.items()), names)
     meshes = {role: MeshInfo(sum(sizes[name] for name in where)) for role, where in names.items()}

@@ -202,7 +202,9 @@ def test_a_cluster_of_another_version_and_one_that_was_only_left(nodes: RayNodes
 
 @pytest.mark.timeout(600)
 def test_the_driver_alone_decides_about_signals() -> None:
-    """Ctrl-C reaches the whole group of a terminal, SIGTERM the driver: its own handlers see them, nobody ends."""
+    """Ctrl-C reaches the whole group of a terminal, SIGTERM the driver: its own handlers see them, nobody
+    ends.
+    """
     driver = start("handles", "")
     assert driver.stdin is not None
     try:

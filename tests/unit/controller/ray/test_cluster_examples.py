@@ -20,7 +20,7 @@ import yaml
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.tree import keys_of
-from hybridflow.controller.ray.cluster import HEALTH_CHECKS
+from hybridflow.controller.ray.session import HEALTH_CHECKS
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = ROOT / "examples" / "cluster"
@@ -154,7 +154,9 @@ STAND_INS = {
 
 
 def test_slurm_signals_the_driver_alone_and_waits_for_its_save(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands, whose srun kills what it started on SIGTERM, as the real one does."""
+    """With stand-ins for Slurm's commands, whose srun kills what it started on SIGTERM, as the real
+    one does.
+    """
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!{sys.executable}\n{text}")
         (tmp_path / name).chmod(0o755)

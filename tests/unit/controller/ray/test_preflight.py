@@ -16,17 +16,9 @@ import pytest
 
 import hybridflow.controller.ray
 from hybridflow.config.cluster import RayConfig
-from hybridflow.controller.ray import cluster
-from hybridflow.controller.ray.preflight import (
-    NodeInfo,
-    assign,
-    check_own,
-    check_port_free,
-    choose_address,
-    describe,
-    reach,
-    shortage,
-)
+from hybridflow.controller.ray import session
+from hybridflow.controller.ray.assignment import NodeInfo, assign, describe, shortage
+from hybridflow.controller.ray.preflight import check_own, check_port_free, choose_address, reach
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError
 
@@ -274,14 +266,14 @@ def test_a_ray_that_does_not_start_in_time_is_tried_three_times(
             raise Exception("The current node timed out during startup. This could happen because …")
         return "127.0.0.1:8265"
 
-    monkeypatch.setattr(cluster, "_init", init)
+    monkeypatch.setattr(session, "connect", init)
     # its own would end the Ray of the other tests
-    monkeypatch.setattr(cluster, "_end", lambda folder: Path(folder).rmdir())
-    if starts > cluster.START_ATTEMPTS:
+    monkeypatch.setattr(session, "end", lambda folder: Path(folder).rmdir())
+    if starts > session.START_ATTEMPTS:
         with pytest.raises(ConfigError, match="3 times: this machine is too busy"):
-            cluster._start(RayConfig())
+            session.start(RayConfig())
         assert not any(folder.exists() for folder in folders)
     else:
-        assert cluster._start(RayConfig()) == (str(folders[-1]), "127.0.0.1:8265") and len(folders) == starts
+        assert session.start(RayConfig()) == (str(folders[-1]), "127.0.0.1:8265") and len(folders) == starts
         assert [folder.exists() for folder in folders] == [False] * (starts - 1) + [True]
         folders[-1].rmdir()

@@ -109,7 +109,7 @@ def test_an_argument_that_is_gone_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> 
     assert (
         isinstance(error, WorkerLost)
         and error.method == "update"
-        and "what actor.update was to take is lost" in str(error)
+        and "an argument of actor.update is lost" in str(error)
     )
 
 

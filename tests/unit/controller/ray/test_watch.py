@@ -134,8 +134,8 @@ def test_processes_that_start_are_counted_and_only_late_ones_warned_about(
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     counted = [text for level, text in said if level == "INFO"]
     late = [text for level, text in said if level == "WARNING"]
-    assert counted and all("starting 2 worker processes: 1 are there after" in text for text in counted)
-    assert late and "not yet global/1; the run gives up after 10 s (a.key)" in late[0]
+    assert counted and all("starting 2 worker processes: 1 have started after" in text for text in counted)
+    assert late and "but not global/1; the run gives up after 10 s (a.key)" in late[0]
     assert said.index(("WARNING", late[0])) >= len(counted), "only what is late is warned about"
     assert "starting 2 worker processes has not finished after 10 s" in str(error)
 

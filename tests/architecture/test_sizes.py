@@ -9,7 +9,6 @@ from sources import PACKAGE, sources
 MAX_FILE, MAX_FUNCTION = 450, 70
 MAX_MATHS_FILE = 250
 ALLOWED: dict[str, int] = {
-    "rollout.native.generation": 455,
     "trainer.explain_algorithm": 483,
     "cli.serve.add_serve": 77,
     "config.check_rollout._with_weights": 80,

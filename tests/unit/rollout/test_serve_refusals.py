@@ -215,7 +215,7 @@ def test_a_full_queue_says_so() -> None:
             next(chunks)
             answer = server.http.post(PLAIN, json={"prompt": "a", "n": 2})
             assert (
-                "2 responses are in work or wait" in reason(answer, 429)
+                "2 responses run or wait" in reason(answer, 429)
                 and answer.headers["retry-after"] == "1"
             )
             assert server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 2}).status_code == 200

@@ -1,5 +1,5 @@
-"""From the body of a request to what is generated for it: prompts as ids, sampling, how the answer is read.
-Every refusal has its field.
+"""Jobs: requests as they are generated, with prompts as token ids, sampling parameters, and how the answer is
+read. Every refusal names its field.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ COMPLETION_TOKENS = 16
 LONGEST_ID = 10
 """Digits of a token id: no vocabulary needs more."""
 OWN_OPTIONS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
-"""What a request may not set: a template of its own, for one, would be a program of its own."""
+"""Options of the chat template that a request may not set: its own template, for one, would be a program."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One HTTP request, checked."""
+    """One HTTP request that was checked."""
 
     prompts: list[list[int]]
     n: int
     sampling: list[SamplingParams]
-    """One for each prompt."""
+    """Sampling parameters of each prompt."""
     seed: int | None
     stream: bool
     include_usage: bool
     log_probs: bool
     return_token_ids: bool
     names_are_ids: bool
-    """In lists of log-probs."""
+    """Whether lists of log-probs name tokens by their ids."""
     skip_special_tokens: bool
     sticky: Hashable | None
     echo: list[str] = field(default_factory=list)
     """Texts that the responses begin with, one for each prompt; empty where prompts are not repeated."""
     tool_parser: str | None = None
-    """How calls of tools are read, where there may be any."""
+    """Parser of tool calls, where there may be any."""
     opening: str = ""
-    """Text of the response that stands in the prompt: the beginning of a call that is to be made."""
+    """Beginning of a call that has to be made; it is in the prompt and belongs to the response."""
     callable: frozenset[str] | None = None
-    """A call of one of these has to come; None: none has to."""
+    """Tools of which one has to be called; None: no call is needed."""
     one_call: bool = False
-    """The response ends with its first call."""
+    """Whether the response ends with its first call."""
 
 
 def _go_on() -> None:
@@ -145,8 +145,8 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
 def sampling_of(
     body: SamplingBody, model: ServedModel, prompt_tokens: int, *, max_tokens: int | None, top_log_probs: int
 ) -> SamplingParams:
-    """How responses to one prompt are sampled; without `max_tokens` they have the room that the prompt
-    leaves.
+    """Return the sampling parameters of responses to one prompt; without `max_tokens` they may fill the
+    context.
     """
     room = model.max_model_len - prompt_tokens
     if prompt_tokens < 1:
@@ -242,7 +242,7 @@ def _check_chat(body: ChatBody) -> None:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of calls, by the names of `Job`."""
+    """Fields of `Job` for tool calls, as a request sets them."""
 
     tool_parser: str | None = None
     opening: str = ""
@@ -251,7 +251,8 @@ class ToolUse:
 
 
 def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:
-    choice, names = body.tool_choice, [tool.function.name for tool in body.tools or ()]
+    choice = body.tool_choice
+    names = [tool.function.name for tool in body.tools or ()]
     if not body.tools:
         if choice not in (None, "none", "auto"):
             raise refuse("tool_choice", "asks for a call, and there are no tools")
@@ -279,7 +280,7 @@ def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:
 
 
 def _check_function(place: str, function: Function, names: list[str]) -> None:
-    """ApiError for a function that no model could call, or not as it says."""
+    """Raise ApiError for a function that cannot be called, or not in the way that it asks for."""
     if names.count(function.name) > 1:
         raise refuse(f"{place}.name", f"{function.name!r} names two tools")
     if function.strict:
@@ -289,7 +290,8 @@ def _check_function(place: str, function: Function, names: list[str]) -> None:
     schema = function.parameters or {}
     if schema.get("type", "object") != "object":
         raise refuse(f"{place}.parameters.type", f"{schema['type']!r}: arguments are an object")
-    properties, required = schema.get("properties", {}), schema.get("required", [])
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
     if not isinstance(properties, dict) or not all(
         isinstance(each, (dict, bool)) for each in properties.values()
     ):

@@ -1,4 +1,4 @@
-"""One response while it grows: new tokens in, pieces of an answer out. A streamed answer and a whole one are
+"""Reader of one response as it grows: new tokens in, pieces of an answer out. Streamed and whole answers are
 read by the same code.
 """
 
@@ -19,7 +19,7 @@ STATUSES = {"abort": 503, "error": 500}
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one response; the lists of tokens are equally long."""
+    """New part of one response; the lists of tokens are equally long."""
 
     choice: int
     parts: list[str | ToolCall]
@@ -27,23 +27,23 @@ class Piece:
     log_probs: list[float]
     top_log_probs: list[list[tuple[int, float]]] | None
     finish_reason: str | None = None
-    """Of the last piece: stop, length or tool_calls."""
+    """End of the last piece: stop, length or tool_calls; None for the others."""
     stop_reason: int | str | None = None
 
     @property
     def text(self) -> str:
-        """Without calls."""
+        """Text of the piece without calls."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Calls of tools that are whole."""
+        """Tool calls that are whole."""
         return [part for part in self.parts if isinstance(part, ToolCall)]
 
 
 @dataclass
 class ChoiceReader:
-    """Reads the response number `choice` of a job."""
+    """Reader of response number `choice` of a job."""
 
     job: Job
     model: ServedModel
@@ -94,8 +94,8 @@ class ChoiceReader:
         )
 
     def _piece(self, piece: Piece) -> Piece:
-        """With its calls counted: what has to be a call is one, and where one is wanted, nothing comes after
-        it.
+        """Check and count the piece's calls: where a call has to come it is one, and where one call is wanted
+        nothing comes after it.
         """
         wanted = self.job.callable
         if wanted is not None and (piece.finish_reason or piece.calls):
@@ -104,11 +104,9 @@ class ChoiceReader:
             place = piece.parts.index(piece.calls[0])
             piece = replace(piece, parts=piece.parts[: place + 1], finish_reason="stop", stop_reason=None)
         self.num_calls += len(piece.calls)
-        return (
-            replace(piece, finish_reason="tool_calls")
-            if piece.finish_reason == "stop" and self.num_calls
-            else piece
-        )
+        if piece.finish_reason == "stop" and self.num_calls:
+            return replace(piece, finish_reason="tool_calls")
+        return piece
 
     def _check_calls(self, piece: Piece, wanted: frozenset[str]) -> None:
         other = next((call.name for call in piece.calls if call.name not in wanted), None)
@@ -124,12 +122,13 @@ class ChoiceReader:
         why = "max_tokens ended the call before it was whole: raise max_tokens" if cut else "ask again"
         raise ApiError(
             400 if cut else 500,
-            f"tool_choice: the model began a call as it was told to, and made none of it ({why})",
+            f"tool_choice: the model did not complete the call that it had to begin ({why})",
             code="no_tool_call",
         )
 
     def _parts(self, text: str, done: bool) -> list[str | ToolCall]:
-        parts, self._first = self._first, []
+        parts = self._first
+        self._first = []
         if self._parser is not None:
             parts += self._parser.feed(text)
             return parts + (self._parser.end() if done else [])

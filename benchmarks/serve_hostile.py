@@ -177,7 +177,8 @@ async def run_wave(
 async def run_attack(name: str, url: str, headers: dict[str, str], pid: int, rounds: int) -> Attack:
     process = psutil.Process(pid)
     attack = [(path, json.dumps(body).encode()) for path, body in hostile_requests()[name]]
-    limits = httpx.Limits(max_connections=2 * ORDINARY)
+    # a connection each: one that is kept may be closed by the server just as it is used again
+    limits = httpx.Limits(max_connections=2 * ORDINARY, max_keepalive_connections=0)
     waves: list[tuple[Wave, Wave, Wave]] = []
     answers: list[str] = []
     took: list[float] = []

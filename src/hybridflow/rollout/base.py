@@ -27,7 +27,7 @@ PENALTIES = (1e-6, 1e6)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends; raises RolloutError for values out of range."""
+    """How the tokens of one request are chosen, and when it ends; RolloutError for values out of range."""
 
     max_tokens: int
     """The response has at most this many tokens, the stop token included."""
@@ -218,7 +218,7 @@ def is_unicode(text: str) -> bool:
 
 
 class SomeWeights:
-    """Weights (name, tensor) that leave others as they are, of which the sender knows that they are in place."""
+    """Some of the weights, as (name, tensor); the sender knows that the others are in place."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._weights = weights

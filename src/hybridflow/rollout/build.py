@@ -20,7 +20,8 @@ def build_rollout_engine(
     replica: Replica | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RolloutEngine:
-    """Return the engine named by `rollout.name`, which generates with `policy`; ConfigError for an unknown name.
+    """Return the engine named by `rollout.name`, which generates with `policy`; ConfigError for an unknown
+    name.
 
     `source` fills the policy's weights while the engine is awake; left out: they are always there. `replica`:
     the ranks it generates with. `decode`: token ids to text, needed where `rollout.stop` is set.

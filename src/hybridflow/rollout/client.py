@@ -88,7 +88,8 @@ class LLMClient:
     async def generate(
         self, request: GenerationRequest, *, sticky: Hashable | None = None, deadline_s: float | None = None
     ) -> GenerationOutput:
-        """Return the whole output. Requests of one `sticky` key go to one replica, so that they share prefixes.
+        """Return the whole output. Requests of one `sticky` key go to one replica, so that they share
+        prefixes.
 
         ReplicaLost names the engine that died under the request, DeadlinePassed the one that had no answer in
         time. Whoever stops waiting (cancellation) aborts the request.

@@ -70,7 +70,7 @@ def choose_exact_mode(
 
 
 def why_never_exact(policy: PolicyModel) -> str | None:
-    """Return the reason why exact mode is impossible for this model and device, or None; nothing is computed."""
+    """Return the reason why exact mode is impossible for this model and device, or None."""
     kinds = {parameter.dtype for parameter in policy.parameters()}
     if policy.device.type != "cpu":
         return (

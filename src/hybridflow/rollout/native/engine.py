@@ -132,8 +132,8 @@ class NativeEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights into the module, by Hugging Face name.
 
-        RolloutError for a name or shape that the model does not have, and for weights that are missing, unless
-        the sender says by `SomeWeights` that the others are in place.
+        RolloutError for a name or shape that the model does not have, and for weights that are missing,
+        unless the sender says by `SomeWeights` that the others are in place.
 
         Only for weights that come from elsewhere: what the trainer does to the shared module is here already.
         """
@@ -142,9 +142,9 @@ class NativeEngine:
         lacking = {id(parameter): name for name, parameter in reversed(list(own.items()))}
         for name, weight in weights:
             if name not in own or own[name].shape != weight.shape:
-                has = (
-                    f"its own is {tuple(own[name].shape)}" if name in own else "it has no weight of that name"
-                )
+                has = "it has no weight of that name"
+                if name in own:
+                    has = f"its own is {tuple(own[name].shape)}"
                 raise RolloutError(
                     f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the "
                     f"model: {has}"
@@ -153,7 +153,9 @@ class NativeEngine:
             lacking.pop(id(own[name]), None)  # with one of two tied weights the other has come too
         if lacking and not isinstance(weights, SomeWeights):
             names = list(lacking.values())[::-1]
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            shown = ", ".join(names[:5])
+            if len(names) > 5:
+                shown += f" and {len(names) - 5} more"
             raise RolloutError(
                 f"update_weights got {len(own) - len(names)} of {len(own)} weights; missing: {shown}. The "
                 "engine now holds old and new weights together: give it all of them, or wrap those that "
@@ -298,7 +300,9 @@ class NativeEngine:
         device = self.policy.device
         if not self._paged:
             return SlotMemory(shapes, budget, device)
-        kernel = varlen_kernel() if device.type == "cuda" else None
+        kernel = None
+        if device.type == "cuda":
+            kernel = varlen_kernel()
         return PagedMemory(
             shapes, budget, device, max_rows=self.max_num_seqs, block_size=self.block_size, kernel=kernel
         )

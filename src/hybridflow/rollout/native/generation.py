@@ -48,7 +48,8 @@ class BatchSettings:
     max_rows: int
     max_batched_tokens: int
     fill_first: bool
-    """Prefill until every free slot has a row before the next token is decoded; else one prefill pass a step."""
+    """Prefill until every free slot has a row before the next token is decoded; else one prefill pass a step.
+    """
     reuse_prefixes: bool
     keep_finished: bool
     """Keep the keys and values of finished rows as prefixes for later prompts."""
@@ -110,7 +111,7 @@ class Generation:
         """Return the tokens of running and preempted requests beyond the first `since[request_id]` ones."""
         rows = [row for row, request in enumerate(self.rows.requests) if request.request_id in since]
         known = [since[self.rows.requests[row].request_id] for row in rows]
-        partials = self.rows.new_tokens(rows, known) if rows else []
+        partials = self.rows.new_tokens(rows, known)
         if len(rows) < len(since):
             waiting = [one for one in self.scheduler.waiting if one.request.request_id in since]
             partials += [_partial(one.aside.so_far, since) for one in waiting if one.aside is not None]
@@ -249,7 +250,9 @@ class Generation:
         """
         last = self.cache.num_slots - 1
         stop = start + sum(len(admission.entering) for admission in batch)
-        self.cache.clear(start, min(stop, last) if batch[0].continues else stop)
+        if batch[0].continues:
+            stop = min(stop, last)
+        self.cache.clear(start, stop)
         if self.scheduler.in_pieces and not batch[-1].continues:
             self.cache.clear(last, last + 1)
         pieces: list[Piece] = []
@@ -263,7 +266,7 @@ class Generation:
                 pieces.append(
                     Piece(admission.prompt[admission.start : admission.stop], admission.start, slots)
                 )
-        computed = iter(self._compute(pieces).split(1) if pieces else ())
+        computed = iter(self._compute(pieces))
         states = []
         for admission, own, slots in zip(batch, _slots(batch, start), filled):
             if own and slots[0] not in own:  # the slot of the pieces becomes free
@@ -271,8 +274,10 @@ class Generation:
                 slots = own[:1]
             if others := [slot for slot in own if slot not in slots]:
                 self.cache.fork(slots[0], others, admission.stop)
-            kept = None if admission.prefix is None else admission.prefix.state
-            states.append(next(computed) if kept is None else kept)
+            if admission.prefix is not None and admission.prefix.state is not None:
+                states.append(admission.prefix.state)
+            else:
+                states.append(next(computed))
         return states
 
     def _filled(self, admission: Admission, own: list[int]) -> list[int]:
@@ -283,13 +288,15 @@ class Generation:
             return [self.cache.num_slots - 1]
         return own[:1] if self.cache.shares else own
 
-    def _compute(self, pieces: Sequence[Piece]) -> Tensor:
-        """Compute pieces in one pass; the last hidden state [n, H] of each."""
+    def _compute(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        """Compute pieces in one pass; the last hidden state [1, H] of each."""
+        if not pieces:
+            return ()
         self.stats.prefill_tokens += sum(len(piece.tokens) for piece in pieces)
-        return compute(self.policy, self.cache, pieces)
+        return compute(self.policy, self.cache, pieces).split(1)
 
     def _keep_prompt(self, admission: Admission, own: list[int], state: Tensor) -> None:
-        """Keep the prompt's keys and values while more requests of it wait, and release them when none does."""
+        """Keep the prompt's keys and values while more requests of it wait, then release them."""
         prompt = admission.prompt
         if not admission.keep:
             self.prefixes.release(prompt)
@@ -305,7 +312,7 @@ class Generation:
         return room >= 0
 
     def _resize(self, rows: int, length: int, *, in_pieces: bool) -> None:
-        """Allocate slots for `rows` of `length` tokens; running rows and the prompt in chunked prefill stay."""
+        """Allocate slots for `rows` of `length` tokens; what is in the slots in use stays."""
         live = min(self.settings.max_rows, rows + self.scheduler.num_waiting)
         self.memory.fit(self._running, rows, length, live=live, in_pieces=in_pieces, prefixes=self.prefixes)
 
@@ -358,10 +365,12 @@ class Generation:
         """
         finished = self.rows.choose(start, self.policy.logits(hidden), self._seen.version)
         leaving = (finished.nonzero()[:, 0] + start).tolist()  # the one wait for the device in a step
-        return self._leave(leaving) if leaving else []
+        return self._leave(leaving)
 
     def _leave(self, leaving: list[int], aborted: bool = False) -> list[GenerationOutput]:
         """Remove rows and return their outputs; keep their keys and values as prefixes where that is set."""
+        if not leaving:
+            return []
         outputs = self.rows.outputs(leaving, "abort" if aborted else None)
         broken = [row for row, output in zip(leaving, outputs) if output.error is not None]
         if broken:  # what is kept may be not finite either

@@ -141,8 +141,8 @@ class KVMemory(ABC):
         context: Sequence[int],
         prefix: Prefix | None,
     ) -> int:
-        """Return how many rows with this context may enter after `batch`; `taken`: slots in use, `prefix`: the
-        prefix hit of the context.
+        """Return how many rows with this context may enter after `batch`; `taken`: slots in use, `prefix`:
+        the prefix hit of the context.
         """
 
     @abstractmethod
@@ -225,8 +225,8 @@ class SlotMemory(KVMemory):
         return slot_capacity(length) if self.exact is None else self.exact.num_keys(length)
 
     def size_for(self, rows: int, length: int, *, wanted: int, longest: int) -> Size | None:
-        """Return the size for `rows` of `length` tokens now and later `wanted` rows of up to `longest` tokens,
-        or None where memory is too small.
+        """Return the size for `rows` of `length` tokens now and later `wanted` rows of up to `longest`
+        tokens, or None where memory is too small.
 
         On CPU the capacity is what `length` asks for. Elsewhere, where attention reads parts of slots as fast
         as whole ones, slots take all the room there is, and stay as they are while the rows fit.

@@ -66,8 +66,8 @@ class PagedMemory(KVMemory):
         context: Sequence[int],
         prefix: Prefix | None,
     ) -> int:
-        """Return how many rows may enter: blocks are needed for them, with some to spare, for running rows, for
-        the batch, and for the prefixes that it uses.
+        """Return how many rows may enter: blocks are needed for them, with some to spare, for running rows,
+        for the batch, and for the prefixes that it uses.
         """
         cache = self.cache
         in_use = [_blocks_of(one.prefix) for one in batch] + [_blocks_of(prefix)]

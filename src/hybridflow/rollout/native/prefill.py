@@ -1,4 +1,4 @@
-"""Packed passes over parts of prompts: their keys and values go to the KV cache, their last states come back."""
+"""Packed passes over parts of prompts, whose keys and values go to the KV cache."""
 
 from __future__ import annotations
 

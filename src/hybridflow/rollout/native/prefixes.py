@@ -96,7 +96,7 @@ class PrefixStore:
         self._shrink_to(self.num_tokens, self.most, pinned=(False,))
 
     def release(self, tokens: tuple[int, ...]) -> None:
-        """Unpin a prompt that no request waits for any longer; it stays only where prompts may share a part."""
+        """Unpin a prompt that no request waits for; it stays only where prompts may share a part."""
         kept = self._kept.get(tokens)
         if kept is not None:
             kept.pinned = False
@@ -196,7 +196,7 @@ class PrefixStore:
 
 
 def _blocks(tokens: tuple[int, ...]) -> list[int]:
-    """A number for each beginning of whole blocks, the shortest first; equal beginnings have equal numbers."""
+    """Return a number for each beginning of whole blocks, the shortest first; equal ones are equal."""
     numbers = []
     number = 0
     for start in range(0, len(tokens) - LEAST + 1, LEAST):

@@ -77,6 +77,8 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
     params = request.sampling
     array("q", request.prompt_token_ids)  # raises where a token is no 64-bit integer
     array("q", [token for token, _ in params.logit_bias])
+    temperature = 1.0 if params.takes_argmax else params.temperature
+    kept = (params.top_p, params.min_p) if params.limits_tokens else (1.0, 0.0)
     top_k = vocabulary
     if params.limits_tokens and params.top_k > 0:
         top_k = min(params.top_k, vocabulary)
@@ -88,9 +90,8 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
         params.min_tokens,
     )
     reals = (
-        1.0 if params.takes_argmax else params.temperature,
-        params.top_p if params.limits_tokens else 1.0,
-        params.min_p if params.limits_tokens else 0.0,
+        temperature,
+        *kept,
         params.repetition_penalty,
     )
     return RowNumbers(
@@ -207,7 +208,7 @@ class RowTable:
         )
 
     def restore(self, row: int, saved: SavedRow) -> None:
-        """Give a row that was just added the state that `copy_of` kept; its newest token is in the slot, too."""
+        """Give a row that was just added the state of `copy_of`; its newest token is in the slot, too."""
         for name, value in saved.columns.items():
             column = getattr(self, name)[row]
             if value.dim():  # columns may have become wider or narrower, never narrower than this row
@@ -379,8 +380,12 @@ class RowTable:
                     f"request {request_id}: the model's logits are not finite at response token {length}; "
                     "its weights may have diverged",
                 )
-            stop_reason = None if ended != "stop" else tokens[i][length - 1] if stopped[i] else text
-            top = self.top[row][:length] if self.needs[row] & sampling.TOP_LOG_PROBS else None
+            stop_reason = None
+            if ended == "stop":
+                stop_reason = tokens[i][length - 1] if stopped[i] else text
+            top = None
+            if self.needs[row] & sampling.TOP_LOG_PROBS:
+                top = self.top[row][:length]
             outputs.append(
                 GenerationOutput(
                     request_id,
@@ -400,6 +405,8 @@ class RowTable:
 
         Only these are copied from the device, so that following a response costs as much as its tokens.
         """
+        if not rows:
+            return []
         lengths = self.generated[torch.tensor(rows, device=self.device)].tolist()
         spans = [range(begin, length) for begin, length in zip(since, lengths, strict=True)]
         places = [row * self.width + place for row, span in zip(rows, spans, strict=True) for place in span]

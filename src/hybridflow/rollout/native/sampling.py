@@ -76,7 +76,9 @@ def sampling_problem(
                 "or -inf to forbid the token"
             )
     forbidden = {token for token, bias in params.logit_bias if bias == -float("inf")}
-    if len(forbidden | (set(end_tokens) if params.min_tokens else set())) >= vocabulary:
+    if params.min_tokens:
+        forbidden |= set(end_tokens)
+    if len(forbidden) >= vocabulary:
         return "logit_bias and min_tokens forbid every token of the vocabulary: allow at least one"
     if params.top_log_probs > vocabulary:
         return f"top_log_probs={params.top_log_probs}, and the model's vocabulary has {vocabulary} tokens"
@@ -173,7 +175,9 @@ def _sample(
     logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None, rows: slice
 ) -> Sampled:
     by_temperature = plan.any(TEMPERATURE)
-    scaled = logits / settings.temperature[:, None] if by_temperature else logits
+    scaled = logits
+    if by_temperature:
+        scaled = logits / settings.temperature[:, None]
     weights, normalizer = exponentials(scaled)
     edited = logits if edit is None else edit(logits, rows)
     tokens = None
@@ -265,7 +269,8 @@ def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     total = weights.sum(-1)
     floor = torch.empty_like(top_p)
     waiting = None
-    for size in [*((LEADERS,) if vocabulary > ONE_LEVEL else ()), vocabulary]:
+    sizes = [LEADERS, vocabulary] if vocabulary > ONE_LEVEL else [vocabulary]
+    for size in sizes:
         rows = weights if waiting is None else weights[waiting]
         limit, share, whole = (
             fact if waiting is None else fact[waiting]

@@ -1,11 +1,12 @@
 """Queue of waiting requests, in groups of one prompt, in the order in which they came.
 
-    add ──► groups [A A A][B][C C] ──next_batch──► admissions: requests that enter, and the tokens of their
-              ▲                                    prompt that are computed now (chunked prefill: a prompt longer
-              │ preempted rows                     than a pass is computed in chunks, and enters with the last)
+    add ──► groups [A A A][B][C C] ──next_batch──► admissions: who enters, which tokens are computed now
+              ▲
+              └── preempted rows
 
+A prompt that is longer than a pass is computed in chunks (chunked prefill), and enters with the last.
 Waiting requests with the same prompt ids form a group, which is prefilled once. Because groups enter in
-order, at most one group has entered only in part, and at most one prompt is prefilled in part.
+order, at most one group has entered only in part, and at most one prompt is in chunked prefill.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class Scheduler:
 
 
 def _worth_waiting_for(batch: Sequence[Admission], context: tuple[int, ...], start: int) -> bool:
-    """Return whether a prompt shares so much with this pass that it should enter after it, as a prefix hit."""
+    """Return whether a prompt shares so much with this pass that it should enter after it."""
     if len(context) <= LEAST:
         return False
     shared = max(common_length(one.prompt[: one.stop], context) for one in batch)

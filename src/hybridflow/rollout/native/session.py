@@ -61,8 +61,8 @@ class Session:
         return self._generation.done
 
     def add(self, requests: Iterable[GenerationRequest]) -> list[GenerationOutput]:
-        """Add requests, which join at the next step; those that cannot be served come back at once with reason
-        "error".
+        """Add requests, which join at the next step; those that cannot be served come back at once with
+        reason "error".
 
         RolloutError for a request id that is in use, and when closed; then none of them has joined.
         """

@@ -197,7 +197,9 @@ async def _answer(request: Request, service: Service, job: Job, answer: Answer) 
         return EventStream(service, job, answer)
     with service.admit(job):
         pieces = await while_connected(request.receive, service.whole(job))
-    return Response(status_code=GONE) if pieces is None else JSONResponse(answer.whole(pieces))
+    if pieces is None:
+        return Response(status_code=GONE)
+    return JSONResponse(answer.whole(pieces))
 
 
 class EventStream(Response):

@@ -54,7 +54,7 @@ class ServeSettings:
 
 
 def build_service(settings: ServeSettings) -> Service:
-    """Load the model and start the engines; ModelError or ConfigError where the model or a setting is wrong."""
+    """Load the model and start the engines; ModelError or ConfigError where one of them is wrong."""
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     template = _chat_template(settings, tokenizer)
     parser = settings.tool_parser or parser_of_template(template or "")

@@ -36,8 +36,12 @@ from hybridflow.tools.parsers import TOOL_PARSERS
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where none is given, as OpenAI has it."""
+GIVEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters whose defaults are those of `SamplingParams`."""
 LONGEST_ID = 10
 """Digits of a token id: no vocabulary needs more."""
+LONGEST_SHOWN = 40
+"""Characters of a wrong name that a message repeats."""
 OWN_OPTIONS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
 """Options of the chat template that a request may not set: its own template, for one, would be a program."""
 
@@ -100,7 +104,7 @@ def completion_job(body: CompletionBody, model: ServedModel, check: Check = _go_
         )
         for prompt in prompts
     ]
-    return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts if body.echo else [])
+    return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts)
 
 
 def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
@@ -168,14 +172,11 @@ def sampling_of(
     for text in stop:
         check_unicode("stop", text)
     check_ids("stop_token_ids", body.stop_token_ids or [], model)
+    given = {name: getattr(body, name) for name in GIVEN if getattr(body, name) is not None}
     try:
         return SamplingParams(
             max_tokens=max_tokens or room,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=-1 if body.top_k is None else body.top_k,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=0.0 if body.min_p is None else body.min_p,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            **given,
             min_tokens=body.min_tokens,
             stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
             stop=stop,
@@ -184,9 +185,8 @@ def sampling_of(
             top_log_probs=top_log_probs,
         )
     except RolloutError as error:
-        raise ApiError(
-            400, str(error), param=str(error).partition("=")[0] if "=" in str(error) else None
-        ) from error
+        param, equals, _ = str(error).partition("=")
+        raise ApiError(400, str(error), param=param if equals else None) from error
 
 
 def _job(body: SamplingBody, prompts: list[list[int]], sampling: list[SamplingParams], **more: Any) -> Job:
@@ -211,7 +211,9 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> tuple[tuple[int,
     biases: dict[int, float] = {}
     for name, value in given.items():
         if not (name.isascii() and name.isdecimal() and len(name) <= LONGEST_ID):
-            shown = repr(name) if len(name) <= 40 else f"a name of {len(name)} characters"
+            shown = repr(name)
+            if len(name) > LONGEST_SHOWN:
+                shown = f"a name of {len(name)} characters"
             raise refuse("logit_bias", f"{shown} is no token id")
         if not -100 <= value <= 100:
             raise refuse("logit_bias", "values are numbers from -100 to 100")
@@ -270,13 +272,13 @@ def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:
     one_call = body.parallel_tool_calls is False
     if choice in (None, "auto"):
         return ToolUse(model.tool_parser, one_call=one_call)
-    name = choice.function.name if isinstance(choice, NamedTool) else None
-    if name is not None and name not in names:
+    parser = TOOL_PARSERS[model.tool_parser]()
+    if not isinstance(choice, NamedTool):
+        return ToolUse(model.tool_parser, parser.opening(None), frozenset(names), one_call)
+    name = choice.function.name
+    if name not in names:
         raise refuse("tool_choice", f"there is no tool {name!r} among tools")
-    opening = TOOL_PARSERS[model.tool_parser]().opening(name)
-    return ToolUse(
-        model.tool_parser, opening, frozenset(names if name is None else [name]), one_call or name is not None
-    )
+    return ToolUse(model.tool_parser, parser.opening(name), frozenset([name]), one_call=True)
 
 
 def _check_function(place: str, function: Function, names: list[str]) -> None:

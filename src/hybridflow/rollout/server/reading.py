@@ -60,13 +60,13 @@ class ChoiceReader:
         )
         self._cutter = StopCutter(self.job.sampling[prompt].stop)
         self._parser = TOOL_PARSERS[self.job.tool_parser]() if self.job.tool_parser else None
-        self._first: list[str | ToolCall] = [self.job.echo[prompt]] if self.job.echo else []
+        self._first: list[str | ToolCall] = [*self.job.echo[prompt : prompt + 1]]
         if self._parser is not None and self.job.opening:
             self._first = self._parser.feed(self.job.opening)
 
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
-        """Return what is new in `output`: a part of the response, or all of it. A piece with a finish reason is
-        the last.
+        """Return what is new in `output`: a part of the response, or all of it. A piece with a finish reason
+        is the last.
 
         ApiError for a request that was refused, failed or was aborted, and for a response that had to be a
         call of a tool and is none.
@@ -74,8 +74,9 @@ class ChoiceReader:
         ended = output if isinstance(output, GenerationOutput) else None
         if ended is not None:
             _check_finished(ended)
-        start = 0 if isinstance(output, GenerationOutput) else output.start
-        seen = self.num_tokens - start  # of the tokens in `output`
+        seen = self.num_tokens  # of the tokens in `output`
+        if isinstance(output, PartialOutput):
+            seen -= output.start
         new = output.token_ids[seen:]
         log_probs = output.log_probs[seen:]
         top = output.top_log_probs and output.top_log_probs[seen:]
@@ -118,11 +119,14 @@ class ChoiceReader:
             )
         if self.num_calls or piece.calls:
             return
-        cut = piece.finish_reason == "length"  # the caller's doing: the same again would end the same way
-        why = "max_tokens ended the call before it was whole: raise max_tokens" if cut else "ask again"
+        status = 500
+        advice = "ask again"
+        if piece.finish_reason == "length":  # the caller's doing: the same again would end the same way
+            status = 400
+            advice = "max_tokens ended the call before it was whole: raise max_tokens"
         raise ApiError(
-            400 if cut else 500,
-            f"tool_choice: the model did not complete the call that it had to begin ({why})",
+            status,
+            f"tool_choice: the model did not complete the call that it had to begin ({advice})",
             code="no_tool_call",
         )
 
@@ -131,14 +135,19 @@ class ChoiceReader:
         self._first = []
         if self._parser is not None:
             parts += self._parser.feed(text)
-            return parts + (self._parser.end() if done else [])
-        return [*parts, text] if text else parts
+            if done:
+                parts += self._parser.end()
+        elif text:
+            parts.append(text)
+        return parts
 
 
 def _check_finished(output: GenerationOutput) -> None:
     """Raise ApiError for a request that failed or was aborted; 400 where the engine refused it as it is."""
     if output.finish_reason not in STATUSES:
         return
-    status = 400 if output.refused else STATUSES[output.finish_reason]
+    status = STATUSES[output.finish_reason]
+    if output.refused:
+        status = 400
     message = output.error or "the request was aborted by the server"
     raise ApiError(status, message, code=output.finish_reason)

@@ -1,5 +1,5 @@
-"""Bodies of requests. Fields that are not listed here are refused; a field that is listed and cannot be served
-is refused where it is set.
+"""Bodies of requests. Fields that are not listed here are refused; a field that is listed and cannot be
+served is refused where it is set.
 """
 
 from __future__ import annotations

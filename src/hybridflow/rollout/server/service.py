@@ -1,6 +1,7 @@
 """The service between HTTP and the engines: it admits jobs, generates their responses, and counts.
 
-job ──admit (429, 503)──► a GenerationRequest for each response ──LLMClient──► outputs ──ChoiceReader──► pieces
+job ──admit (429, 503)──► a GenerationRequest for each response ──LLMClient──► outputs
+──ChoiceReader──► pieces
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Service:
             self.open_choices -= wanted
 
     async def whole(self, job: Job) -> list[Piece]:
-        """Return all responses, each as one piece; ApiError where one fails, and then the others are aborted."""
+        """Return all responses, each as one piece; where one fails, abort the others and raise ApiError."""
         with self._counted(job):
             tasks = [
                 asyncio.ensure_future(self._one(job, choice, request))
@@ -92,8 +93,8 @@ class Service:
                 await _cancel(tasks)
 
     async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """Yield pieces of all responses as they come; ApiError where one fails. Close the generator where it is
-        left early: that aborts the responses.
+        """Yield pieces of all responses as they come; ApiError where one fails. Close the generator where it
+        is left early: that aborts the responses.
         """
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         with self._counted(job):

@@ -15,7 +15,8 @@ BROKEN = "\ufffd"
 MOST_PENDING = 3
 """Broken characters at the end that may still become others: a character lacks at most three bytes."""
 MOST_PENDING_OF_RUNS = 64
-"""The same for byte tokens of SentencePiece: they are decoded as one run, all broken while the last one is."""
+"""The same for byte tokens of SentencePiece: they are decoded as one run, all broken while the last one is.
+"""
 CONTEXT = 6
 """Tokens before the response that are decoded with it: some tokenizers drop a space at the start of a text.
 """
@@ -67,8 +68,8 @@ class Detokenizer:
 
 
 class StopCutter:
-    """Filter that passes text on up to the first stop text, and holds back an end that may be the beginning of
-    one.
+    """Filter that passes text on up to the first stop text, and holds back an end that may be the beginning
+    of one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -161,10 +161,12 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
     positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or longest
     room = max(2, min(longest, positions))
     small = policy.num_parameters <= SMALL_MODEL
-    answers = [min(room - 1, 3 + (5 * row) % 10) for row in range(24 if small else 12)]
+    num_prompts = 16 if small else 8
+    num_rows = 3 * num_prompts // 2
+    answers = [min(room - 1, 3 + (5 * row) % 10) for row in range(num_rows)]
     requests = []
     for row, answer in enumerate(answers):
-        prompt = row % (16 if small else 8)
+        prompt = row % num_prompts
         wanted = (1, 7, room // 3, 16, room // 2, 3 * room // 4, room // 4, room)[prompt % 8] + prompt // 8
         length = max(1, min(wanted, room - max(answers)))
         ids = tuple((1 + 7919 * (prompt + 1) * (place + 1)) % vocabulary for place in range(length))

@@ -117,7 +117,9 @@ class NativeEngine:
     @property
     def cache_bytes(self) -> int:
         """Bytes that the KV cache holds now."""
-        return 0 if self._memory is None else self._memory.cache.nbytes
+        if self._memory is None:
+            return 0
+        return self._memory.cache.nbytes
 
     def set_version(self, version: int) -> None:
         """Set the version of the shared weights, which have changed in place.
@@ -193,7 +195,9 @@ class NativeEngine:
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End requests of the running `generate`; their partial responses come back here and not there."""
-        return [] if self._session is None else self._session.abort(request_ids)
+        if self._session is None:
+            return []
+        return self._session.abort(request_ids)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """Yield one output per request, as they finish.

@@ -222,7 +222,9 @@ class SlotMemory(KVMemory):
 
     def capacity_for(self, length: int) -> int:
         """Tokens that slots have where the longest row has `length`."""
-        return slot_capacity(length) if self.exact is None else self.exact.num_keys(length)
+        if self.exact is not None:
+            return self.exact.num_keys(length)
+        return slot_capacity(length)
 
     def size_for(self, rows: int, length: int, *, wanted: int, longest: int) -> Size | None:
         """Return the size for `rows` of `length` tokens now and later `wanted` rows of up to `longest`

@@ -74,13 +74,14 @@ class PagedMemory(KVMemory):
         free = cache.num_obtainable(block for blocks in in_use for block in blocks)
         for one in batch:
             first, more = self._needs(now, len(one.prompt), one.prefix, one.continues)
-            free -= (
-                first + more * (len(one.entering) - 1)
-                if one.entering
-                else cache.num_blocks(one.stop) - one.start // cache.block_size
-            )
+            if one.entering:
+                free -= first + more * (len(one.entering) - 1)
+            else:
+                free -= cache.num_blocks(one.stop) - one.start // cache.block_size
         first, more = self._needs(now, len(context), prefix, now.in_pieces > 0 and not batch)
-        return 0 if free < first else 1 + (free - first) // more
+        if free < first:
+            return 0
+        return 1 + (free - first) // more
 
     def _needs(self, now: Running, length: int, prefix: Prefix | None, continues: bool) -> tuple[int, int]:
         """Return the blocks for the first row of a context, and for each further one."""

@@ -122,7 +122,9 @@ class Scheduler:
     @property
     def tokens_in_pieces(self) -> int:
         """Number of tokens of the whole prompt in chunked prefill; 0: there is none."""
-        return len(self._groups[0].context) if self.in_pieces else 0
+        if not self.in_pieces:
+            return 0
+        return len(self._groups[0].context)
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests to their prompt's group, or to the end of the queue."""

@@ -92,7 +92,9 @@ class Session:
         Ranks of a replica call it together.
         """
         self._check_open()
-        outputs = [] if self.idle else self._generation.step()
+        if self.idle:
+            return []
+        outputs = self._generation.step()
         for output in outputs:
             self._live.remove(output.request_id)
             self._broken = self._broken or output.error is not None

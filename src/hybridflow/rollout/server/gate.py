@@ -38,7 +38,9 @@ class Gate:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                path = scope["path"] if scope["path"] in self._paths else "other"
+                path = scope["path"]
+                if path not in self._paths:
+                    path = "other"
                 self.metrics.answers[path, message["status"]] += 1
             await send(message)
 
@@ -69,7 +71,9 @@ class Gate:
             and scope["path"] not in OPEN_PATHS
             and not hmac.compare_digest(given, self._token)
         ):
-            what = "the token is not the server's" if given else "there is no token"
+            what = "there is no token"
+            if given:
+                what = "the token is not the server's"
             raise ApiError(
                 401,
                 f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients)",

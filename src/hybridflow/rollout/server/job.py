@@ -168,7 +168,9 @@ def sampling_of(
     for name in ("frequency_penalty", "presence_penalty"):
         if getattr(body, name):
             raise refuse(name, "is not supported, only 0 is: use repetition_penalty")
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    stop = tuple(body.stop or ())
+    if isinstance(body.stop, str):
+        stop = (body.stop,)
     for text in stop:
         check_unicode("stop", text)
     check_ids("stop_token_ids", body.stop_token_ids or [], model)

@@ -48,7 +48,9 @@ def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tup
                 "--no-token and a token (--api-key or HYBRIDFLOW_SERVE_TOKEN) exclude each other: leave one "
                 "of them out"
             )
-        return (given, False) if given is not None or no_token else (secrets.token_urlsafe(24), True)
+        if given is not None or no_token:
+            return given, False
+        return secrets.token_urlsafe(24), True
     if given is None or len(given) < SHORTEST_TOKEN:
         raise ConfigError(
             f"--host {host} lets others on the network in, so it needs a token of at least {SHORTEST_TOKEN} "

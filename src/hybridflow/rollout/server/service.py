@@ -115,7 +115,9 @@ class Service:
                 await _cancel(tasks)
 
     def _requests(self, job: Job) -> list[GenerationRequest]:
-        seed = secrets.randbits(63) if job.seed is None else job.seed
+        seed = job.seed
+        if seed is None:
+            seed = secrets.randbits(63)
         prompts = [tuple(prompt) for prompt in job.prompts]
         return [
             GenerationRequest(

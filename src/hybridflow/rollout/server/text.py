@@ -29,9 +29,9 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._most_pending = (
-            MOST_PENDING_OF_RUNS if "ByteFallback" in _decoder_of(tokenizer) else MOST_PENDING
-        )
+        self._most_pending = MOST_PENDING
+        if "ByteFallback" in _decoder_of(tokenizer):
+            self._most_pending = MOST_PENDING_OF_RUNS
         self._ids = list(prompt[-CONTEXT:])
         self._begin = 0
         self._given = len(self._decode(self._ids))  # characters of the window's text that were given out
@@ -139,7 +139,9 @@ class NumberedNames(TokenNames):
 def _decoder_of(tokenizer: Tokenizer) -> str:
     """Return the parts of the decoder, as the tokenizers library prints them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return "" if backend is None else str(backend.decoder)
+    if backend is None:
+        return ""
+    return str(backend.decoder)
 
 
 def _byte_letters() -> dict[str, int]:

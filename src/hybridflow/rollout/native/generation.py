@@ -293,7 +293,8 @@ class Generation:
         if not pieces:
             return ()
         self.stats.prefill_tokens += sum(len(piece.tokens) for piece in pieces)
-        return compute(self.policy, self.cache, pieces).split(1)
+        states: Sequence[Tensor] = compute(self.policy, self.cache, pieces).split(1)
+        return states
 
     def _keep_prompt(self, admission: Admission, own: list[int], state: Tensor) -> None:
         """Keep the prompt's keys and values while more requests of it wait, then release them."""

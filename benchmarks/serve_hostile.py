@@ -140,13 +140,15 @@ async def ordinary(client: httpx.AsyncClient, number: int, wave: Wave) -> None:
         answer = await client.post(PLAIN, json=body)
     except httpx.HTTPError as error:
         wave.failed += 1
-        print(f"an ordinary request failed: {type(error).__name__}", flush=True)
+        if wave.failed == 1:
+            print(f"an ordinary request failed: {type(error).__name__}", flush=True)
         return
     if answer.status_code == 200:
         wave.seconds.append(time.perf_counter() - started)
     else:
         wave.failed += 1
-        print(f"an ordinary request got {answer.status_code}: {answer.text[:200]}", flush=True)
+        if wave.failed == 1:
+            print(f"an ordinary request got {answer.status_code}: {answer.text[:200]}", flush=True)
 
 
 async def send_hostile(client: httpx.AsyncClient, bodies: list[tuple[str, bytes]]) -> tuple[list[str], float]:

@@ -1,4 +1,4 @@
-"""What every generation engine takes, gives back and can do.
+"""The interface of all generation engines: requests, outputs, statistics, and the engine itself.
 
     GenerationRequest (prompt ids, sampling, seed) ──RolloutEngine.generate──► GenerationOutput (ids,
     log-probs, versions)
@@ -27,12 +27,12 @@ PENALTIES = (1e-6, 1e6)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends; raises RolloutError for values out of range."""
+    """How the tokens of one request are chosen, and when it ends; RolloutError for values out of range."""
 
     max_tokens: int
     """The response has at most this many tokens, the stop token included."""
     temperature: float = 1.0
-    """0 means greedy."""
+    """Divisor of the logits; 0 means greedy."""
     top_k: int = -1
     """Keep the k most probable tokens; -1 or 0: all."""
     top_p: float = 1.0
@@ -54,15 +54,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end the response; the token that completes one is the last, and is kept."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit)."""
+    """Pairs (token id, number that is added to its logit)."""
     top_log_probs: int = 0
-    """At each place, log-probs of this many most probable tokens."""
+    """Number of most probable tokens whose log-probs are returned at each place."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise RolloutError(
-                f"max_tokens={self.max_tokens}: a response needs room for at least 1 token "
-                "(data.max_response_length)"
+                f"max_tokens={self.max_tokens}: a response has at least 1 token (data.max_response_length)"
             )
         low, high = TEMPERATURES
         if self.temperature != 0 and not low <= self.temperature <= high:
@@ -97,12 +96,12 @@ class SamplingParams:
 
     @property
     def takes_argmax(self) -> bool:
-        """Greedy by name or by temperature 0."""
+        """Whether the most probable token is taken: greedy, or temperature 0."""
         return self.greedy or self.temperature == 0
 
     @property
     def limits_tokens(self) -> bool:
-        """Draws from fewer tokens than the vocabulary."""
+        """Whether tokens are drawn from a part of the vocabulary."""
         return not self.takes_argmax and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
@@ -126,13 +125,13 @@ class GenerationRequest:
 
     @property
     def deal_cost(self) -> float:
-        """What the request may cost, in tokens; how long a response becomes is not known before."""
+        """Most tokens that the request may come to; how long its response becomes is not known before."""
         return float(len(self.prompt_token_ids) + self.sampling.max_tokens)
 
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """What became of one request; the three lists are equally long."""
+    """The outcome of one request; the three lists are equally long."""
 
     request_id: int
     token_ids: list[int]
@@ -145,9 +144,9 @@ class GenerationOutput:
     policy_versions: list[int]
     """Version of the weights that sampled each token."""
     error: str | None = None
-    """Why, when `finish_reason` is "error"."""
+    """Reason of the failure, when `finish_reason` is "error"."""
     stop_reason: int | str | None = None
-    """Which token or text ended it, when `finish_reason` is "stop"."""
+    """Token or text that ended the response, when `finish_reason` is "stop"."""
     top_log_probs: list[list[tuple[int, float]]] | None = None
     """For each token, (id, log-prob) of the most probable ones at its place, the most probable first; None
     where not asked for.
@@ -172,21 +171,21 @@ class PartialOutput:
 
 @dataclass
 class RolloutStats:
-    """What the newest `generate` did so far."""
+    """Counts of the newest `generate`, up to now."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
     """Prompt tokens computed; prompts that several requests share count once."""
     decode_steps: int = 0
-    """Of all replicas."""
+    """Decode steps of all replicas."""
     max_rows: int = 0
     """Most rows that one replica decoded together."""
     seconds: float = 0.0
 
     @classmethod
     def join(cls, parts: Sequence[RolloutStats], *, together: bool) -> RolloutStats:
-        """What several calls did: replicas that worked `together` took the time of the slowest, calls in a
-        row the sum of theirs.
+        """Add up the counts of several calls. Replicas that worked `together` took the time of the slowest
+        one, calls one after the other the sum of their times.
         """
         seconds = [part.seconds for part in parts]
         return cls(
@@ -198,7 +197,7 @@ class RolloutStats:
         )
 
     def as_metrics(self) -> dict[str, float]:
-        """Under the names that go to the trackers."""
+        """Return the counts under the names that go to the trackers."""
         rate = self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
         return {
             "rollout/generated_tokens": float(self.generated_tokens),
@@ -219,7 +218,7 @@ def is_unicode(text: str) -> bool:
 
 
 class SomeWeights:
-    """Weights (name, tensor) that leave others as they are, of which the sender knows that they are in place."""
+    """Some of the weights, as (name, tensor); the sender knows that the others are in place."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._weights = weights
@@ -229,7 +228,7 @@ class SomeWeights:
 
 
 class WeightSource(Protocol):
-    """Where an engine's weights are while it sleeps: elsewhere, and fetched when it wakes up."""
+    """Keeper of an engine's weights while it sleeps; they are fetched when it wakes up."""
 
     def acquire(self, version: int) -> None:
         """Fill the engine's module with the weights of this version; RolloutError where what arrives is not
@@ -245,7 +244,7 @@ class WeightSource(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Generates; holds no opinion on prompts, rewards or batches."""
+    """Engine that turns requests into outputs; it knows nothing of rewards or batches."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """One output for each request, as they finish; a request that cannot be served gives an output with
@@ -260,11 +259,11 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the memory that only generation needs."""
+        """Free the memory that only generation needs."""
         ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Be ready to generate again."""
+        """Fetch what `sleep` freed, so that `generate` works again."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -272,7 +271,7 @@ class RolloutEngine(Protocol):
         ...
 
     def set_version(self, version: int) -> None:
-        """Say that the weights, shared with the trainer, now have this version."""
+        """Set the version of the weights that are shared with the trainer, which has changed them."""
         ...
 
     @property

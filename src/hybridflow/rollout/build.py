@@ -1,4 +1,4 @@
-"""From the configuration to a generation engine."""
+"""Build the generation engine that the configuration names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def build_rollout_engine(
     replica: Replica | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RolloutEngine:
-    """The engine named by `rollout.name`, generating with `policy`; ConfigError for a name that is none.
+    """Return the engine named by `rollout.name`, which generates with `policy`; ConfigError for an unknown
+    name.
 
     `source` fills the policy's weights while the engine is awake; left out: they are always there. `replica`:
     the ranks it generates with. `decode`: token ids to text, needed where `rollout.stop` is set.

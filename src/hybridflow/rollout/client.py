@@ -1,4 +1,4 @@
-"""The async face of one or many replicas: what agent loops and the HTTP server await.
+"""Asynchronous client of one or many replicas, for agent loops and the HTTP server.
 
 request ──choose (sticky key, else least loaded)──► replica.submit ──► output, or growing outputs and then the
 output
@@ -21,10 +21,10 @@ from hybridflow.rollout.engine_replica import EngineReplica, ReplicaLost, Tap
 __all__ = ["DeadlinePassed", "EngineReplica", "LLMClient", "PartialOutput", "Replica", "ReplicaLost"]
 
 STICKY_KEYS = 65_536
-"""So many keys are remembered; the one not used for longest goes first."""
+"""Keys that are remembered; the least recently used one is forgotten first."""
 STICKY_LEAD = 32
-"""A sticky replica may have so many requests more than the least loaded one: what prefix reuse saves is less
-than a longer queue costs.
+"""Requests that a sticky replica may have more than the least loaded one. Beyond that the longer queue costs
+more than its prefix hits save.
 """
 
 
@@ -46,7 +46,7 @@ class Replica(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why it serves no more, if so."""
+        """Reason why it serves no more requests, or None."""
         ...
 
     def submit(self, request: GenerationRequest, tap: Tap | None = None) -> Future[GenerationOutput]: ...
@@ -76,19 +76,20 @@ class LLMClient:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be served: what all replicas died of."""
+        """Reason why nothing can be served: what all replicas died of; None while one is alive."""
         failures = [replica.failure for replica in self.replicas]
         return None if None in failures else "; ".join(str(failure) for failure in failures)
 
     @property
     def load(self) -> int:
-        """Requests without an answer."""
+        """Number of requests without an answer."""
         return len(self._where)
 
     async def generate(
         self, request: GenerationRequest, *, sticky: Hashable | None = None, deadline_s: float | None = None
     ) -> GenerationOutput:
-        """The whole output. Requests of one `sticky` key go to one replica, so that they share prefixes.
+        """Return the whole output. Requests of one `sticky` key go to one replica, so that they share
+        prefixes.
 
         ReplicaLost names the engine that died under the request, DeadlinePassed the one that had no answer in
         time. Whoever stops waiting (cancellation) aborts the request.
@@ -226,8 +227,9 @@ class _LoopTap:
         self.arrived.set()
 
     def take(self) -> PartialOutput:
-        """The newest; from now on the next one is wanted."""
-        newest, self._newest = self._newest, None
+        """Return the newest piece and ask for the next one."""
+        newest = self._newest
+        self._newest = None
         assert newest is not None, "a tap that arrived has something"
         self.arrived.clear()
         self.wants = True

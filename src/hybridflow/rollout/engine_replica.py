@@ -34,7 +34,7 @@ class Tap(Protocol):
 
 
 class EngineSession(Protocol):
-    """What the thread drives; one thread at a time calls it."""
+    """Session that the thread drives; only one thread at a time calls it."""
 
     @property
     def idle(self) -> bool: ...
@@ -61,7 +61,7 @@ class _Ticket:
     request: GenerationRequest
     tap: Tap | None
     added: bool = False
-    """The session knows it."""
+    """Whether the session has the request."""
     seen: int = 0
     """Tokens that the tap was given."""
     answer: Future[GenerationOutput] = field(default_factory=Future)
@@ -90,7 +90,7 @@ class EngineReplica:
 
     @property
     def load(self) -> int:
-        """Requests that were submitted and not answered."""
+        """Number of requests that were submitted and not answered."""
         return len(self._tickets)
 
     @property
@@ -101,12 +101,12 @@ class EngineReplica:
 
     @property
     def failure(self) -> str | None:
-        """Why the replica serves no more, if so."""
+        """Reason why the replica serves no more requests, or None."""
         return self._failure
 
     def submit(self, request: GenerationRequest, tap: Tap | None = None) -> Future[GenerationOutput]:
-        """The answer to come; growing outputs go to `tap`. RolloutError for an id that is running,
-        ReplicaLost for a dead replica.
+        """Return a future of the output; pieces go to `tap` as the response grows. RolloutError for an id
+        that is running, ReplicaLost for a dead replica.
         """
         ticket = _Ticket(request, tap)
         # a caller that gives up says abort(); the future itself cannot be cancelled
@@ -182,7 +182,7 @@ class EngineReplica:
             self._end(f"replica {self.name} was closed")
 
     def _turn(self, session: EngineSession) -> bool:
-        """One round of the session; False when the replica is to end."""
+        """Do one round of the session; return False when the replica is to end."""
         with self._changed:
             while not self._closing and (
                 self._pausing or (not (self._inbox or self._aborts) and session.idle)
@@ -193,7 +193,8 @@ class EngineReplica:
             self._parked = False
             if self._closing:
                 return False
-            new, self._inbox = self._inbox, []
+            new = self._inbox
+            self._inbox = []
             ended = self._aborts & self._tickets.keys()
             self._aborts = set()
         if new:
@@ -231,8 +232,11 @@ class EngineReplica:
 
     def _end(self, failure: str) -> None:
         with self._changed:
-            self._failure, self._parked = failure, False
-            left, self._tickets, self._inbox = list(self._tickets.values()), {}, []
+            self._failure = failure
+            self._parked = False
+            left = list(self._tickets.values())
+            self._tickets = {}
+            self._inbox = []
             self._counts = (0, 0)
             self._changed.notify_all()
         for ticket in left:

@@ -1,4 +1,4 @@
-"""Does exact mode hold for this model, on this machine, with these threads? Asked once before a run.
+"""Check whether exact mode holds for this model, on this machine, with these threads; once before a run.
 
     a few requests ──generate, in three compositions──► tokens, log-probs ─┐
     the same rows  ──training forward, in three compositions──► log-probs ─┴──► equal to the bit, or the first
@@ -22,7 +22,7 @@ from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
 
 SMALL_MODEL = 20_000_000
-"""Parameters up to which the check takes all its rows; a larger one fills the machine with half of them."""
+"""Parameters up to which the check takes all its rows; for a larger model half of them are enough."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Mismatch:
 def choose_exact_mode(
     engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float
 ) -> ExactMode | str:
-    """The cheapest mode in which this engine and this module agree to the bit, or why there is none; the
-    engine is awake.
+    """Return the cheapest mode in which this engine and this module agree to the bit, or the reason why there
+    is none. The engine is awake.
 
     `longest`: tokens of the longest row of the run. The policy is left as it was found: the caller switches
     it.
@@ -53,7 +53,8 @@ def choose_exact_mode(
     refusal = why_never_exact(policy)
     if refusal is not None:
         return refusal
-    before, found = policy.exact, None
+    before = policy.exact
+    found = None
     try:
         for mode in ExactMode.choices(policy.hf.base_model, longest):
             policy.exact = mode
@@ -69,7 +70,7 @@ def choose_exact_mode(
 
 
 def why_never_exact(policy: PolicyModel) -> str | None:
-    """What rules exact mode out before anything is computed."""
+    """Return the reason why exact mode is impossible for this model and device, or None."""
     kinds = {parameter.dtype for parameter in policy.parameters()}
     if policy.device.type != "cpu":
         return (
@@ -101,10 +102,11 @@ def self_check(
 def _in_other_batches(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], together: dict[int, GenerationOutput]
 ) -> Mismatch | None:
-    """Some requests again, alone and in another order."""
+    """Generate some requests again, alone and in another order, and return the first difference."""
     for what, some in (("five rows", requests[-1:-6:-1]), ("one row", requests[3:4])):
         for row, output in _generate(engine, some).items():
-            known, where = together[row], f"generated with {what} and with all"
+            known = together[row]
+            where = f"generated with {what} and with all"
             different = _first_difference(where, row, output.log_probs, known.log_probs)
             if different is None and output.token_ids != known.token_ids:
                 different = Mismatch(
@@ -121,7 +123,9 @@ def _in_training(
     together: dict[int, GenerationOutput],
     temperature: float,
 ) -> Mismatch | None:
-    """The generated rows as an update computes them, in training mode, and as a pass without gradients does."""
+    """Score the generated rows as an update does, and as a pass without gradients does; return the first
+    difference.
+    """
     rows = list(together)
     cuts = {
         "all in one micro-batch": [rows],
@@ -150,17 +154,19 @@ def _in_training(
 
 
 def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[GenerationRequest]:
-    """Prompts of many lengths, some twice; no random numbers. Rows leave at different times, so others move
-    into their places.
+    """Return requests with prompts of many lengths, some twice, made without random numbers. Their rows leave
+    at different times, so that others move into their places.
     """
     vocabulary = policy.head.weight.shape[0]
     positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or longest
     room = max(2, min(longest, positions))
     small = policy.num_parameters <= SMALL_MODEL
-    answers = [min(room - 1, 3 + (5 * row) % 10) for row in range(24 if small else 12)]
+    num_prompts = 16 if small else 8
+    num_rows = 3 * num_prompts // 2
+    answers = [min(room - 1, 3 + (5 * row) % 10) for row in range(num_rows)]
     requests = []
     for row, answer in enumerate(answers):
-        prompt = row % (16 if small else 8)
+        prompt = row % num_prompts
         wanted = (1, 7, room // 3, 16, room // 2, 3 * room // 4, room // 4, room)[prompt % 8] + prompt // 8
         length = max(1, min(wanted, room - max(answers)))
         ids = tuple((1 + 7919 * (prompt + 1) * (place + 1)) % vocabulary for place in range(length))
@@ -180,11 +186,9 @@ def _score(
     outputs: Sequence[GenerationOutput],
     temperature: float,
 ) -> list[list[float]]:
-    """Log-probs of the responses as an update computes them, these rows in one micro-batch."""
-    prompts, responses = (
-        [request.prompt_token_ids for request in requests],
-        [output.token_ids for output in outputs],
-    )
+    """Return the log-probs of the responses as an update computes them, these rows in one micro-batch."""
+    prompts = [request.prompt_token_ids for request in requests]
+    responses = [output.token_ids for output in outputs]
     packed = pack(DataProto.from_dict(make_rows(prompts, responses, pad_id=0)))
     with torch.set_grad_enabled(policy.training):
         log_probs = policy(packed, temperature=temperature).log_probs.detach()

@@ -1,4 +1,4 @@
-"""Whether what an engine needs is in this environment, said before anything is loaded."""
+"""Check that the package of an engine is installed, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VLLM_MISSING = (
     "actor_rollout_ref.rollout.server.python or "
     "rollout.server.address"
 )
-"""What to do where vllm cannot be imported."""
+"""Advice for an environment in which vllm cannot be imported."""
 SGLANG_MISSING = VLLM_MISSING.replace("vllm", "sglang")
 
 

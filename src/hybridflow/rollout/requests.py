@@ -1,4 +1,4 @@
-"""What makes a request impossible to serve, whatever the engine."""
+"""Checks of requests that hold for every engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 
 
 def request_problem(request: GenerationRequest, *, vocabulary: int, positions: int | None) -> str | None:
-    """Why a model with this vocabulary and so many positions (None: no limit) cannot serve the request; None
-    where it can.
+    """Return the reason why a model with this vocabulary and number of positions (None: no limit) cannot
+    serve the request, or None where it can.
     """
-    prompt, sampling = request.prompt_token_ids, request.sampling
+    prompt = request.prompt_token_ids
+    sampling = request.sampling
     if not prompt:
         return "the prompt is empty; at least one token is needed to predict the next"
     for name, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids)):
@@ -33,7 +34,7 @@ def request_problem(request: GenerationRequest, *, vocabulary: int, positions: i
 
 
 def refused(request: GenerationRequest, problem: str) -> GenerationOutput:
-    """The output of a request that is not served."""
+    """Return the output of a request that is not served."""
     error = f"request {request.request_id}: {problem}"
     return GenerationOutput(request.request_id, [], [], "error", [], error, refused=True)
 

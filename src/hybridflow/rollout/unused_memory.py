@@ -1,6 +1,4 @@
-"""Memory that is free in this process and still its own: allocators keep it for later, and other phases of a
-step want it.
-"""
+"""Return freed memory to the device or the system, which allocators would keep for later use."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 
 
 def give_back(device: torch.device) -> None:
-    """Return to the device, or to the system, what is free; a few milliseconds.
+    """Return unused memory to the device, or to the system; takes a few milliseconds.
 
     On Linux glibc keeps freed tensors of some megabytes: without this a process has the KV cache and the
     activations of training at once.

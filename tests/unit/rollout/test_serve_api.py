@@ -258,7 +258,7 @@ def test_one_call_where_one_is_wanted(served: Served) -> None:
 @pytest.mark.parametrize(
     ("reply", "told", "status"),
     [
-        ('{"name": "add"', "made none of it .ask again", 500),
+        ('{"name": "add"', "did not complete the call that it had to begin .ask again", 500),
         ('{"name": "sub"}</tool_call>', "the model called 'sub'", 500),
         ("x" * 99, "raise max_tokens", 400),
     ],

@@ -1,5 +1,5 @@
-"""Requests that are meant to end the server or to slow it: each is answered in a sentence, and the next one is
-served as if they had never been.
+"""Requests that are meant to end the server or to slow it: each is answered in a sentence, and the next one
+is served as if they had never been.
 """
 
 from __future__ import annotations
@@ -303,7 +303,9 @@ def test_several_responses_to_one_prompt_differ(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
-@pytest.mark.parametrize("value", ['"\\ud800"', "[" * 100_000, "9" * 5_000])
+@pytest.mark.parametrize(
+    "value", ['"\\ud800"', "[" * 100_000, "9" * 5_000], ids=["surrogate", "deep", "long"]
+)
 def test_a_call_that_the_model_wrote_never_breaks_the_answer(name: str, value: str) -> None:
     parser = TOOL_PARSERS[name]()
     written = {

@@ -214,10 +214,7 @@ def test_a_full_queue_says_so() -> None:
             chunks = running.iter_raw()
             next(chunks)
             answer = server.http.post(PLAIN, json={"prompt": "a", "n": 2})
-            assert (
-                "2 responses are in work or wait" in reason(answer, 429)
-                and answer.headers["retry-after"] == "1"
-            )
+            assert "2 responses run or wait" in reason(answer, 429) and answer.headers["retry-after"] == "1"
             assert server.http.post(PLAIN, json={"prompt": "a", "max_tokens": 2}).status_code == 200
         server.wait_idle()
 

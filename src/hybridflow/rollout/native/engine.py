@@ -1,9 +1,8 @@
-"""The native engine. In one process it drives the module that trains: no second copy of the weights, nothing
-to send.
+"""The native engine. In one process it generates with the very module that trains, so no weights are sent.
 
-Where training spreads the weights over ranks, its module is a twin that a `WeightSource` fills at `wake_up`
-and empties at `sleep`. Where ranks generate together (`Replica`), each runs this engine on the same requests,
-in lockstep.
+Where training shards the weights over ranks, the engine has a second module, which a `WeightSource` fills at
+`wake_up` and empties at `sleep`. Where ranks generate together (`Replica`), each runs this engine on the same
+requests, in lockstep.
 
 generate(requests) ──► Session: open, add, step until all have finished, close
 open() ──► Session: requests join at any time
@@ -80,11 +79,15 @@ class NativeEngine:
         kv_cache: CacheKind = "auto",
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        self.policy, self.source, self.replica = policy, source, replica or Replica()
+        self.policy = policy
+        self.source = source
+        self.replica = replica or Replica()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.gpu_memory_utilization = gpu_memory_utilization
-        self.enable_prefix_caching, self.recompute_on_update = enable_prefix_caching, recompute_on_update
+        self.enable_prefix_caching = enable_prefix_caching
+        self.recompute_on_update = recompute_on_update
         self._stop_texts = None if decode is None else StopTexts(decode)
         self._version = 0
         self._weights_state = 0  # counts changes
@@ -93,30 +96,35 @@ class NativeEngine:
         self._session: Session | None = None
         self._memory: KVMemory | None = None
         self._shapes: dict[int, LayerShape] | None = None
-        self.kv_cache, self.block_size = kv_cache, block_size
+        self.kv_cache = kv_cache
+        self.block_size = block_size
         self._paged = False
-        self.enforce_eager, self.cudagraph_capture_sizes = enforce_eager, cudagraph_capture_sizes
+        self.enforce_eager = enforce_eager
+        self.cudagraph_capture_sizes = cudagraph_capture_sizes
         self.graphs: GraphDecoder | None = None
-        """Decode steps that are recorded; None before the first use, and where they are not."""
+        """Decoder by CUDA graphs; None before the first use, and where no graphs are used."""
 
     @property
     def policy_version(self) -> int:
-        """Version that tokens sampled now carry."""
+        """Version that tokens carry which are sampled now."""
         return self._version
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the newest `generate` or session, up to now."""
+        """Counts of the newest `generate` or session, up to now."""
         return self._stats
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the KV cache holds now."""
-        return 0 if self._memory is None else self._memory.cache.nbytes
+        """Bytes that the KV cache holds now."""
+        if self._memory is None:
+            return 0
+        return self._memory.cache.nbytes
 
     def set_version(self, version: int) -> None:
-        """Say that the shared weights now have this version; running rows go on under it, with their keys and
-        values or new ones.
+        """Set the version of the shared weights, which have changed in place.
+
+        Running rows go on under it, with their keys and values or, with `recompute_on_update`, new ones.
         """
         self._weights_state += int(version != self._version)
         self._version = version
@@ -126,8 +134,8 @@ class NativeEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights into the module, by Hugging Face name.
 
-        RolloutError for a name or shape that the model does not have, and for weights that are missing, unless
-        the sender says by `SomeWeights` that the others are in place.
+        RolloutError for a name or shape that the model does not have, and for weights that are missing,
+        unless the sender says by `SomeWeights` that the others are in place.
 
         Only for weights that come from elsewhere: what the trainer does to the shared module is here already.
         """
@@ -136,9 +144,9 @@ class NativeEngine:
         lacking = {id(parameter): name for name, parameter in reversed(list(own.items()))}
         for name, weight in weights:
             if name not in own or own[name].shape != weight.shape:
-                has = (
-                    f"its own is {tuple(own[name].shape)}" if name in own else "it has no weight of that name"
-                )
+                has = "it has no weight of that name"
+                if name in own:
+                    has = f"its own is {tuple(own[name].shape)}"
                 raise RolloutError(
                     f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the "
                     f"model: {has}"
@@ -147,7 +155,9 @@ class NativeEngine:
             lacking.pop(id(own[name]), None)  # with one of two tied weights the other has come too
         if lacking and not isinstance(weights, SomeWeights):
             names = list(lacking.values())[::-1]
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            shown = ", ".join(names[:5])
+            if len(names) > 5:
+                shown += f" and {len(names) - 5} more"
             raise RolloutError(
                 f"update_weights got {len(own) - len(names)} of {len(own)} weights; missing: {shown}. The "
                 "engine now holds old and new weights together: give it all of them, or wrap those that "
@@ -165,7 +175,8 @@ class NativeEngine:
                 "sleep() was called while generate() is running or a session is open: read its outputs to "
                 "the end or close it first"
             )
-        self._asleep, self._memory = True, None
+        self._asleep = True
+        self._memory = None
         if self.graphs is not None:
             self.graphs.drop()
         if self.source is not None:
@@ -184,10 +195,12 @@ class NativeEngine:
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End requests of the running `generate`; their partial responses come back here and not there."""
-        return [] if self._session is None else self._session.abort(request_ids)
+        if self._session is None:
+            return []
+        return self._session.abort(request_ids)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One output per request, as they finish.
+        """Yield one output per request, as they finish.
 
         A request that cannot be served (empty prompt, unknown token id, longer than the model's positions)
         gives reason "error" and the others go on. RolloutError when not even one row's cache fits into
@@ -270,7 +283,7 @@ class NativeEngine:
         return problem
 
     def _slots(self) -> KVMemory:
-        """The KV cache, empty at first, and how large it may become."""
+        """Return the KV cache; the first call makes it, empty, and sets how large it may become."""
         if self._memory is None:
             if self._shapes is None:
                 self._shapes, scores = layer_facts(self.policy)
@@ -291,14 +304,16 @@ class NativeEngine:
         device = self.policy.device
         if not self._paged:
             return SlotMemory(shapes, budget, device)
-        kernel = varlen_kernel() if device.type == "cuda" else None
+        kernel = None
+        if device.type == "cuda":
+            kernel = varlen_kernel()
         return PagedMemory(
             shapes, budget, device, max_rows=self.max_num_seqs, block_size=self.block_size, kernel=kernel
         )
 
     def _chosen(self, shapes: dict[int, LayerShape], scores: dict[int, Scores]) -> bool:
-        """Whether rows are in blocks; RolloutError where they are to be, and no kernel of the device reads
-        them. Ranks agree.
+        """Return whether the KV cache is paged; all ranks decide the same. RolloutError where it is set to
+        paged and the device has no kernel that reads blocks.
         """
         device = self.policy.device
         if self.kv_cache == "slots" or (
@@ -317,8 +332,9 @@ class NativeEngine:
         return False
 
     def _open(self, max_rows: int, *, lasting: bool) -> Session:
-        """A session of at most `max_rows` rows at once. A `lasting` one gives running rows their next token
-        after each prefill pass, and keeps rows that finished for prompts that go on from them.
+        """Open a session of at most `max_rows` rows at once.
+
+        A `lasting` one decodes after each prefill pass, and keeps finished rows as prefixes of later prompts.
         """
         settings = BatchSettings(
             eos_token_ids=self.eos_token_ids,
@@ -358,13 +374,13 @@ class NativeEngine:
 
 
 def _most_tokens(request: GenerationRequest) -> int:
-    """What a request may come to."""
+    """Return the most tokens that prompt and response of a request may have."""
     return len(request.prompt_token_ids) + request.sampling.max_tokens
 
 
 @torch.no_grad()
 def layer_facts(policy: PolicyModel) -> tuple[dict[int, LayerShape], dict[int, Scores]]:
-    """What each layer stores per token, and how it scores keys, seen in a pass over one token."""
+    """Return what each layer stores per token, and how it scores keys, as seen in a pass over one token."""
     shapes: dict[int, LayerShape] = {}
 
     def look(layer: int, key: Tensor, value: Tensor) -> None:
@@ -377,5 +393,5 @@ def layer_facts(policy: PolicyModel) -> tuple[dict[int, LayerShape], dict[int, S
 
 
 def layer_shapes(policy: PolicyModel) -> dict[int, LayerShape]:
-    """What each layer stores per token."""
+    """Return the shapes of the keys and values that each layer stores per token."""
     return layer_facts(policy)[0]

@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 LEAST_KEYS = 128
 MOST_GRAPHS = 64
-"""Graphs that are kept; the one that was used longest ago goes first."""
+"""Graphs that are kept; the least recently used one is dropped first."""
 
 
 class Recorder(Protocol):
-    """Makes a function replayable: one that only works on the device, on tensors that stay where they are."""
+    """Recorder of functions that work only on the device, on tensors that stay where they are."""
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Runs `run`, perhaps several times; what it gives does the same work again and returns the same
-        tensor, filled anew.
+        """Run `run`, perhaps several times, and return a function that does the same work again and returns
+        the same tensor, filled anew.
         """
         ...
 
     def forget(self) -> None:
-        """Nothing that was recorded is used any longer."""
+        """Free what was recorded: it is not replayed any longer."""
         ...
 
 
@@ -58,7 +58,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """As `torch.cuda.graph` does it, without its garbage collection, which takes longer than the
+        """Record as `torch.cuda.graph` does, without its garbage collection, which takes longer than the
         recording.
         """
         current = torch.cuda.current_stream(self._device)
@@ -124,8 +124,8 @@ def decode_rows(
 
 
 class GraphDecoder:
-    """Does what `decode_rows` does, by graphs; where that cannot be, it says so once in the log and goes on
-    without.
+    """`decode_rows` by CUDA graphs. Where a step cannot be recorded, it logs one warning and goes on without
+    graphs.
     """
 
     def __init__(
@@ -134,11 +134,13 @@ class GraphDecoder:
         """`sizes`: numbers of rows that graphs are made for; more rows than the largest are decoded without.
         `most`: graphs to keep.
         """
-        self.policy, self.sizes, self.most = policy, sorted(set(sizes)), most
+        self.policy = policy
+        self.sizes = sorted(set(sizes))
+        self.most = most
         self.num_recorded = 0
-        """Graphs that were made, ever."""
+        """Number of graphs that were recorded so far."""
         self.problem: str | None = None
-        """Why graphs are not used any longer."""
+        """Reason why graphs are not used any longer, or None."""
         self._recorder = recorder
         self._graphs: OrderedDict[tuple[int, int], Callable[[], Tensor]] = OrderedDict()
         self._weights: list[Tensor] | None = None
@@ -149,7 +151,7 @@ class GraphDecoder:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that are kept now."""
+        """Number of graphs that are kept now."""
         return len(self._graphs)
 
     def __call__(self, cache: KVCache, tokens: Tensor, lengths: Tensor, longest: int, slots: int) -> Tensor:
@@ -180,7 +182,7 @@ class GraphDecoder:
         return self._record((rows, keys), run, eager)
 
     def recheck(self) -> None:
-        """Parameters may have been put elsewhere, or replaced by others."""
+        """Compare all addresses at the next step: parameters may have moved or been replaced."""
         self._weights = None
 
     def drop(self) -> None:
@@ -193,8 +195,8 @@ class GraphDecoder:
     def _record(
         self, bucket: tuple[int, int], run: Callable[[], Tensor], eager: Callable[[], Tensor]
     ) -> Tensor:
-        """Make the graph of a bucket and compare it with the step that it stands for; the states of that
-        step, computed without it.
+        """Record the graph of a bucket and compare it with the step that it stands for; return the states of
+        that step, computed without it.
         """
         wanted = eager()  # also: whatever the first call of a model finds out, it finds out here
         try:

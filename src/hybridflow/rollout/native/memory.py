@@ -1,4 +1,4 @@
-"""How much memory is at hand, and how many rows of which length it holds."""
+"""Memory of the KV cache: how much is free, and how many rows of which length fit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def slot_capacity(length: int) -> int:
 
 
 class Size(NamedTuple):
-    """Of a `SlotCache`."""
+    """Size of a `SlotCache`."""
 
     slots: int
     capacity: int
@@ -81,15 +81,15 @@ class Running(NamedTuple):
     longest_ever: int
     """That any request may come to."""
     in_pieces: int = 0
-    """Tokens of a prompt that is prefilled in part; 0: there is none."""
+    """Tokens of the prompt in chunked prefill; 0: there is none."""
 
     def ahead(self, length: int) -> int:
-        """A row of `length` tokens with some room, so that it does not have to leave at once."""
+        """Return `length` and some tokens more, so that a row that enters is not preempted at once."""
         return max(length, min(length + AHEAD, self.longest_ever))
 
 
 class KVMemory(ABC):
-    """The KV cache between a start and `sleep`, and who fits into it; within a bound in tokens."""
+    """The KV cache from the first use until `sleep`, within a bound in tokens, and the question who fits."""
 
     cache: KVCache
     exact: ExactMode | None = None
@@ -97,17 +97,18 @@ class KVMemory(ABC):
 
     def __init__(self, shapes: dict[int, LayerShape], budget: int, device: torch.device) -> None:
         """`budget`: bytes that rows and kept prefixes may take together."""
-        self.shapes, self.device = shapes, device
+        self.shapes = shapes
+        self.device = device
         self.bytes_per_token = bytes_per_token(shapes)
         self.max_tokens = budget // self.bytes_per_token
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that there is memory for now."""
+        """Number of tokens that memory is allocated for now."""
         return self.cache.room
 
     def problem(self, length: int) -> str | None:
-        """Why a row of `length` tokens can never be held, if so."""
+        """Return the reason why a row of `length` tokens can never be held, or None where it can."""
         taken = self.capacity_for(length)
         if taken <= self.max_tokens:
             return None
@@ -121,15 +122,15 @@ class KVMemory(ABC):
 
     @abstractmethod
     def capacity_for(self, length: int) -> int:
-        """Tokens that one row of `length` tokens takes room for."""
+        """Return the tokens whose memory one row of `length` tokens takes."""
 
     @abstractmethod
     def rows_of(self, length: int) -> int:
-        """How many slots there can be for rows of `length` tokens."""
+        """Return how many slots there can be for rows of `length` tokens."""
 
     @abstractmethod
     def begin(self, prefixes: PrefixStore) -> None:
-        """A session begins, which keeps such prefixes."""
+        """Begin a session, which keeps these prefixes."""
 
     @abstractmethod
     def free_rows(
@@ -140,8 +141,8 @@ class KVMemory(ABC):
         context: Sequence[int],
         prefix: Prefix | None,
     ) -> int:
-        """How many rows with this context may enter after `batch`; `taken`: slots that rows have, `prefix`:
-        what is at hand of it.
+        """Return how many rows with this context may enter after `batch`; `taken`: slots in use, `prefix`:
+        the prefix hit of the context.
         """
 
     @abstractmethod
@@ -152,21 +153,21 @@ class KVMemory(ABC):
     def fit(
         self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore
     ) -> None:
-        """See that there are slots for `rows` of `length` tokens, which do fit; what runs and the last slot,
-        if `in_pieces`, stay.
+        """Allocate slots for `rows` of `length` tokens, which do fit. Running rows stay, and with `in_pieces`
+        the last slot, which has the prompt in chunked prefill.
 
-        `live`: how many rows there will be.
+        `live`: number of rows that there will be.
         """
 
     @property
     @abstractmethod
     def max_kept(self) -> int:
-        """Tokens that kept prefixes may have now."""
+        """Most tokens that kept prefixes may have now."""
 
 
 class SlotMemory(KVMemory):
-    """Slots that grow with the rows and their longest. In exact mode they have the very number of keys that
-    it attends over.
+    """Memory as slots of one length, which grow with the number of rows and the longest of them. In exact
+    mode they have exactly the number of keys that it attends over.
     """
 
     cache: SlotCache
@@ -177,11 +178,11 @@ class SlotMemory(KVMemory):
 
     @property
     def max_kept(self) -> int:
-        """Tokens that kept prefixes may have: their copies take what slots leave."""
+        """Most tokens that kept prefixes may have: their copies take the memory that slots leave."""
         return max(0, self.max_tokens - self.num_tokens)
 
     def begin(self, prefixes: PrefixStore) -> None:
-        """Slots are cleared as rows enter."""
+        """Do nothing: slots are cleared as rows enter."""
 
     def free_rows(
         self,
@@ -191,7 +192,7 @@ class SlotMemory(KVMemory):
         context: Sequence[int],
         prefix: Prefix | None,
     ) -> int:
-        """As many as there can be slots, all as long as the longest row."""
+        """Return how many rows may enter: slots are all as long as the longest row."""
         longest = max(now.longest, len(context), *(len(one.prompt) for one in batch), 0)
         return self.rows_of(now.ahead(longest + 1)) - taken
 
@@ -202,7 +203,7 @@ class SlotMemory(KVMemory):
     def fit(
         self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore
     ) -> None:
-        """Give slots the size that is asked for; kept prefixes make room for them."""
+        """Resize the slots; kept prefixes are evicted for them."""
         size = self.size_for(rows, length, wanted=live, longest=now.longest_ever)
         assert size is not None, (
             f"{rows} rows of {length} tokens were let in, but memory holds {self.max_tokens} tokens"
@@ -221,23 +222,28 @@ class SlotMemory(KVMemory):
 
     def capacity_for(self, length: int) -> int:
         """Tokens that slots have where the longest row has `length`."""
-        return slot_capacity(length) if self.exact is None else self.exact.num_keys(length)
+        if self.exact is not None:
+            return self.exact.num_keys(length)
+        return slot_capacity(length)
 
     def size_for(self, rows: int, length: int, *, wanted: int, longest: int) -> Size | None:
-        """To hold `rows` of `length` tokens now, and as it goes on `wanted` rows of up to `longest`; None: no
-        room.
+        """Return the size for `rows` of `length` tokens now and later `wanted` rows of up to `longest`
+        tokens, or None where memory is too small.
 
         On CPU the capacity is what `length` asks for. Elsewhere, where attention reads parts of slots as fast
         as whole ones, slots take all the room there is, and stay as they are while the rows fit.
         """
-        cache, capacity, follows = self.cache, self.capacity_for(length), self.device.type == "cpu"
+        cache = self.cache
+        capacity = self.capacity_for(length)
+        follows = self.device.type == "cpu"
         if rows * capacity > self.max_tokens:
             return None
         if rows <= cache.num_slots and (
             capacity == cache.capacity if follows else capacity <= cache.capacity
         ):
             return Size(cache.num_slots, cache.capacity, cache.room)
-        slots, room = min(max(cache.num_slots, rows, wanted), self.max_tokens // capacity), cache.room
+        slots = min(max(cache.num_slots, rows, wanted), self.max_tokens // capacity)
+        room = cache.room
         if slots * capacity > room:
             ahead = min(longest, max(length + AHEAD, 3 * room // (2 * slots)))
             room = min(self.max_tokens, slots * max(capacity, self.capacity_for(ahead)))

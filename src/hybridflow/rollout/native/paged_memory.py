@@ -1,7 +1,7 @@
-"""How many rows fit where they are in blocks: as many as have the blocks that they really need.
+"""Memory of the paged KV cache: as many rows fit as there are blocks for their tokens.
 
-No row holds the room of the longest one, rows and kept prefixes that begin alike have those blocks once, and
-what is kept makes room for rows.
+No row holds the memory of the longest one, rows and kept prefixes that begin alike share those blocks, and
+kept prefixes are evicted where rows need their blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PagedMemory(KVMemory):
-    """Blocks for at most `max_rows` rows and a prompt in pieces, which is in the last slot."""
+    """Memory as blocks, for at most `max_rows` rows and a prompt in chunked prefill, in the last slot."""
 
     cache: PagedCache
 
@@ -43,19 +43,19 @@ class PagedMemory(KVMemory):
 
     @property
     def max_kept(self) -> int:
-        """All there is: what is kept is there anyway, and goes where rows need its blocks."""
+        """All tokens: kept prefixes are evicted where rows need their blocks."""
         return self.max_tokens
 
     def capacity_for(self, length: int) -> int:
-        """The tokens of its blocks."""
+        """Return the tokens of the blocks of one row."""
         return self.cache.num_blocks(length) * self.cache.block_size
 
     def rows_of(self, length: int) -> int:
-        """All slots: one takes no room by itself."""
+        """Return the number of all slots: a slot itself takes no memory."""
         return self.cache.num_slots
 
     def begin(self, prefixes: PrefixStore) -> None:
-        """Blocks are taken from these prefixes where there are no others."""
+        """Evict these prefixes where no other blocks are free."""
         self.cache.evict = prefixes.drop_one
 
     def free_rows(
@@ -66,24 +66,25 @@ class PagedMemory(KVMemory):
         context: Sequence[int],
         prefix: Prefix | None,
     ) -> int:
-        """Those for which there are blocks, with some room, beside what runs and what the batch takes and
-        takes from.
+        """Return how many rows may enter: blocks are needed for them, with some to spare, for running rows,
+        for the batch, and for the prefixes that it uses.
         """
         cache = self.cache
         in_use = [_blocks_of(one.prefix) for one in batch] + [_blocks_of(prefix)]
         free = cache.num_obtainable(block for blocks in in_use for block in blocks)
         for one in batch:
             first, more = self._needs(now, len(one.prompt), one.prefix, one.continues)
-            free -= (
-                first + more * (len(one.entering) - 1)
-                if one.entering
-                else cache.num_blocks(one.stop) - one.start // cache.block_size
-            )
+            if one.entering:
+                free -= first + more * (len(one.entering) - 1)
+            else:
+                free -= cache.num_blocks(one.stop) - one.start // cache.block_size
         first, more = self._needs(now, len(context), prefix, now.in_pieces > 0 and not batch)
-        return 0 if free < first else 1 + (free - first) // more
+        if free < first:
+            return 0
+        return 1 + (free - first) // more
 
     def _needs(self, now: Running, length: int, prefix: Prefix | None, continues: bool) -> tuple[int, int]:
-        """Blocks for the first row of a context, and for each further one."""
+        """Return the blocks for the first row of a context, and for each further one."""
         cache = self.cache
         total = cache.num_blocks(now.ahead(length + 1))
         have = 0 if prefix is None else prefix.length // cache.block_size
@@ -95,17 +96,17 @@ class PagedMemory(KVMemory):
         """Whether there are blocks for the rows whose own ones are full."""
         cache = self.cache
         full = sum(cache.lengths[row] == len(cache.blocks[row]) * cache.block_size for row in range(now.rows))
-        at_hand = len(cache.pool.free) + cache.max_blocks - cache.pool.size
-        return full <= at_hand or full <= cache.num_obtainable()
+        free = len(cache.pool.free) + cache.max_blocks - cache.pool.size
+        return full <= free or full <= cache.num_obtainable()
 
     def fit(
         self, now: Running, rows: int, length: int, *, live: int, in_pieces: bool, prefixes: PrefixStore
     ) -> None:
-        """Slots are always there, and blocks are taken as tokens come."""
+        """Do nothing: slots are always there, and blocks are taken as tokens come."""
 
 
 def _blocks_of(prefix: Prefix | None) -> Sequence[int]:
-    """Blocks that stay as long as a kept prefix is used."""
+    """Return the blocks that must stay as long as a kept prefix is used."""
     if prefix is None or prefix.kept is None:
         return ()
     assert isinstance(prefix.kept.copy, HeldBlocks)

@@ -1,5 +1,4 @@
-"""Tokens whose keys and values are at hand, so that a prompt that begins with them does not compute them
-again.
+"""Prefix cache: kept keys and values, so that a prompt that begins with the same tokens reuses them.
 
     finished rows, prompts of which requests wait ──keep──► PrefixStore ──find──► the longest common beginning
     ──► a new row's slot
@@ -20,20 +19,20 @@ from torch import Tensor
 from hybridflow.models.kv_cache import RowCopy
 
 LEAST = 16
-"""Fewer common tokens are computed again: a copy would hardly be cheaper."""
+"""Fewest common tokens that are reused: computing fewer again costs hardly more than a copy."""
 MOST_COMPARED = 64
 """Of the prefixes that share as many blocks of LEAST tokens with a prompt, so many of the newest are compared
 with it.
 """
 MOST_KEPT = 1024
-"""So many prefixes are kept at once, whatever the memory: more would seldom be asked for again, and a small
+"""Most prefixes that are kept at once, whatever the memory: more would seldom be asked for again, and a small
 model's share of the memory holds millions of tokens.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The first `length` tokens of a prompt are in a running row's slot, or kept."""
+    """Prefix hit: the first `length` tokens of a prompt, in a running row's slot or kept."""
 
     length: int
     slot: int | None = None
@@ -65,7 +64,8 @@ class PrefixStore:
         """`reuse`: prompts may share a part; else only requests of one prompt share it, whole. `most`:
         prefixes kept at once.
         """
-        self.reuse, self.most = reuse, most
+        self.reuse = reuse
+        self.most = most
         self.num_tokens = 0
         self._kept: dict[tuple[int, ...], Kept] = {}
         self._by_blocks: dict[int, dict[Kept, None]] = {}
@@ -73,7 +73,7 @@ class PrefixStore:
         self._ends: Counter[int] = Counter()
 
     def holds(self, prompt: tuple[int, ...]) -> bool:
-        """Whether nothing of this prompt is left to compute."""
+        """Return whether all of this prompt is kept, so that nothing of it is left to compute."""
         return prompt in self._kept and self._kept[prompt].state is not None
 
     def keep(
@@ -96,7 +96,7 @@ class PrefixStore:
         self._shrink_to(self.num_tokens, self.most, pinned=(False,))
 
     def release(self, tokens: tuple[int, ...]) -> None:
-        """No request of this prompt waits any longer; it stays only where prompts may share a part."""
+        """Unpin a prompt that no request waits for; it stays only where prompts may share a part."""
         kept = self._kept.get(tokens)
         if kept is not None:
             kept.pinned = False
@@ -104,7 +104,7 @@ class PrefixStore:
                 self._drop(kept)
 
     def find(self, prompt: tuple[int, ...], running: Mapping[tuple[int, ...], int]) -> Prefix | None:
-        """The longest beginning of `prompt` that is at hand: kept, or the prompt of a `running` row, by its
+        """Return the longest prefix hit of `prompt`: a kept prefix, or the prompt of a `running` row, by its
         slot.
 
         Of a prompt without its hidden state the last token is left to compute.
@@ -132,19 +132,19 @@ class PrefixStore:
         return best
 
     def shrink(self, num_tokens: int) -> None:
-        """Drop until at most so many tokens are kept, the least recently used first and those that are waited
-        for last.
+        """Evict prefixes until at most `num_tokens` tokens are kept: the least recently used first, those of
+        waiting requests last.
         """
         self._shrink_to(num_tokens, len(self._kept), pinned=(False, True))
 
     def drop_one(self) -> bool:
-        """Drop the least recently used one, of those that are waited for last; False: there is none."""
+        """Evict the least recently used prefix, those of waiting requests last; False: there is none."""
         had = bool(self._kept)
         self._shrink_to(self.num_tokens, len(self._kept) - 1, pinned=(False, True))
         return had
 
     def clear(self) -> None:
-        """Drop all."""
+        """Evict all prefixes."""
         self._kept.clear()
         self._by_blocks.clear()
         self._ends.clear()
@@ -152,7 +152,9 @@ class PrefixStore:
 
     def _shrink_to(self, num_tokens: int, most: int, *, pinned: Sequence[bool]) -> None:
         for kind in pinned:
-            tokens, number, going = self.num_tokens, len(self._kept), []
+            tokens = self.num_tokens
+            number = len(self._kept)
+            going = []
             for kept in self._kept.values():
                 if tokens <= num_tokens and number <= most:
                     break
@@ -194,8 +196,9 @@ class PrefixStore:
 
 
 def _blocks(tokens: tuple[int, ...]) -> list[int]:
-    """A number for each beginning of whole blocks, the shortest first; equal beginnings have equal numbers."""
-    numbers, number = [], 0
+    """Return a number for each beginning of whole blocks, the shortest first; equal ones are equal."""
+    numbers = []
+    number = 0
     for start in range(0, len(tokens) - LEAST + 1, LEAST):
         number = hash((number, tokens[start : start + LEAST]))
         numbers.append(number)
@@ -204,7 +207,8 @@ def _blocks(tokens: tuple[int, ...]) -> list[int]:
 
 def common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     """How many tokens two sequences begin with in common; by halving, since slices compare fast."""
-    low, high = 0, min(len(first), len(second))
+    low = 0
+    high = min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:

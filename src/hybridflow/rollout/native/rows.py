@@ -1,8 +1,8 @@
-"""The running rows: one column of tensors per fact, row i in slot i, rows 0..count-1 in use.
+"""The running rows as a table: one tensor per column, row i in slot i, rows 0..count-1 in use.
 
-Everything a decode step reads or writes is here, so that a step is a handful of tensor operations whatever
-the number of rows. A row is its request and its place in every column: what moves, grows or is put aside does
-so for all columns alike. Columns that few requests need have no width until one of them comes.
+A decode step reads and writes whole columns, so that it is a handful of tensor operations whatever the number
+of rows. Rows are moved, preempted and restored in all columns alike. A column that few requests need has no
+width until one of them comes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TopTokens = list[tuple[int, float]]
 """(id, log-prob) of the most probable tokens at one place, the most probable first."""
 TOKEN_COLUMNS = ("tokens", "log_probs", "versions")
 FILLING = {"stops": -1}
-"""What empty places of a column hold where it is not 0."""
+"""Filling of the empty places of a column where it is not 0."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
     params = request.sampling
     array("q", request.prompt_token_ids)  # raises where a token is no 64-bit integer
     array("q", [token for token, _ in params.logit_bias])
+    temperature = 1.0 if params.takes_argmax else params.temperature
+    kept = (params.top_p, params.min_p) if params.limits_tokens else (1.0, 0.0)
     top_k = vocabulary
     if params.limits_tokens and params.top_k > 0:
         top_k = min(params.top_k, vocabulary)
@@ -88,9 +90,8 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
         params.min_tokens,
     )
     reals = (
-        1.0 if params.takes_argmax else params.temperature,
-        params.top_p if params.limits_tokens else 1.0,
-        params.min_p if params.limits_tokens else 0.0,
+        temperature,
+        *kept,
         params.repetition_penalty,
     )
     return RowNumbers(
@@ -104,7 +105,7 @@ def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: in
 
 @dataclass(frozen=True)
 class SavedRow:
-    """What a row has besides its request, while it is put aside."""
+    """State of a preempted row besides its request."""
 
     columns: dict[str, Tensor]
     top: list[TopTokens]
@@ -131,7 +132,9 @@ class RowTable:
         def column(*shape: int, kind: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=kind, device=device)
 
-        self.vocabulary, self.device, self.stop_texts = vocabulary, device, stop_texts
+        self.vocabulary = vocabulary
+        self.device = device
+        self.stop_texts = stop_texts
         self.requests: list[GenerationRequest] = []
         self.needs: list[int] = []  # what each row asks for
         self.num_stops: list[int] = []  # ending tokens of each row
@@ -160,12 +163,12 @@ class RowTable:
 
     @property
     def count(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return len(self.requests)
 
     @property
     def width(self) -> int:
-        """Response tokens that a row has room for."""
+        """Number of response tokens that a row can hold."""
         return self.tokens.shape[1]
 
     @property
@@ -182,7 +185,7 @@ class RowTable:
                 setattr(self, name, torch.cat([column, more]))
 
     def _widen(self, name: str, width: int) -> None:
-        """Give a column room for `width` entries a row."""
+        """Make a column at least `width` entries wide."""
         column: Tensor = getattr(self, name)
         if width > column.shape[1]:
             more = column.new_full((len(column), width - column.shape[1]), FILLING.get(name, 0))
@@ -199,13 +202,13 @@ class RowTable:
             setattr(self, name, column[:, :width].clone())
 
     def copy_of(self, row: int) -> SavedRow:
-        """What the columns say of a row, to be put aside."""
+        """Return a copy of a row's state, for the time that it is preempted."""
         return SavedRow(
             {name: column[row].clone() for name, column in self._columns.items()}, list(self.top[row])
         )
 
     def restore(self, row: int, saved: SavedRow) -> None:
-        """Give a row that was just added what `copy_of` kept; its newest token is in the slot now, too."""
+        """Give a row that was just added the state of `copy_of`; its newest token is in the slot, too."""
         for name, value in saved.columns.items():
             column = getattr(self, name)[row]
             if value.dim():  # columns may have become wider or narrower, never narrower than this row
@@ -261,8 +264,9 @@ class RowTable:
             self.bias[rows] = _padded([[bias for _, bias in one.logit_bias] for one in new], self.bias, 0)
 
     def choose(self, start: int, logits: Tensor, version: int) -> Tensor:
-        """Sample one token for each row from `start` on, of logits [n, V], and append it; [n] bool of those
-        that are finished by it.
+        """Sample one token for each row from `start` on, of logits [n, V], and append it.
+
+        Returns [n] bool, true for rows that are finished by it.
         """
         rows = slice(start, self.count)
         plan = SamplingPlan(self.needs[rows])
@@ -285,8 +289,8 @@ class RowTable:
         return finished
 
     def _edited(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> Tensor:
-        """A copy of logits [n, V] with the bias of the request, then its repetition penalty, then without
-        ends before `min_tokens`.
+        """Return a copy of logits [n, V] with the requests' biases, then their repetition penalties, and with
+        -inf for tokens that would end a response before `min_tokens`.
         """
         edited = logits.clone()
         if plan.any(sampling.LOGIT_BIAS):
@@ -296,7 +300,8 @@ class RowTable:
             places = torch.arange(self.history.shape[1], device=self.device)
             # one token several times is set to one value several times
             tokens = torch.where(places < known[:, None], self.history[rows], self.history[rows, :1])
-            values, penalty = edited.gather(1, tokens), self.penalty[rows, None]
+            values = edited.gather(1, tokens)
+            penalty = self.penalty[rows, None]
             edited.scatter_(1, tokens, torch.where(values > 0, values / penalty, values * penalty))
         if plan.any(sampling.MIN_TOKENS):
             stops = self.stops[rows]
@@ -355,7 +360,7 @@ class RowTable:
                 finished[row] = True
 
     def outputs(self, rows: Sequence[int], reason: FinishReason | None = None) -> list[GenerationOutput]:
-        """What these rows came to: why they ended is read off their last token unless `reason` says it."""
+        """Return the outputs of rows; `reason` is why they ended, left out: their last token tells."""
         index = torch.tensor(rows, device=self.device)
         generated = self.generated[index]
         longest = int(generated.max())
@@ -375,8 +380,12 @@ class RowTable:
                     f"request {request_id}: the model's logits are not finite at response token {length}; "
                     "its weights may have diverged",
                 )
-            stop_reason = None if ended != "stop" else tokens[i][length - 1] if stopped[i] else text
-            top = self.top[row][:length] if self.needs[row] & sampling.TOP_LOG_PROBS else None
+            stop_reason = None
+            if ended == "stop":
+                stop_reason = tokens[i][length - 1] if stopped[i] else text
+            top = None
+            if self.needs[row] & sampling.TOP_LOG_PROBS:
+                top = self.top[row][:length]
             outputs.append(
                 GenerationOutput(
                     request_id,
@@ -396,6 +405,8 @@ class RowTable:
 
         Only these are copied from the device, so that following a response costs as much as its tokens.
         """
+        if not rows:
+            return []
         lengths = self.generated[torch.tensor(rows, device=self.device)].tolist()
         spans = [range(begin, length) for begin, length in zip(since, lengths, strict=True)]
         places = [row * self.width + place for row, span in zip(rows, spans, strict=True) for place in span]
@@ -415,8 +426,9 @@ class RowTable:
         return partials
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Drop rows; the last ones move into the holes. Source and destination of the moves."""
-        leaving, kept = set(rows), self.count - len(rows)
+        """Remove rows; the last ones move into the holes. Returns source and destination of the moves."""
+        leaving = set(rows)
+        kept = self.count - len(rows)
         holes = [row for row in rows if row < kept]
         tail = [row for row in range(kept, self.count) if row not in leaving]
         assert len(holes) == len(tail), f"{len(holes)} holes for {len(tail)} rows"

@@ -1,5 +1,5 @@
-"""From logits to tokens, all rows at once, each row with its own parameters; what no row asks for costs
-nothing (`SamplingPlan`).
+"""Sampling of all rows at once, each row with its own parameters; what no row asks for costs nothing
+(`SamplingPlan`).
 
     logits [B, V] ──/ temperature──► exponentials ──────────────────────────► log-prob of the token: what
     training computes
@@ -45,7 +45,7 @@ EDITS = LOGIT_BIAS | REPETITION | MIN_TOKENS
 
 
 def needs_of(params: SamplingParams) -> int:
-    """The set of the above that a request asks for."""
+    """Return the needs of a request, as a sum of the bits above."""
     asked = {
         DRAWN: not params.takes_argmax,
         GREEDY: params.takes_argmax,
@@ -64,8 +64,8 @@ def needs_of(params: SamplingParams) -> int:
 def sampling_problem(
     params: SamplingParams, *, vocabulary: int, end_tokens: Iterable[int], can_decode: bool
 ) -> str | None:
-    """Why the native engine cannot sample so, of a model with this vocabulary whose responses end with
-    `end_tokens`; None where it can.
+    """Return the reason why the native engine cannot sample with these parameters, or None where it can; the
+    model has this vocabulary and its responses end with `end_tokens`.
     """
     for token, bias in params.logit_bias:
         if not 0 <= token < vocabulary:
@@ -76,7 +76,9 @@ def sampling_problem(
                 "or -inf to forbid the token"
             )
     forbidden = {token for token, bias in params.logit_bias if bias == -float("inf")}
-    if len(forbidden | (set(end_tokens) if params.min_tokens else set())) >= vocabulary:
+    if params.min_tokens:
+        forbidden |= set(end_tokens)
+    if len(forbidden) >= vocabulary:
         return "logit_bias and min_tokens forbid every token of the vocabulary: allow at least one"
     if params.top_log_probs > vocabulary:
         return f"top_log_probs={params.top_log_probs}, and the model's vocabulary has {vocabulary} tokens"
@@ -89,7 +91,7 @@ def sampling_problem(
 
 
 class SamplingPlan:
-    """What each of the rows of a step asks for; what none asks for is left out of the step."""
+    """The needs of all rows of a step; what no row needs is left out of the step."""
 
     def __init__(self, needs: Sequence[int]) -> None:
         self._needs = needs
@@ -99,20 +101,18 @@ class SamplingPlan:
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingPlan:
-        """The plan of rows with these parameters."""
+        """Return the plan of rows with these parameters."""
         return cls([needs_of(one) for one in params])
 
     def any(self, needs: int) -> bool:
-        """Whether some row asks for one of `needs`."""
+        """Return whether some row asks for one of `needs`."""
         return bool(self._all & needs)
 
     def rows(self, need: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Which of the rows start..stop ask for it, counted from `start`."""
-        return (
-            [row for row, needs in enumerate(self._needs[start:stop]) if needs & need]
-            if self._all & need
-            else []
-        )
+        """Return the rows from `start` to `stop` that ask for `need`, counted from `start`."""
+        if not self._all & need:
+            return []
+        return [row for row, needs in enumerate(self._needs[start:stop]) if needs & need]
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class RowSettings:
     """bool"""
 
     def part(self, rows: slice) -> RowSettings:
-        """Those of some rows."""
+        """Return the settings of some rows."""
         uniform = None if self.uniform is None else self.uniform[rows]
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.greedy)
         return RowSettings(uniform, *(column[rows] for column in columns))
 
 
 class Sampled(NamedTuple):
-    """What was chosen, [B] each."""
+    """Chosen tokens, [B] each."""
 
     tokens: Tensor
     """int64"""
@@ -154,12 +154,13 @@ Edit = Callable[[Tensor, slice], Tensor]
 
 
 def sample(logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None = None) -> Sampled:
-    """One token for each row of logits [B, V], float32 or float64.
+    """Sample one token for each row of logits [B, V], float32 or float64.
 
     Log-probs are log softmax(logits / temperature): what training computes, whatever `edit`, min-p, top-k and
     top-p did to the choice.
     """
-    count, number = len(logits), 1
+    count = len(logits)
+    number = 1
     # at least two rows each: torch sums a single long one in another order where it has threads
     if logits.device.type == "cpu":
         number = max(1, count // max(2, CHUNK_BYTES // (logits.shape[1] * logits.element_size())))
@@ -174,7 +175,9 @@ def _sample(
     logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None, rows: slice
 ) -> Sampled:
     by_temperature = plan.any(TEMPERATURE)
-    scaled = logits / settings.temperature[:, None] if by_temperature else logits
+    scaled = logits
+    if by_temperature:
+        scaled = logits / settings.temperature[:, None]
     weights, normalizer = exponentials(scaled)
     edited = logits if edit is None else edit(logits, rows)
     tokens = None
@@ -263,8 +266,11 @@ def probability_floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     too, so that the order of equal ones does not matter.
     """
     vocabulary = weights.shape[-1]
-    total, floor, waiting = weights.sum(-1), torch.empty_like(top_p), None
-    for size in [*((LEADERS,) if vocabulary > ONE_LEVEL else ()), vocabulary]:
+    total = weights.sum(-1)
+    floor = torch.empty_like(top_p)
+    waiting = None
+    sizes = [LEADERS, vocabulary] if vocabulary > ONE_LEVEL else [vocabulary]
+    for size in sizes:
         rows = weights if waiting is None else weights[waiting]
         limit, share, whole = (
             fact if waiting is None else fact[waiting]

@@ -1,12 +1,12 @@
-"""Which waiting requests enter next: groups of one prompt, in the order in which they came.
+"""Queue of waiting requests, in groups of one prompt, in the order in which they came.
 
-    add ──► groups [A A A][B][C C] ──next_batch──► admissions: who enters, and which tokens of its prompt are
-    to be computed now
-              ▲ rows that made room                 (a prompt longer than a pass: one piece, and nobody enters
-              before the last)
+    add ──► groups [A A A][B][C C] ──next_batch──► admissions: who enters, which tokens are computed now
+              ▲
+              └── preempted rows
 
+A prompt that is longer than a pass is computed in chunks (chunked prefill), and enters with the last.
 Waiting requests with the same prompt ids form a group, which is prefilled once. Because groups enter in
-order, at most one group has entered only in part, and at most one prompt is prefilled in part.
+order, at most one group has entered only in part, and at most one prompt is in chunked prefill.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Aside:
-    """A row that made room for others: what it had, to go on from there."""
+    """State of a preempted row, to go on from there."""
 
     row: SavedRow
     so_far: GenerationOutput
@@ -33,17 +33,17 @@ class Aside:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A request that is to enter."""
+    """A waiting request."""
 
     request: GenerationRequest
     aside: Aside | None = None
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens that have to be in its slot before its next one can be sampled."""
-        return self.request.prompt_token_ids + (
-            () if self.aside is None else tuple(self.aside.so_far.token_ids)
-        )
+        """Tokens that have to be in its slot before its next token can be sampled."""
+        if self.aside is None:
+            return self.request.prompt_token_ids
+        return self.request.prompt_token_ids + tuple(self.aside.so_far.token_ids)
 
 
 @dataclass(eq=False)
@@ -51,44 +51,44 @@ class _Group:
     context: tuple[int, ...]
     waiting: deque[Waiting] = field(default_factory=deque)
     computed: int = 0
-    """Tokens that are in the slot of the prompt that is prefilled in pieces."""
+    """Tokens that chunked prefill has computed so far."""
 
 
 @dataclass(frozen=True, eq=False)
 class Admission:
-    """What one pass does for one prompt, and the requests of it that enter by that."""
+    """Part of a prefill pass: tokens of one prompt, and the requests that enter with them."""
 
     prompt: tuple[int, ...]
     """Token ids that all of these requests share."""
     entering: list[Waiting]
-    """Nobody, where the piece is not the last."""
+    """Empty where the chunk is not the prompt's last."""
     start: int
-    """Tokens that are at hand already."""
+    """Tokens that are in the cache already: a prefix hit, or earlier chunks."""
     stop: int
-    """Tokens that are there after the pass."""
+    """Tokens that are in the cache after the pass."""
     prefix: Prefix | None
-    """Where the first `start` tokens are; None: in the slot of the pieces before."""
+    """Prefix hit of the first `start` tokens; None: they are in the slot of the earlier chunks."""
     keep: bool
     """More requests of this prompt wait: its keys and values must be kept."""
 
     @property
     def requests(self) -> list[GenerationRequest]:
-        """Of those that enter."""
+        """Requests that enter."""
         return [one.request for one in self.entering]
 
     @property
     def continues(self) -> bool:
-        """A piece was computed before, and is in the slot of the prompt in pieces."""
+        """Whether an earlier chunk of the prompt was computed; it is in the last slot."""
         return self.start > 0 and self.prefix is None
 
 
 FreeRows = Callable[[int, Sequence[Admission], Sequence[int], Prefix | None], int]
-"""From the slots that are taken, the batch so far, the next context and what is at hand of it: how many rows
-of it may enter.
+"""Function from the slots in use, the batch so far, the next context and its prefix hit to the number of its
+rows that may enter.
 """
 
 Find = Callable[[tuple[int, ...]], Prefix | None]
-"""Which beginning of a prompt is at hand."""
+"""Function from a prompt to its prefix hit."""
 
 
 def _nothing(context: tuple[int, ...]) -> Prefix | None:
@@ -96,35 +96,38 @@ def _nothing(context: tuple[int, ...]) -> Prefix | None:
 
 
 class Scheduler:
-    """The waiting line."""
+    """The queue."""
 
     def __init__(self, *, max_rows: int, max_batched_tokens: int) -> None:
-        self.max_rows, self.max_batched_tokens = max_rows, max_batched_tokens
+        self.max_rows = max_rows
+        self.max_batched_tokens = max_batched_tokens
         self._groups: deque[_Group] = deque()
         self._by_context: dict[tuple[int, ...], _Group] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not entered."""
+        """Number of requests that have not entered."""
         return sum(len(group.waiting) for group in self._groups)
 
     @property
     def waiting(self) -> list[Waiting]:
-        """Those requests, the next one first."""
+        """Waiting requests, the next one first."""
         return [one for group in self._groups for one in group.waiting]
 
     @property
     def in_pieces(self) -> bool:
-        """A prompt is prefilled in part."""
+        """Whether a prompt is in chunked prefill."""
         return bool(self._groups) and self._groups[0].computed > 0
 
     @property
     def tokens_in_pieces(self) -> int:
-        """Of the whole prompt that is prefilled in part; 0: there is none."""
-        return len(self._groups[0].context) if self.in_pieces else 0
+        """Number of tokens of the whole prompt in chunked prefill; 0: there is none."""
+        if not self.in_pieces:
+            return 0
+        return len(self._groups[0].context)
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Requests join the line: their prompt's group, or its end."""
+        """Add requests to their prompt's group, or to the end of the queue."""
         for request in requests:
             group = self._by_context.get(request.prompt_token_ids)
             if group is None:
@@ -133,9 +136,7 @@ class Scheduler:
             group.waiting.append(Waiting(request))
 
     def put_back(self, rows: Sequence[Waiting]) -> None:
-        """Rows that made room are the next to enter, in this order; a prompt that was prefilled in part
-        begins anew.
-        """
+        """Put preempted rows at the front, in this order; a prompt in chunked prefill begins anew."""
         self.begin_anew()
         for one in reversed(rows):
             group = self._by_context.get(one.context)
@@ -145,12 +146,12 @@ class Scheduler:
             group.waiting.appendleft(one)
 
     def begin_anew(self) -> None:
-        """What was computed of a prompt in part is gone."""
+        """Forget the chunks that were computed of a prompt."""
         if self._groups:
             self._groups[0].computed = 0
 
     def may_enter(self, running: int) -> bool:
-        """Whether to admit now, with `running` rows decoding.
+        """Return whether to admit now, with `running` rows decoding.
 
         Rows enter in batches of a sixteenth of the slots: a prefill pass costs about as much for one prompt
         as for ten.
@@ -166,10 +167,11 @@ class Scheduler:
         """Take groups for one prefill pass of at most `max_batched_tokens` new tokens, while `running` rows
         decode.
 
-        `free_rows`: how many more the memory holds.
+        `free_rows`: number of further rows that the memory holds.
         """
         batch: list[Admission] = []
-        left, rows = self.max_batched_tokens, running
+        left = self.max_batched_tokens
+        rows = running
         while self._groups and left >= 0:
             group = self._groups[0]
             size = len(group.context)
@@ -177,8 +179,9 @@ class Scheduler:
             free = self.max_rows - rows
             if free_rows is not None:
                 room = free_rows(rows, batch, group.context, prefix)
-                if room <= 0 and prefix is not None:  # what is kept of it may take more room than it saves
-                    prefix, room = None, free_rows(rows, batch, group.context, None)
+                if room <= 0 and prefix is not None:  # a prefix hit may hold more memory than it saves
+                    prefix = None
+                    room = free_rows(rows, batch, group.context, None)
                 free = min(free, room)
             if free <= 0:
                 break
@@ -208,7 +211,7 @@ class Scheduler:
         return batch
 
     def remove(self, request_ids: set[int]) -> list[Waiting]:
-        """Take these requests out of the line and return those that were in it."""
+        """Take these requests out of the queue and return those that were in it."""
         removed = []
         for group in self._groups:
             removed += [one for one in group.waiting if one.request.request_id in request_ids]
@@ -219,7 +222,7 @@ class Scheduler:
 
 
 def _worth_waiting_for(batch: Sequence[Admission], context: tuple[int, ...], start: int) -> bool:
-    """A prompt that would compute twice what this pass computes, for at least half of it, enters after it."""
+    """Return whether a prompt shares so much with this pass that it should enter after it."""
     if len(context) <= LEAST:
         return False
     shared = max(common_length(one.prompt[: one.stop], context) for one in batch)

@@ -16,8 +16,8 @@ from hybridflow.rollout.requests import refused
 
 
 class Session:
-    """What `NativeEngine.open` gives; one thread at a time calls it. The module is in eval mode until
-    `close`.
+    """Session of a native engine (`NativeEngine.open`); only one thread at a time calls it. The module is in
+    eval mode until `close`.
 
     Weights may change between two steps (`NativeEngine.update_weights`, `set_version`): tokens sampled from
     then on carry the new version.
@@ -31,11 +31,15 @@ class Session:
         replica: Replica,
         closed: Callable[[bool], None],
     ) -> None:
-        """`problem`: why a request cannot be served; `closed` is told whether values that are not finite came
-        up.
+        """`problem` returns the reason why a request cannot be served; `closed` is called at the end, with
+        whether there were values that are not finite.
         """
-        self._generation, self._problem, self._replica, self._closed = generation, problem, replica, closed
-        self._open, self._broken = True, False
+        self._generation = generation
+        self._problem = problem
+        self._replica = replica
+        self._closed = closed
+        self._open = True
+        self._broken = False
         self._live: set[int] = set()
         self._tokens = 0  # stands for all tokens that were returned
         self._training = [module for module in generation.policy.modules() if module.training]
@@ -43,23 +47,22 @@ class Session:
 
     @property
     def num_running(self) -> int:
-        """Requests that get a token in each step."""
+        """Number of requests that get a token in each step."""
         return self._generation.rows.count
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not entered, those among them whose prompt is prefilled in part or that made
-        room.
-        """
+        """Number of requests that have not entered, with those in chunked prefill and preempted ones."""
         return self._generation.scheduler.num_waiting
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nothing waits."""
+        """Whether no request runs or waits."""
         return self._generation.done
 
     def add(self, requests: Iterable[GenerationRequest]) -> list[GenerationOutput]:
-        """Requests join at the next step; those that cannot be served come back at once with reason "error".
+        """Add requests, which join at the next step; those that cannot be served come back at once with
+        reason "error".
 
         RolloutError for a request id that is in use, and when closed; then none of them has joined.
         """
@@ -83,13 +86,15 @@ class Session:
         return outputs
 
     def step(self) -> list[GenerationOutput]:
-        """One round: who may enter does, prompts are prefilled up to the token budget, each row gets a token;
-        those that finished.
+        """Do one round: admit requests, prefill up to the token budget, decode a token for each row; return
+        the outputs that are finished.
 
         Ranks of a replica call it together.
         """
         self._check_open()
-        outputs = [] if self.idle else self._generation.step()
+        if self.idle:
+            return []
+        outputs = self._generation.step()
         for output in outputs:
             self._live.remove(output.request_id)
             self._broken = self._broken or output.error is not None

@@ -1,4 +1,4 @@
-"""Responses that end with a text: which token completes it.
+"""Stop texts: find the token that completes one.
 
 newest token ──could its text hold the last character of a stop text?──► no: nothing is decoded
                                     └──► the last few tokens as text, with and without the newest ──► the text
@@ -18,11 +18,11 @@ MARGIN = 4
 character, or a space.
 """
 MAX_REMEMBERED = 1024
-"""Sets of stop texts, of a server's clients, about which what was learned is kept."""
+"""Sets of stop texts for which the tokens that may complete one are remembered."""
 
 
 class StopTexts:
-    """Looks for stop texts in responses; remembers what it learned of single tokens."""
+    """Search for stop texts in responses; remembers which tokens may complete one."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -30,8 +30,8 @@ class StopTexts:
         self._suspects: dict[tuple[str, ...], dict[int, bool]] = {}
 
     def may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
-        """Whether a response that ends with `token` needs a look: no text of `stop` can end in it where this
-        is False.
+        """Return whether a response that ends with `token` has to be decoded: where this is False, no text of
+        `stop` can end in that token.
         """
         if stop not in self._suspects and len(self._suspects) >= MAX_REMEMBERED:
             self._suspects.clear()
@@ -45,8 +45,8 @@ class StopTexts:
         return known[token]
 
     def completed(self, tokens: Sequence[int], stop: tuple[str, ...]) -> str | None:
-        """The text of `stop` that the last of the response's `tokens` completed, the one that ends first if
-        several; None: none.
+        """Return the text of `stop` that the last of the response's `tokens` completed, or None; of several
+        the one that ends first.
         """
         longest = max(len(text) for text in stop)
         width = 1 + max(len(text.encode()) for text in stop)

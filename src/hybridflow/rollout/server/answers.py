@@ -1,5 +1,5 @@
-"""Answers of the two endpoints, whole and as chunks of a stream, in OpenAI's shape; our own fields are
-token_ids, stop_reason and prompt_token_ids.
+"""Answers of the two endpoints in OpenAI's shape, whole and as chunks of a stream. The fields token_ids,
+stop_reason and prompt_token_ids are our own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridflow.tools.parsers import ToolCall
 
 
 class Answer(Protocol):
-    """Writes what was generated for one job."""
+    """Writer of the answer to one job."""
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]: ...
 
@@ -33,7 +33,7 @@ class _Writer:
     model: ServedModel
     names: TokenNames
     num_tokens: int = 0
-    """Of responses, so far."""
+    """Response tokens that were written so far."""
     _begun: set[int] = field(default_factory=set)
     _head: dict[str, Any] = field(init=False)
 
@@ -51,7 +51,7 @@ class _Writer:
     chunk_kind = ""
 
     def usage(self) -> dict[str, int]:
-        """Tokens; a prompt counts once, whatever the number of its responses."""
+        """Return the counts of tokens; a prompt counts once, whatever the number of its responses."""
         prompt = sum(len(prompt) for prompt in self.job.prompts)
         return {
             "prompt_tokens": prompt,
@@ -60,7 +60,7 @@ class _Writer:
         }
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that was asked for usage."""
+        """Return the last chunk of a stream whose client asked for usage."""
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": self.usage()}
 
     def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
@@ -71,7 +71,9 @@ class _Writer:
         if self.job.return_token_ids:
             choice["token_ids"] = piece.token_ids
         chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
-        return {**chunk, "usage": None} if self.job.include_usage else chunk
+        if self.job.include_usage:
+            chunk["usage"] = None
+        return chunk
 
     def _whole(self, choices: list[dict[str, Any]], pieces: list[Piece]) -> dict[str, Any]:
         self.num_tokens = sum(len(piece.token_ids) for piece in pieces)
@@ -86,16 +88,18 @@ class _Writer:
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     def _begins(self, piece: Piece) -> bool:
-        """True for the first chunk of a response."""
+        """Return True for the first chunk of a response."""
         first = piece.choice not in self._begun
         self._begun.add(piece.choice)
         return first
 
 
 class ChatAnswer(_Writer):
-    """Of /v1/chat/completions."""
+    """Answer of /v1/chat/completions."""
 
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """The answer to a request without stream."""
@@ -109,7 +113,9 @@ class ChatAnswer(_Writer):
                 }
             choices.append({"message": message, "logprobs": self._log_probs(piece)})
         answer = self._whole(choices, pieces)
-        return {**answer, "prompt_token_ids": self.job.prompts[0]} if self.job.return_token_ids else answer
+        if self.job.return_token_ids:
+            answer["prompt_token_ids"] = self.job.prompts[0]
+        return answer
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """One event of a stream."""
@@ -125,11 +131,9 @@ class ChatAnswer(_Writer):
                 {"index": begin + place, **_written(call)} for place, call in enumerate(piece.calls)
             ]
         chunk = self._chunk({"delta": delta, "logprobs": self._log_probs(piece)}, piece)
-        return (
-            {**chunk, "prompt_token_ids": self.job.prompts[0]}
-            if first and self.job.return_token_ids
-            else chunk
-        )
+        if first and self.job.return_token_ids:
+            chunk["prompt_token_ids"] = self.job.prompts[0]
+        return chunk
 
     def _count_calls(self, piece: Piece) -> int:
         counts: dict[int, int] = self.__dict__.setdefault("_calls", {})
@@ -138,17 +142,17 @@ class ChatAnswer(_Writer):
         return begin
 
     def _log_probs(self, piece: Piece) -> dict[str, Any] | None:
-        return (
-            chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs)
-            if self.job.log_probs
-            else None
-        )
+        if not self.job.log_probs:
+            return None
+        return chat_log_probs(piece, self.names, self.job.sampling[0].top_log_probs)
 
 
 class CompletionAnswer(_Writer):
-    """Of /v1/completions."""
+    """Answer of /v1/completions."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """The answer to a request without stream."""

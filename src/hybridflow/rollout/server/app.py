@@ -1,4 +1,4 @@
-"""The HTTP interface: routes, errors in OpenAI's shape, streams, clients that go away.
+"""The HTTP interface: routes, errors in OpenAI's shape, streams, and clients that go away.
 
 request ──Gate (token, size)──► route ──Job──► Service ──pieces──► Answer ──► JSON, or events of a stream
 """
@@ -36,11 +36,11 @@ T = TypeVar("T")
 OTHER_TYPES = ("string_type", "list_type")
 """Problems of a value that is of another type than this alternative."""
 GONE = 499
-"""Status of an answer that nobody waits for any more, in the counts."""
+"""Status in the metrics of an answer whose client has gone away."""
 
 
 def build_app(service: Service, *, token: str | None) -> FastAPI:
-    """The application; with a `token` it answers 401 to all who do not send it."""
+    """Return the application; with a `token` it answers 401 to requests that do not send it."""
     app = FastAPI(title="hybridflow", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     model = service.model
     names = TokenNames(model.tokenizer)
@@ -197,12 +197,14 @@ async def _answer(request: Request, service: Service, job: Job, answer: Answer) 
         return EventStream(service, job, answer)
     with service.admit(job):
         pieces = await while_connected(request.receive, service.whole(job))
-    return Response(status_code=GONE) if pieces is None else JSONResponse(answer.whole(pieces))
+    if pieces is None:
+        return Response(status_code=GONE)
+    return JSONResponse(answer.whole(pieces))
 
 
 class EventStream(Response):
-    """Server-sent events, one for each piece; admitted before the first byte, so that a refusal still has its
-    status.
+    """Stream of server-sent events, one for each piece. The job is admitted before the first byte is sent, so
+    that a refusal still has its status.
     """
 
     def __init__(self, service: Service, job: Job, answer: Answer) -> None:
@@ -210,7 +212,9 @@ class EventStream(Response):
             status_code=200, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
         del self.headers["content-length"]
-        self._service, self._job, self._answer = service, job, answer
+        self._service = service
+        self._job = job
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.admit(self._job):
@@ -218,7 +222,7 @@ class EventStream(Response):
                 await while_connected(receive, self._send(send))
             except TimeoutError:
                 logger.warning(
-                    "a client took nothing of its stream for %g s: it is ended",
+                    "a client read nothing of its stream for %g s: the stream is ended",
                     self._service.limits.send_timeout_s,
                 )
 
@@ -258,13 +262,14 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, which is cancelled when the client goes away, and then None."""
+    """Return the result of `work`; when the client goes away, cancel it and return None."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(gone())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None

@@ -1,5 +1,5 @@
-"""From the settings of a server to the service it runs: model, tokenizer, one engine with its thread for each
-device.
+"""Build the service of a server from its settings: the model, its tokenizer, and an engine with a thread for
+each device.
 """
 
 from __future__ import annotations
@@ -27,36 +27,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What `hybridflow serve` was told."""
+    """Settings of `hybridflow serve`."""
 
     model: str
     """A Hugging Face folder or a hub name."""
     name: str
-    """What requests call the model."""
+    """Name of the model in requests."""
     devices: tuple[str, ...] = ("cpu",)
-    """One engine on each, with weights of its own."""
+    """Devices; each has an engine with weights of its own."""
     dtype: str = "auto"
     max_num_seqs: int = 256
-    """Rows that an engine decodes together."""
+    """Most rows that an engine decodes together."""
     max_num_batched_tokens: int = 8192
     memory_share: float = 0.25
-    """Of the memory that is free at the start, for keys and values: of rows that run, and of earlier ones
-    that prompts may go on from.
+    """Share of the memory that is free at the start, for the keys and values of running rows and of earlier
+    ones that prompts may go on from.
     """
     prefix_caching: bool = True
     max_model_len: int | None = None
-    """Tokens of prompt and response together; None: the model's positions."""
+    """Most tokens of prompt and response together; None: the model's positions."""
     tool_parser: str | None = None
-    """None: by the chat template."""
+    """Name of the parser of tool calls; None: found by the chat template."""
     chat_template: Path | None = None
     trust_remote_code: bool = False
     limits: Limits = field(default_factory=Limits)
 
 
 def build_service(settings: ServeSettings) -> Service:
-    """Load everything and start the engines; ModelError and ConfigError say what is wrong with the model or
-    the settings.
-    """
+    """Load the model and start the engines; ModelError or ConfigError where one of them is wrong."""
     tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     template = _chat_template(settings, tokenizer)
     parser = settings.tool_parser or parser_of_template(template or "")
@@ -127,7 +125,7 @@ def _opener(engine: NativeEngine) -> Callable[[], EngineSession]:
 
 
 def _chat_template(settings: ServeSettings, tokenizer: Tokenizer) -> str | None:
-    """The one that was given, else the tokenizer's."""
+    """Return the template that was given, else the tokenizer's."""
     if settings.chat_template is not None:
         try:
             return settings.chat_template.expanduser().read_text(encoding="utf-8")

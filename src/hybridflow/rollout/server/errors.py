@@ -1,4 +1,4 @@
-"""What a client of the server did wrong, or the server could not do, in OpenAI's shape."""
+"""Errors of the server in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is no success: status, reason, and the field that is to blame."""
+    """Answer that is no success: its status, the reason, and the field that is to blame."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
-        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        """Return the error as OpenAI's clients read it."""
+        kind = KINDS.get(self.status, "server_error")
+        if self.status < 500:
+            kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def refuse(param: str, why: str) -> ApiError:
-    """400 for a field that is wrong or cannot be served."""
+    """Return the 400 for a field that is wrong or cannot be served."""
     return ApiError(400, f"{param}: {why}", param=param)

@@ -1,4 +1,4 @@
-"""What every request passes before its body is read: the token, the size limit, the count of answers."""
+"""Gate that every request passes before its body is read: token, size limit, count of answers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.metrics import Metrics
 
 OPEN_PATHS = ("/health",)
-"""Says no more than that the server lives: for supervisors that hold no token."""
+"""Paths that need no token: they only tell supervisors that the server lives."""
 
 
 class Gate:
-    """An ASGI application around the server's own."""
+    """ASGI application around the server's own."""
 
     def __init__(
         self, app: ASGIApp, *, token: str | None, max_body_bytes: int, metrics: Metrics, paths: Iterable[str]
     ) -> None:
-        self.app, self.metrics, self.max_body_bytes = app, metrics, max_body_bytes
+        self.app = app
+        self.metrics = metrics
+        self.max_body_bytes = max_body_bytes
         self._token = None if token is None else f"Bearer {token}".encode()
         self._paths = frozenset(paths)
 
@@ -36,7 +38,9 @@ class Gate:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                path = scope["path"] if scope["path"] in self._paths else "other"
+                path = scope["path"]
+                if path not in self._paths:
+                    path = "other"
                 self.metrics.answers[path, message["status"]] += 1
             await send(message)
 
@@ -67,7 +71,9 @@ class Gate:
             and scope["path"] not in OPEN_PATHS
             and not hmac.compare_digest(given, self._token)
         ):
-            what = "the token is not the server's" if given else "there is no token"
+            what = "there is no token"
+            if given:
+                what = "the token is not the server's"
             raise ApiError(
                 401,
                 f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients)",

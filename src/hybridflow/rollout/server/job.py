@@ -1,5 +1,5 @@
-"""From the body of a request to what is generated for it: prompts as ids, sampling, how the answer is read.
-Every refusal has its field.
+"""Jobs: requests as they are generated, with prompts as token ids, sampling parameters, and how the answer is
+read. Every refusal names its field.
 """
 
 from __future__ import annotations
@@ -36,39 +36,43 @@ from hybridflow.tools.parsers import TOOL_PARSERS
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where none is given, as OpenAI has it."""
+GIVEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters whose defaults are those of `SamplingParams`."""
 LONGEST_ID = 10
 """Digits of a token id: no vocabulary needs more."""
+LONGEST_SHOWN = 40
+"""Characters of a wrong name that a message repeats."""
 OWN_OPTIONS = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
-"""What a request may not set: a template of its own, for one, would be a program of its own."""
+"""Options of the chat template that a request may not set: its own template, for one, would be a program."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One HTTP request, checked."""
+    """One HTTP request that was checked."""
 
     prompts: list[list[int]]
     n: int
     sampling: list[SamplingParams]
-    """One for each prompt."""
+    """Sampling parameters of each prompt."""
     seed: int | None
     stream: bool
     include_usage: bool
     log_probs: bool
     return_token_ids: bool
     names_are_ids: bool
-    """In lists of log-probs."""
+    """Whether lists of log-probs name tokens by their ids."""
     skip_special_tokens: bool
     sticky: Hashable | None
     echo: list[str] = field(default_factory=list)
     """Texts that the responses begin with, one for each prompt; empty where prompts are not repeated."""
     tool_parser: str | None = None
-    """How calls of tools are read, where there may be any."""
+    """Parser of tool calls, where there may be any."""
     opening: str = ""
-    """Text of the response that stands in the prompt: the beginning of a call that is to be made."""
+    """Beginning of a call that has to be made; it is in the prompt and belongs to the response."""
     callable: frozenset[str] | None = None
-    """A call of one of these has to come; None: none has to."""
+    """Tools of which one has to be called; None: no call is needed."""
     one_call: bool = False
-    """The response ends with its first call."""
+    """Whether the response ends with its first call."""
 
 
 def _go_on() -> None:
@@ -100,7 +104,7 @@ def completion_job(body: CompletionBody, model: ServedModel, check: Check = _go_
         )
         for prompt in prompts
     ]
-    return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts if body.echo else [])
+    return _job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts)
 
 
 def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
@@ -145,8 +149,8 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check = _go_on) -> Job:
 def sampling_of(
     body: SamplingBody, model: ServedModel, prompt_tokens: int, *, max_tokens: int | None, top_log_probs: int
 ) -> SamplingParams:
-    """How responses to one prompt are sampled; without `max_tokens` they have the room that the prompt
-    leaves.
+    """Return the sampling parameters of responses to one prompt; without `max_tokens` they may fill the
+    context.
     """
     room = model.max_model_len - prompt_tokens
     if prompt_tokens < 1:
@@ -164,18 +168,17 @@ def sampling_of(
     for name in ("frequency_penalty", "presence_penalty"):
         if getattr(body, name):
             raise refuse(name, "is not supported, only 0 is: use repetition_penalty")
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    stop = tuple(body.stop or ())
+    if isinstance(body.stop, str):
+        stop = (body.stop,)
     for text in stop:
         check_unicode("stop", text)
     check_ids("stop_token_ids", body.stop_token_ids or [], model)
+    given = {name: getattr(body, name) for name in GIVEN if getattr(body, name) is not None}
     try:
         return SamplingParams(
             max_tokens=max_tokens or room,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=-1 if body.top_k is None else body.top_k,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=0.0 if body.min_p is None else body.min_p,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            **given,
             min_tokens=body.min_tokens,
             stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
             stop=stop,
@@ -184,9 +187,8 @@ def sampling_of(
             top_log_probs=top_log_probs,
         )
     except RolloutError as error:
-        raise ApiError(
-            400, str(error), param=str(error).partition("=")[0] if "=" in str(error) else None
-        ) from error
+        param, equals, _ = str(error).partition("=")
+        raise ApiError(400, str(error), param=param if equals else None) from error
 
 
 def _job(body: SamplingBody, prompts: list[list[int]], sampling: list[SamplingParams], **more: Any) -> Job:
@@ -211,7 +213,9 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> tuple[tuple[int,
     biases: dict[int, float] = {}
     for name, value in given.items():
         if not (name.isascii() and name.isdecimal() and len(name) <= LONGEST_ID):
-            shown = repr(name) if len(name) <= 40 else f"a name of {len(name)} characters"
+            shown = repr(name)
+            if len(name) > LONGEST_SHOWN:
+                shown = f"a name of {len(name)} characters"
             raise refuse("logit_bias", f"{shown} is no token id")
         if not -100 <= value <= 100:
             raise refuse("logit_bias", "values are numbers from -100 to 100")
@@ -242,7 +246,7 @@ def _check_chat(body: ChatBody) -> None:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of calls, by the names of `Job`."""
+    """Fields of `Job` for tool calls, as a request sets them."""
 
     tool_parser: str | None = None
     opening: str = ""
@@ -251,7 +255,8 @@ class ToolUse:
 
 
 def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:
-    choice, names = body.tool_choice, [tool.function.name for tool in body.tools or ()]
+    choice = body.tool_choice
+    names = [tool.function.name for tool in body.tools or ()]
     if not body.tools:
         if choice not in (None, "none", "auto"):
             raise refuse("tool_choice", "asks for a call, and there are no tools")
@@ -269,17 +274,17 @@ def _tool_use(body: ChatBody, model: ServedModel) -> ToolUse:
     one_call = body.parallel_tool_calls is False
     if choice in (None, "auto"):
         return ToolUse(model.tool_parser, one_call=one_call)
-    name = choice.function.name if isinstance(choice, NamedTool) else None
-    if name is not None and name not in names:
+    parser = TOOL_PARSERS[model.tool_parser]()
+    if not isinstance(choice, NamedTool):
+        return ToolUse(model.tool_parser, parser.opening(None), frozenset(names), one_call)
+    name = choice.function.name
+    if name not in names:
         raise refuse("tool_choice", f"there is no tool {name!r} among tools")
-    opening = TOOL_PARSERS[model.tool_parser]().opening(name)
-    return ToolUse(
-        model.tool_parser, opening, frozenset(names if name is None else [name]), one_call or name is not None
-    )
+    return ToolUse(model.tool_parser, parser.opening(name), frozenset([name]), one_call=True)
 
 
 def _check_function(place: str, function: Function, names: list[str]) -> None:
-    """ApiError for a function that no model could call, or not as it says."""
+    """Raise ApiError for a function that cannot be called, or not in the way that it asks for."""
     if names.count(function.name) > 1:
         raise refuse(f"{place}.name", f"{function.name!r} names two tools")
     if function.strict:
@@ -289,7 +294,8 @@ def _check_function(place: str, function: Function, names: list[str]) -> None:
     schema = function.parameters or {}
     if schema.get("type", "object") != "object":
         raise refuse(f"{place}.parameters.type", f"{schema['type']!r}: arguments are an object")
-    properties, required = schema.get("properties", {}), schema.get("required", [])
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
     if not isinstance(properties, dict) or not all(
         isinstance(each, (dict, bool)) for each in properties.values()
     ):

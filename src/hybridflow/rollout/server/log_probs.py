@@ -1,5 +1,5 @@
-"""Log-probs of tokens in the two shapes of OpenAI's interface. They are those of the temperature-scaled full
-distribution, in nats.
+"""Log-probs of tokens in the two shapes of OpenAI's interface, in nats, of the temperature-scaled full
+distribution.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.text import TokenNames
 
 LEAST = -9999.0
-"""JSON has no infinity; OpenAI writes this for a probability of 0."""
+"""Log-prob that is written for a probability of 0, as OpenAI does: JSON has no infinity."""
 
 
 def chat_log_probs(piece: Piece, names: TokenNames, top: int) -> dict[str, Any]:
-    """{"content": one entry for each token, in the order of token ids}."""
+    """Return {"content": one entry for each token of the piece}."""
     content = []
     for place, (token, value) in enumerate(zip(piece.token_ids, piece.log_probs, strict=True)):
         others = [] if piece.top_log_probs is None else piece.top_log_probs[place][:top]
@@ -28,7 +28,7 @@ def chat_log_probs(piece: Piece, names: TokenNames, top: int) -> dict[str, Any]:
 
 
 def completion_log_probs(piece: Piece, names: TokenNames, top: int, offset: int) -> dict[str, Any]:
-    """Parallel lists; `offset` is where in the text the first token begins."""
+    """Return parallel lists; `offset` is the place in the text at which the first token begins."""
     texts = [names.text(token) for token in piece.token_ids]
     offsets = []
     for text in texts:

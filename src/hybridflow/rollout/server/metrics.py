@@ -10,7 +10,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Histogram:
-    """How many observations were at most so large, in seconds."""
+    """Histogram of observations in seconds."""
 
     def __init__(self, bounds: Iterable[float] = SECONDS) -> None:
         self.bounds = tuple(bounds)
@@ -18,12 +18,12 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one."""
+        """Count one observation."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self._sum += value
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
-        """As Prometheus reads it: each bucket holds all that is smaller too."""
+        """Yield the lines that Prometheus reads; each bucket includes the smaller ones."""
         total = 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self._counts, strict=True):
             total += count
@@ -33,18 +33,19 @@ class Histogram:
 
 
 class Metrics:
-    """What happened since the start."""
+    """Counters since the start of the server."""
 
     def __init__(self, model: str) -> None:
         escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self._labels = f'model="{escaped}"'
         self.answers: Counter[tuple[str, int]] = Counter()
-        """(path, status)."""
+        """Number of answers by (path, status)."""
         self.prompt_tokens = self.generated_tokens = self.cancelled = 0
-        self.seconds, self.first_token = Histogram(), Histogram()
+        self.seconds = Histogram()
+        self.first_token = Histogram()
 
     def text(self, gauges: dict[str, tuple[str, float]]) -> str:
-        """The page; `gauges` are (meaning, value) of the moment by their names."""
+        """Return the page; `gauges` maps names to (meaning, current value)."""
         lines: list[str] = []
 
         def head(name: str, kind: str, meaning: str) -> str:

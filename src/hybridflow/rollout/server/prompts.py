@@ -1,6 +1,6 @@
 """From the texts and messages of a request to token ids, after cheap checks of their number and length.
 
-text ──is it Unicode? can it fit by its length?──► a long one in slices, until they are too many tokens ──► ids
+text ──check that it is Unicode and may fit──► a long one in slices, until they are too many tokens ──► ids
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.readers import Check
 from hybridflow.rollout.server.schema import MAX_CHOICES, ChatMessage, CompletionBody
 
+ROLES = {"developer": "system"}
+"""Roles of OpenAI's interface that chat templates know by another name."""
 SLICE = 2**16
 """Characters that are tokenised at once, before it is known that the text fits."""
 CUT_TOKENS = 64
-"""Tokens that a slice may have more than the same text has as a part of the whole: more than any cut makes."""
+"""Tokens that a slice may have more than the same text has as a part of the whole: more than any cut makes.
+"""
 
 
 def check_count(num_prompts: int, n: int) -> None:
@@ -42,9 +45,7 @@ def check_ids(param: str, ids: list[int], model: ServedModel) -> None:
 def completion_prompts(
     body: CompletionBody, model: ServedModel, check: Check
 ) -> tuple[list[str], list[list[int]]]:
-    """Return the prompts as texts and as ids; the texts of prompts that are given as ids are decoded only
-    where they are to be repeated.
-    """
+    """Return the prompts as texts, where they are to be repeated (else none), and as ids."""
     given: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not given:
         raise refuse("prompt", "is an empty list")
@@ -53,12 +54,13 @@ def completion_prompts(
     check_count(len(given), body.n)
     if not isinstance(given[0], list):
         encode = encode_prompt if body.add_special_tokens else encode_rendered
-        return given, [encode_text("prompt", text, model, check, encode) for text in given]
+        ids = [encode_text("prompt", text, model, check, encode) for text in given]
+        return (given if body.echo else []), ids
     check_ids("prompt", [token for prompt in given for token in prompt], model)
     if not body.echo:
         return [], given
     skip = body.skip_special_tokens
-    return [str(model.tokenizer.decode(ids, skip_special_tokens=skip)) for ids in given], given
+    return [str(model.tokenizer.decode(prompt, skip_special_tokens=skip)) for prompt in given], given
 
 
 def encode_text(
@@ -96,8 +98,8 @@ def check_unicode(param: str, text: str) -> None:
 def _too_long(param: str, at_least: int, model: ServedModel) -> ApiError:
     return ApiError(
         400,
-        f"{param}: the model's context has {model.max_model_len} tokens, and this text has at least {at_least}: "
-        "shorten it",
+        f"{param}: the model's context has {model.max_model_len} tokens, and this text has at least "
+        f"{at_least}: shorten it",
         param=param,
         code="context_length_exceeded",
     )
@@ -114,19 +116,18 @@ def template_message(message: ChatMessage, place: int) -> dict[str, Any]:
                     f"messages[{place}].content", f"a part of type {kind!r} is not supported, only text is"
                 )
         content = "".join(part["text"] for part in content)
-    role = "system" if message.role == "developer" else message.role
-    made: dict[str, Any] = {"role": role, "content": content or ""}
+    made: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content or ""}
     made |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
     calls = []
     for call in message.tool_calls or ():
         name = call.function.name
+        field = f"messages[{place}].tool_calls"
         try:
             arguments = json.loads(call.function.arguments)
-        except (ValueError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise refuse(
-                f"messages[{place}].tool_calls", f"arguments of {name!r} are no JSON: {reason}"
-            ) from error
+        except RecursionError as error:
+            raise refuse(field, f"arguments of {name!r} are no JSON: nested too deeply") from error
+        except ValueError as error:
+            raise refuse(field, f"arguments of {name!r} are no JSON: {error}") from error
         calls.append({"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}})
     if calls:
         made["tool_calls"] = calls

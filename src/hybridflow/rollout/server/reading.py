@@ -1,4 +1,4 @@
-"""One response while it grows: new tokens in, pieces of an answer out. A streamed answer and a whole one are
+"""Reader of one response as it grows: new tokens in, pieces of an answer out. Streamed and whole answers are
 read by the same code.
 """
 
@@ -19,7 +19,7 @@ STATUSES = {"abort": 503, "error": 500}
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one response; the lists of tokens are equally long."""
+    """New part of one response; the lists of tokens are equally long."""
 
     choice: int
     parts: list[str | ToolCall]
@@ -27,23 +27,23 @@ class Piece:
     log_probs: list[float]
     top_log_probs: list[list[tuple[int, float]]] | None
     finish_reason: str | None = None
-    """Of the last piece: stop, length or tool_calls."""
+    """End of the last piece: stop, length or tool_calls; None for the others."""
     stop_reason: int | str | None = None
 
     @property
     def text(self) -> str:
-        """Without calls."""
+        """Text of the piece without calls."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Calls of tools that are whole."""
+        """Tool calls that are whole."""
         return [part for part in self.parts if isinstance(part, ToolCall)]
 
 
 @dataclass
 class ChoiceReader:
-    """Reads the response number `choice` of a job."""
+    """Reader of response number `choice` of a job."""
 
     job: Job
     model: ServedModel
@@ -60,13 +60,13 @@ class ChoiceReader:
         )
         self._cutter = StopCutter(self.job.sampling[prompt].stop)
         self._parser = TOOL_PARSERS[self.job.tool_parser]() if self.job.tool_parser else None
-        self._first: list[str | ToolCall] = [self.job.echo[prompt]] if self.job.echo else []
+        self._first: list[str | ToolCall] = [*self.job.echo[prompt : prompt + 1]]
         if self._parser is not None and self.job.opening:
             self._first = self._parser.feed(self.job.opening)
 
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
-        """Return what is new in `output`: a part of the response, or all of it. A piece with a finish reason is
-        the last.
+        """Return what is new in `output`: a part of the response, or all of it. A piece with a finish reason
+        is the last.
 
         ApiError for a request that was refused, failed or was aborted, and for a response that had to be a
         call of a tool and is none.
@@ -74,8 +74,9 @@ class ChoiceReader:
         ended = output if isinstance(output, GenerationOutput) else None
         if ended is not None:
             _check_finished(ended)
-        start = 0 if isinstance(output, GenerationOutput) else output.start
-        seen = self.num_tokens - start  # of the tokens in `output`
+        seen = self.num_tokens  # of the tokens in `output`
+        if isinstance(output, PartialOutput):
+            seen -= output.start
         new = output.token_ids[seen:]
         log_probs = output.log_probs[seen:]
         top = output.top_log_probs and output.top_log_probs[seen:]
@@ -94,8 +95,8 @@ class ChoiceReader:
         )
 
     def _piece(self, piece: Piece) -> Piece:
-        """With its calls counted: what has to be a call is one, and where one is wanted, nothing comes after
-        it.
+        """Check and count the piece's calls: where a call has to come it is one, and where one call is wanted
+        nothing comes after it.
         """
         wanted = self.job.callable
         if wanted is not None and (piece.finish_reason or piece.calls):
@@ -104,11 +105,9 @@ class ChoiceReader:
             place = piece.parts.index(piece.calls[0])
             piece = replace(piece, parts=piece.parts[: place + 1], finish_reason="stop", stop_reason=None)
         self.num_calls += len(piece.calls)
-        return (
-            replace(piece, finish_reason="tool_calls")
-            if piece.finish_reason == "stop" and self.num_calls
-            else piece
-        )
+        if piece.finish_reason == "stop" and self.num_calls:
+            return replace(piece, finish_reason="tool_calls")
+        return piece
 
     def _check_calls(self, piece: Piece, wanted: frozenset[str]) -> None:
         other = next((call.name for call in piece.calls if call.name not in wanted), None)
@@ -120,26 +119,35 @@ class ChoiceReader:
             )
         if self.num_calls or piece.calls:
             return
-        cut = piece.finish_reason == "length"  # the caller's doing: the same again would end the same way
-        why = "max_tokens ended the call before it was whole: raise max_tokens" if cut else "ask again"
+        status = 500
+        advice = "ask again"
+        if piece.finish_reason == "length":  # the caller's doing: the same again would end the same way
+            status = 400
+            advice = "max_tokens ended the call before it was whole: raise max_tokens"
         raise ApiError(
-            400 if cut else 500,
-            f"tool_choice: the model began a call as it was told to, and made none of it ({why})",
+            status,
+            f"tool_choice: the model did not complete the call that it had to begin ({advice})",
             code="no_tool_call",
         )
 
     def _parts(self, text: str, done: bool) -> list[str | ToolCall]:
-        parts, self._first = self._first, []
+        parts = self._first
+        self._first = []
         if self._parser is not None:
             parts += self._parser.feed(text)
-            return parts + (self._parser.end() if done else [])
-        return [*parts, text] if text else parts
+            if done:
+                parts += self._parser.end()
+        elif text:
+            parts.append(text)
+        return parts
 
 
 def _check_finished(output: GenerationOutput) -> None:
     """Raise ApiError for a request that failed or was aborted; 400 where the engine refused it as it is."""
     if output.finish_reason not in STATUSES:
         return
-    status = 400 if output.refused else STATUSES[output.finish_reason]
+    status = STATUSES[output.finish_reason]
+    if output.refused:
+        status = 400
     message = output.error or "the request was aborted by the server"
     raise ApiError(status, message, code=output.finish_reason)

@@ -1,4 +1,4 @@
-"""The server as a process: where it listens, who may ask, how it ends."""
+"""The server as a process: its address, its token, and its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 2048
-"""Connections that may wait to be taken; from the moment the address is told, none is refused."""
+"""Connections that may wait to be accepted, also while the model is loaded."""
 CLOSE_S = 2.0
 """Seconds that an engine has to end its step when the server ends."""
 SHORTEST_TOKEN = 16
@@ -34,8 +34,8 @@ SHORTEST_TOKEN = 16
 
 
 def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tuple[str | None, bool]:
-    """The token, and whether it was made here; ConfigError for a server on a network that would be open or
-    easy to guess.
+    """Return the token, and whether it was made here; ConfigError for a server on a network whose token is
+    missing or easy to guess.
     """
     if given is not None and (not given or not given.isascii() or not given.isprintable() or " " in given):
         raise ConfigError(
@@ -48,7 +48,9 @@ def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tup
                 "--no-token and a token (--api-key or HYBRIDFLOW_SERVE_TOKEN) exclude each other: leave one "
                 "of them out"
             )
-        return (given, False) if given is not None or no_token else (secrets.token_urlsafe(24), True)
+        if given is not None or no_token:
+            return given, False
+        return secrets.token_urlsafe(24), True
     if given is None or len(given) < SHORTEST_TOKEN:
         raise ConfigError(
             f"--host {host} lets others on the network in, so it needs a token of at least {SHORTEST_TOKEN} "
@@ -59,8 +61,8 @@ def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tup
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections, answered once the server runs; ConfigError where the address is taken
-    or not this machine's.
+    """Return a socket that takes connections, which are answered once the server runs; ConfigError where the
+    address is taken or not this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -77,8 +79,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run_server(service: Service, bound: socket.socket, *, token: str | None, grace_s: int = 30) -> None:
-    """Serve until SIGINT or SIGTERM; then let nothing new in, give what runs `grace_s` seconds, and close the
-    engines.
+    """Serve until SIGINT or SIGTERM; then refuse new requests, give running ones `grace_s` seconds, and close
+    the engines. The process can end then, whatever a thread is doing.
     """
     _raise_file_limit()
     try:
@@ -116,7 +118,7 @@ def _end_process() -> None:
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that answers 503 to what comes after the signal to end."""
+    """Server that answers 503 to requests that come after the signal to end."""
 
     def __init__(self, service: Service, *, token: str | None, grace_s: int = 30) -> None:
         app = build_app(service, token=token)
@@ -134,7 +136,7 @@ class DrainingServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain; a second SIGINT ends at once."""
+        """Refuse new requests and end when running ones are answered; a second SIGINT ends at once."""
         self._service.draining = True
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
@@ -142,7 +144,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _raise_file_limit() -> None:
-    """Each connection is an open file: as many as the system allows."""
+    """Raise the limit of open files as far as the system allows: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:

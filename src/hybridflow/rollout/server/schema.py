@@ -1,5 +1,5 @@
-"""Bodies of requests. A field that is not listed is refused, one that is listed and cannot be served is
-refused where it is set.
+"""Bodies of requests. Fields that are not listed here are refused; a field that is listed and cannot be
+served is refused where it is set.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ MAX_CHOICES = 1024
 """Responses of one HTTP request, over all of its prompts."""
 MAX_ENTRIES = 1024
 """Entries of `stop_token_ids`, `logit_bias` and `tools`."""
-MAX_STOP_TEXTS, MAX_STOP_LENGTH = 32, 512
-"""Stop texts of a request, and the characters of each."""
+MAX_STOP_TEXTS = 32
+MAX_STOP_LENGTH = 512
+"""Characters of a stop text."""
 MAX_MESSAGES = 8192
 MAX_NUMBER = 2**31 - 1
 """Largest number of tokens or responses that is read; what the model can serve is far less."""
@@ -49,7 +50,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """How a stream is to be."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -59,7 +60,7 @@ class StreamOptions(_Strict):
 
 
 class SamplingBody(_Strict):
-    """What chat and completions have in common."""
+    """Fields that chat and completions have in common."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_NUMBER)
@@ -84,7 +85,7 @@ class SamplingBody(_Strict):
     prompt_cache_key: str | None = None
     """Requests of one key go to one replica."""
     user: str | None = None
-    """As `prompt_cache_key`, where that is not given."""
+    """Used as `prompt_cache_key` where that is not given."""
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     metadata: dict[str, Any] | None = None
@@ -105,7 +106,7 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: str | None = None
     add_special_tokens: bool = True
-    """The first token that the tokenizer wants, before text prompts."""
+    """Whether text prompts begin with the first token that the tokenizer wants."""
 
 
 class FunctionCall(_Strict):
@@ -181,4 +182,4 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """The last message is to be continued, not answered."""
+    """Whether the last message is continued instead of answered."""

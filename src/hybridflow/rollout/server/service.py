@@ -1,7 +1,7 @@
-"""What stands between HTTP and the client: who is let in, what each request generates, what is counted.
+"""The service between HTTP and the engines: it admits jobs, generates their responses, and counts.
 
-job ──admit (429, 503)──► one GenerationRequest for each response ──LLMClient──► outputs ──ChoiceReader──►
-pieces
+job ──admit (429, 503)──► a GenerationRequest for each response ──LLMClient──► outputs
+──ChoiceReader──► pieces
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from hybridflow.rollout.server.reading import ChoiceReader, Piece
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is taken on."""
+    """Limits of a server."""
 
     max_queue: int = 4096
-    """Responses in work at once, those that wait included; more are answered with 429."""
+    """Responses that run or wait at once; more are answered with 429."""
     max_body_bytes: int = 16 * 2**20
     """A larger body is answered with 413."""
     send_timeout_s: float = 60.0
-    """A stream whose client takes nothing for so long is ended, and its rows are free."""
+    """Seconds after which a stream is ended whose client reads nothing, so that its rows are free."""
     deadline_s: float | None = 600.0
-    """A request without an answer by then is aborted and answered with 504; None: it may take as long as it
-    takes.
-    """
+    """Seconds after which a request without an answer is aborted and answered with 504; None: no limit."""
 
 
 class Service:
-    """Serves jobs of one model; for one event loop."""
+    """Service of one model, for one event loop."""
 
     def __init__(self, client: LLMClient, model: ServedModel, limits: Limits) -> None:
-        self.client, self.model, self.limits = client, model, limits
+        self.client = client
+        self.model = model
+        self.limits = limits
         self.metrics = Metrics(model.name)
         self.readers = JobReaders(limits.max_queue)
         self.draining = False
-        """The server is ending: what runs goes on, nothing new is let in."""
+        """Whether the server is ending: running requests go on, and new ones are refused."""
         self.open_choices = 0
         self._ids = itertools.count()
 
     def check_open(self) -> None:
-        """ApiError 503 where nothing new can be served."""
+        """Raise ApiError 503 where nothing new can be served."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if (failure := self.client.failure) is not None:
@@ -63,13 +63,13 @@ class Service:
 
     @contextmanager
     def admit(self, job: Job) -> Iterator[None]:
-        """Room for the job's responses; ApiError 429 or 503 where there is none."""
+        """Count the job's responses as open; ApiError 429 or 503 where they cannot be served now."""
         self.check_open()
         wanted = len(job.prompts) * job.n
         if self.open_choices + wanted > self.limits.max_queue:
             raise ApiError(
                 429,
-                f"{self.open_choices} responses are in work or wait, and {wanted} more would be over the "
+                f"{self.open_choices} responses run or wait, and {wanted} more would be over the "
                 f"limit of {self.limits.max_queue} "
                 "(--max-queue): try again later",
                 code="queue_full",
@@ -81,7 +81,7 @@ class Service:
             self.open_choices -= wanted
 
     async def whole(self, job: Job) -> list[Piece]:
-        """All responses, each as one piece; ApiError where one fails, and then the others are aborted."""
+        """Return all responses, each as one piece; where one fails, abort the others and raise ApiError."""
         with self._counted(job):
             tasks = [
                 asyncio.ensure_future(self._one(job, choice, request))
@@ -93,8 +93,8 @@ class Service:
                 await _cancel(tasks)
 
     async def pieces(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """Pieces of all responses as they come; ApiError where one fails. Close it where it is left early:
-        that aborts them.
+        """Yield pieces of all responses as they come; ApiError where one fails. Close the generator where it
+        is left early: that aborts the responses.
         """
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         with self._counted(job):
@@ -115,7 +115,9 @@ class Service:
                 await _cancel(tasks)
 
     def _requests(self, job: Job) -> list[GenerationRequest]:
-        seed = secrets.randbits(63) if job.seed is None else job.seed
+        seed = job.seed
+        if seed is None:
+            seed = secrets.randbits(63)
         prompts = [tuple(prompt) for prompt in job.prompts]
         return [
             GenerationRequest(
@@ -137,7 +139,8 @@ class Service:
     async def _follow(
         self, job: Job, choice: int, request: GenerationRequest, arrived: asyncio.Queue[Piece | Exception]
     ) -> None:
-        started, reader = perf_counter(), ChoiceReader(job, self.model, choice)
+        started = perf_counter()
+        reader = ChoiceReader(job, self.model, choice)
         try:
             with _told():
                 outputs = self.client.stream(
@@ -145,7 +148,8 @@ class Service:
                 )
                 async with aclosing(outputs):
                     async for output in outputs:
-                        first, piece = reader.num_tokens == 0, reader.read(output)
+                        first = reader.num_tokens == 0
+                        piece = reader.read(output)
                         if first and piece.token_ids:
                             self.metrics.first_token.observe(perf_counter() - started)
                         self.metrics.generated_tokens += len(piece.token_ids)
@@ -169,13 +173,15 @@ class Service:
 
 
 def _sticky(job: Job, request: GenerationRequest) -> Hashable:
-    """Where nothing is said, responses to one prompt stay together: they share its prefill."""
+    """Return the key by which a replica is chosen: left out, responses to one prompt share a replica, and so
+    its prefill.
+    """
     return job.sticky or hash(request.prompt_token_ids)
 
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What the client raises, as an answer."""
+    """Turn errors of the client into answers."""
     try:
         yield
     except DeadlinePassed as error:
@@ -187,7 +193,7 @@ def _told() -> Iterator[None]:
 
 
 async def _cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[Piece]]) -> None:
-    """End those that run, and wait until their requests were aborted."""
+    """Cancel tasks and wait until their requests are aborted."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Tokens as text while they come: no character is split, no stop text is shown.
+"""Text of tokens as they come: no character is split, and no stop text is shown.
 
 token ids ──Detokenizer──► text ──StopCutter──► text up to the first stop text
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.tools.parsers.base import overlap
 
 BROKEN = "\ufffd"
-"""What a decoder writes for bytes that are no character (yet)."""
-MOST_PENDING, MOST_PENDING_OF_RUNS = 3, 64
-"""So many broken characters at the end may still become others. A character lacks at most three bytes; but
-byte tokens of SentencePiece are decoded as one run, all of them broken as long as the last character is.
+"""Character that a decoder writes for bytes that are no character (yet)."""
+MOST_PENDING = 3
+"""Broken characters at the end that may still become others: a character lacks at most three bytes."""
+MOST_PENDING_OF_RUNS = 64
+"""The same for byte tokens of SentencePiece: they are decoded as one run, all broken while the last one is.
 """
 CONTEXT = 6
 """Tokens before the response that are decoded with it: some tokenizers drop a space at the start of a text.
@@ -21,21 +23,21 @@ CONTEXT = 6
 
 
 class Detokenizer:
-    """The text of one response; what may still change when more tokens come is held back."""
+    """Decoder of one response; text that may still change when more tokens come is held back."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._most_pending = (
-            MOST_PENDING_OF_RUNS if "ByteFallback" in _decoder_of(tokenizer) else MOST_PENDING
-        )
+        self._most_pending = MOST_PENDING
+        if "ByteFallback" in _decoder_of(tokenizer):
+            self._most_pending = MOST_PENDING_OF_RUNS
         self._ids = list(prompt[-CONTEXT:])
         self._begin = 0
         self._given = len(self._decode(self._ids))  # characters of the window's text that were given out
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """The text that is certain with these tokens and was not before."""
+        """Add tokens and return the text that has become certain."""
         read = len(self._ids)
         self._ids += token_ids
         text = self._decode(self._ids[self._begin :])
@@ -46,13 +48,15 @@ class Detokenizer:
         if not pending and read > self._begin and new:  # the window begins anew, so that its text stays short
             before = self._decode(self._ids[read:])
             if text.endswith(before):
-                self._begin, self._given = read, len(before)
+                self._begin = read
+                self._given = len(before)
         return new
 
     def end(self) -> str:
-        """What was held back: bytes that became no character."""
+        """Return the text that was held back: bytes that became no character."""
         text = self._decode(self._ids[self._begin :])
-        new, self._given = text[self._given :], len(text)
+        new = text[self._given :]
+        self._given = len(text)
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -64,44 +68,42 @@ class Detokenizer:
 
 
 class StopCutter:
-    """Passes text on up to the first of the stop texts; holds back an end that may be the beginning of one."""
+    """Filter that passes text on up to the first stop text, and holds back an end that may be the beginning
+    of one.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None
-        """The stop text that came."""
+        """Stop text that was found, or None."""
 
     def add(self, text: str) -> str:
-        """What can be shown now; nothing after a stop text."""
+        """Add text and return what can be shown now: nothing after a stop text."""
         if self.found is not None:
             return ""
         self._held += text
         places = [(place, -len(stop), stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
             place, _, self.found = min(places)
-            shown, self._held = self._held[:place], ""
+            shown = self._held[:place]
+            self._held = ""
             return shown
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
+        certain = len(self._held) - keep
+        shown = self._held[:certain]
+        self._held = self._held[certain:]
         return shown
 
     def end(self) -> str:
-        """What was held back and became no stop text."""
-        held, self._held = self._held, ""
+        """Return the text that was held back and became no stop text."""
+        held = self._held
+        self._held = ""
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    return next(
-        (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
-    )
-
-
 class TokenNames:
-    """What single tokens are called in lists of log-probs: their text, and their bytes where the text is
-    none.
-    """
+    """Names of single tokens in lists of log-probs: their text, and their bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -109,13 +111,13 @@ class TokenNames:
         self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
 
     def text(self, token_id: int) -> str:
-        """Alone, with special tokens shown."""
+        """Return the text of one token alone, also of a special one."""
         return str(
             self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
     def bytes(self, token_id: int) -> list[int]:
-        """Of byte-level tokenizers the very bytes, also of a token that is part of a character."""
+        """Return the bytes of a token; with byte-level tokenizers also of one that is part of a character."""
         if self._byte_level and token_id not in self._added:
             written = str(self._tokenizer.convert_ids_to_tokens(token_id))
             if all(letter in BYTE_OF for letter in written):
@@ -127,22 +129,24 @@ class TokenNames:
 
 
 class NumberedNames(TokenNames):
-    """Tokens by their ids, in the form that vLLM has: texts of two tokens can be the same."""
+    """Names of tokens by their ids, as vLLM writes them: two tokens can have the same text."""
 
     def text(self, token_id: int) -> str:
-        """`token_id:NUMBER`."""
+        """Return `token_id:NUMBER`."""
         return f"token_id:{token_id}"
 
 
 def _decoder_of(tokenizer: Tokenizer) -> str:
-    """What the decoder is made of, as the tokenizers library prints it."""
+    """Return the parts of the decoder, as the tokenizers library prints them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return "" if backend is None else str(backend.decoder)
+    if backend is None:
+        return ""
+    return str(backend.decoder)
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level BPE (Radford et al. 2019) writes bytes with: printable ones are themselves,
-    the rest follow from 256.
+    """Return the letters that byte-level BPE (Radford et al. 2019) writes bytes with: printable bytes are
+    themselves, the rest follow from 256.
     """
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in plain]

@@ -1,4 +1,5 @@
-"""How families of models write a call of a tool; one format a file, one table from names to them."""
+"""Formats in which families of models write tool calls: one format a file, one table from names to parsers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ TOOL_PARSERS: dict[str, Callable[[], ToolParser]] = {
 
 
 def parser_of_template(template: str) -> str | None:
-    """The name of the format that a chat template teaches, by the tags in it; None where it has none of them."""
+    """Return the name of the format whose tags are in a chat template, or None."""
     if "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
     if "<tool_call>" in template:

@@ -1,4 +1,4 @@
-"""What a parser of tool calls takes and gives, and how text is held back that may become a tag."""
+"""Interface of the parsers of tool calls, and text that is held back because it may become a tag."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-
 NO_JSON = (ValueError, RecursionError)
 """What `json` raises for a text that is no JSON, or that is nested too deeply to be read."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that a model wrote."""
+    """Call that a model wrote."""
 
     name: str
     arguments: str
@@ -22,25 +21,25 @@ class ToolCall:
 
 
 class ToolParser(Protocol):
-    """Reads one response as it grows: text in, plain text and whole calls out, in their order. What is no
-    call stays text.
+    """Parser of one response as it grows: text in, plain text and whole calls out, in their order. Text that
+    is no call stays text.
     """
 
     def opening(self, name: str | None) -> str:
-        """What a call begins with (of this tool, where named): put behind the prompt, it makes the model
-        write one.
+        """Return the beginning of a call, of this tool where it is named. Put behind the prompt, it makes the
+        model write a call.
         """
         ...
 
     def feed(self, text: str) -> list[str | ToolCall]: ...
 
     def end(self) -> list[str | ToolCall]:
-        """What was held back, when nothing more comes."""
+        """Return what was held back, when no more text comes."""
         ...
 
 
 class TaggedParser(ABC):
-    """Calls between two tags."""
+    """Parser of calls between two tags."""
 
     start: str
     stop: str
@@ -50,10 +49,10 @@ class TaggedParser(ABC):
 
     @abstractmethod
     def read(self, body: str) -> list[ToolCall] | None:
-        """The calls that stand between the tags, None where there is none."""
+        """Return the calls between the tags, or None where there is none."""
 
     def feed(self, text: str) -> list[str | ToolCall]:
-        """Plain text at once, calls once their closing tag is there."""
+        """Return plain text at once, and calls when their closing tag has come."""
         self._held += text
         found: list[str | ToolCall] = []
         while True:
@@ -74,8 +73,9 @@ class TaggedParser(ABC):
         return [each for each in found if each]
 
     def end(self) -> list[str | ToolCall]:
-        """A call whose closing tag is missing, if it is whole, else the text as it stands."""
-        held, self._held = self._held, ""
+        """Return a call whose closing tag is missing, if it is whole, else the text as it stands."""
+        held = self._held
+        self._held = ""
         calls = self.read(held.removeprefix(self.start)) if held.startswith(self.start) else None
         if calls is not None:
             return list(calls)
@@ -83,8 +83,13 @@ class TaggedParser(ABC):
 
 
 def overlap(text: str, tag: str) -> int:
-    """So many characters at the end of `text` are the beginning of `tag`."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+    """Return how many characters at the end of `text` are the beginning of `tag`, without the whole of it."""
+    place = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+    while place >= 0:
+        if tag.startswith(text[place:]):
+            return len(text) - place
+        place = text.find(tag[0], place + 1)
+    return 0
 
 
 def call_of(value: Any, key: str) -> ToolCall | None:
@@ -98,7 +103,8 @@ def call_of(value: Any, key: str) -> ToolCall | None:
 
 
 def as_json(arguments: dict[str, Any]) -> str:
-    """Return arguments as JSON that can be sent: half a surrogate pair stays the escape that the model wrote."""
+    """Return arguments as JSON that can be sent: half a surrogate pair stays the escape that the model wrote.
+    """
     text = json.dumps(arguments, ensure_ascii=False)
     return text if _can_be_sent(text) else json.dumps(arguments)
 

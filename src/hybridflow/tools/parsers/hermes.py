@@ -10,16 +10,17 @@ from hybridflow.tools.parsers.base import NO_JSON, TaggedParser, ToolCall, call_
 
 
 class HermesParser(TaggedParser):
-    """JSON between tags."""
+    """Parser of JSON between tags."""
 
-    start, stop = "<tool_call>", "</tool_call>"
+    start = "<tool_call>"
+    stop = "</tool_call>"
 
     def opening(self, name: str | None) -> str:
-        """As far as the arguments, where a tool is named."""
+        """Return the beginning of a call, up to the arguments where a tool is named."""
         return f"{self.start}\n" + (f'{{"name": {json.dumps(name)}, "arguments": ' if name else "")
 
     def read(self, body: str) -> list[ToolCall] | None:
-        """The call of one pair of tags."""
+        """Return the call of one pair of tags."""
         try:
             call = call_of(json.loads(body), "arguments")
         except NO_JSON:

@@ -12,8 +12,8 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser:
-    """A response that begins like a call is held back until it ends; any other is plain text from its first
-    character.
+    """Parser that holds a response back until it ends if it begins like a call; any other response is plain
+    text from its first character.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class Llama3JsonParser:
         self._plain = False
 
     def opening(self, name: str | None) -> str:
-        """As far as the parameters, where a tool is named."""
+        """Return the beginning of a call, up to the parameters where a tool is named."""
         return '{"name": ' + (f'{json.dumps(name)}, "parameters": ' if name else '"')
 
     def feed(self, text: str) -> list[str | ToolCall]:
-        """Text at once where the response is none of calls, else nothing before `end`."""
+        """Return text at once where the response is no call, else nothing before `end`."""
         self._held += text
         begun = self._held.lstrip()
         self._plain = self._plain or (
@@ -33,15 +33,19 @@ class Llama3JsonParser:
         )
         if not self._plain:
             return []
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return [held] if held else []
 
     def end(self) -> list[str | ToolCall]:
-        """All calls, or the text as it stands where one of them is not whole."""
-        held, self._held = self._held, ""
+        """Return all calls, or the text as it stands where one of them is not whole."""
+        held = self._held
+        self._held = ""
         if not held:
             return []
-        rest, calls, decoder = held.strip().removeprefix(TAG).strip(), [], json.JSONDecoder()
+        rest = held.strip().removeprefix(TAG).strip()
+        calls = []
+        decoder = json.JSONDecoder()
         while rest:
             try:
                 value, size = decoder.raw_decode(rest)

@@ -13,22 +13,25 @@ PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re
 
 
 class Qwen3CoderParser(TaggedParser):
-    """Tags all the way down; a value that reads as JSON is what it reads as, any other is a string."""
+    """Parser of nested tags; a value that is JSON is taken as such, any other as a string."""
 
-    start, stop = "<tool_call>", "</tool_call>"
+    start = "<tool_call>"
+    stop = "</tool_call>"
 
     def opening(self, name: str | None) -> str:
-        """As far as the first parameter, where a tool is named."""
+        """Return the beginning of a call, up to the first parameter where a tool is named."""
         return f"{self.start}\n<function=" + (f"{name}>\n" if name else "")
 
     def read(self, body: str) -> list[ToolCall] | None:
-        """The calls of one pair of tags; None where anything else stands between them."""
-        calls, place = [], 0
+        """Return the calls of one pair of tags, or None where anything else stands between them."""
+        calls = []
+        place = 0
         while place < len(body.rstrip()):
             function = FUNCTION.match(body, place)
             if function is None:
                 return None
-            arguments, inside = {}, function[2]
+            arguments = {}
+            inside = function[2]
             while inside.strip():
                 parameter = PARAMETER.match(inside)
                 if parameter is None:

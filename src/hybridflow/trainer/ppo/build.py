@@ -88,8 +88,8 @@ def _build(
             "set it lower, or raise trainer.total_epochs"
         )
     with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
-        facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
         with progress.phase("starting the workers"):
+            facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
             roles = groups(start(workers_of(facts), partial(meshes, config, names)), names)
         controller = kl_controller(config.algorithm)
         exact = ExactState()

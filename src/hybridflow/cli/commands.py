@@ -1,4 +1,6 @@
-"""The bodies of the commands. Each imports what it needs when it runs, so that the command itself starts fast."""
+"""The bodies of the commands. Each imports what it needs when it runs, so that the command itself starts
+fast.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def sft(options: argparse.Namespace) -> int:
 
 
 def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
-    """Prepare the configurations of all runs, so that a mistake in the last one shows before the first one runs."""
+    """Prepare the configurations of all runs, so that a mistake in the last one shows before the first one
+    runs.
+    """
     from hybridflow.config.load import expand_sweeps, prepare_config
     from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
@@ -85,8 +89,8 @@ def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print the resolved configuration as YAML, with --explain what follows from it; with nothing given, every key
-    with its default.
+    """Print the resolved configuration as YAML, with --explain what follows from it; with nothing given,
+    every key with its default.
     """
     from hybridflow.config import PPOConfig, SFTConfig
     from hybridflow.config.load import prepare_config

@@ -8,8 +8,8 @@ from hybridflow.trainer.run_folder import RunFolder
 
 
 def check_before_torch(config: PPOConfig | SFTConfig) -> None:
-    """Raise ConfigError for a tracker that is not installed, a run folder that cannot be written, and a cluster
-    that does not answer or is too small.
+    """Raise ConfigError for a tracker that is not installed, a run folder that cannot be written, and a
+    cluster that does not answer or is too small.
     """
     check_trackers(config.trainer.logger)
     RunFolder(config.trainer.default_local_dir).check_writable()

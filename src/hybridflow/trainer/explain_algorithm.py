@@ -1,4 +1,5 @@
-"""The formulas of a run in the order of its step, each from its docstring, with the numbers of the configuration.
+"""The formulas of a run in the order of its step, each from its docstring, with the numbers of the
+configuration.
 
     key=value … ──look──► PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of
     the step

@@ -78,8 +78,8 @@ class Needs(NamedTuple):
 
 
 def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
-    """Estimate parameters, masters, gradients, moments, gathered weights and activations; offload moves nothing
-    where the run computes on a CPU.
+    """Estimate parameters, masters, gradients, moments, gathered weights and activations; offload moves
+    nothing where the run computes on a CPU.
     """
     fsdp = engine.fsdp
     sizes = engine.sizes
@@ -167,7 +167,9 @@ def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
 
 
 def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
-    """Return for a sharded model the bytes gathered in a pass, the bytes of their whole gradients, and how in words."""
+    """Return for a sharded model the bytes gathered in a pass, the bytes of their whole gradients, and how in
+    words.
+    """
     tensor = engine.sizes.tensor
     reduce = max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize)
     whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))
@@ -215,7 +217,8 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
 def generation_needs(
     size: ModelSize, *, tensor: int, rows: int, longest: int, own_weights: str, standing: bool
 ) -> Needs:
-    """Estimate the memory of a process that generates `rows` rows of `longest` tokens at once by the native engine.
+    """Estimate the memory of a process that generates `rows` rows of `longest` tokens at once by the native
+    engine.
 
     `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they
     are there all the time.

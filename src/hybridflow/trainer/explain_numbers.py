@@ -75,7 +75,9 @@ class Run:
         return f"{key}={shown(self[key])}: {self.keys[key].meaning}"
 
     def arguments(self, function: Callable[..., Any], options_key: str) -> list[Number]:
-        """Return the numbers that an estimator or a loss takes: by the table, by its own defaults, by the user's options."""
+        """Return the numbers that an estimator or a loss takes: by the table, by its own defaults, by the
+        user's options.
+        """
         named = inspect.signature(inspect.unwrap(function)).parameters
         options = self[options_key]
         found: list[Number] = []
@@ -105,8 +107,8 @@ class Run:
         more: tuple[Number, ...] = (),
         own: bool = False,
     ) -> Formula:
-        """Return the formula of an estimator or a loss; its notes are the paragraphs on optional arguments that this
-        run sets.
+        """Return the formula of an estimator or a loss; its notes are the paragraphs on optional arguments
+        that this run sets.
         """
         numbers = self.arguments(function, options_key)
         set_here = [

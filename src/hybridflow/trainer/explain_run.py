@@ -146,7 +146,7 @@ def _sft_engine(config: SFTConfig, world: int) -> Engine:
 
 
 def _processes(plan: Plan) -> Iterator[Line]:
-    """Say where each role is, and how its model is spread over the processes there."""
+    """Give the lines on where each role is and how its model is spread over the processes there."""
     trainer = plan.config.trainer
     where = plan.placement
     if trainer.controller == "local":
@@ -186,7 +186,7 @@ def _processes(plan: Plan) -> Iterator[Line]:
 
 
 def _rows(plan: Plan) -> Iterator[Line]:
-    """Say how many rows and micro-batches one process gets."""
+    """Give the lines on the rows and micro-batches that one process gets."""
     many = plan.num_processes > 1
     if many and isinstance(plan.config, PPOConfig):
         rows = _generated(plan.config)
@@ -231,7 +231,7 @@ def _generating(plan: Plan) -> int:
 
 
 def _memory(plan: Plan) -> Iterator[Line]:
-    """Say for each pool how much memory one of its processes needs."""
+    """Give the lines on how much memory a process of each pool needs."""
     models = {str(engine.model.path): engine.model for engine in plan.engines.values()}
     missing = [path for path in models if not Path(path).expanduser().is_dir()]
     if missing:
@@ -318,7 +318,7 @@ def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) 
 
 
 def _pool_lines(plan: Plan, pool: ResourcePool, needs: Mapping[str, Needs]) -> tuple[list[Line], int]:
-    """Return the lines of a process of a pool, its parts and its phases, and the bytes of the heaviest phase."""
+    """Return the lines on a process of a pool, and the bytes of its heaviest phase."""
     of = ""
     if plan.num_processes > 1:
         of += " of each process"

@@ -1,4 +1,5 @@
-"""The formula of a function: the equation of its docstring, the same with a run's numbers, its paper, its place.
+"""The formula of a function: the equation of its docstring, the same with a run's numbers, its paper, its
+place.
 
 function + numbers of the run ──formula_of──► Formula        a list of alternatives in a docstring
 ──alternative──► the one in force
@@ -67,8 +68,8 @@ class Formula:
     """Signature of a user's own function, without types."""
 
     def label(self, number: Number) -> str:
-        """Return the symbols of a number in the equation, then its name, as in `ε_low = clip_low`; for one without a
-        name the end of its key.
+        """Return the symbols of a number in the equation, then its name, as in `ε_low = clip_low`; for one
+        without a name the end of its key.
         """
         stands = {found[0] for found in SYMBOL.finditer(self.equation)}
         names = [symbol for symbol in number.symbols[:-1] if symbol in stands] + list(number.symbols[-1:])
@@ -84,8 +85,8 @@ def formula_of(
     notes: tuple[str, ...] = (),
     own: bool = False,
 ) -> Formula:
-    """Return the formula of a function; `equation` where another part of the docstring is in force, `own` for a
-    user's function.
+    """Return the formula of a function; `equation` where another part of the docstring is in force, `own` for
+    a user's function.
     """
     function = inspect.unwrap(function)
     numbers = tuple(numbers)
@@ -123,8 +124,8 @@ def paragraphs(documented: object) -> tuple[str, ...]:
 
 
 def alternative(documented: object, name: str) -> str:
-    """Return the entry of `name` in a docstring's list of alternatives, which is written as: `a`, `b`: this · `c`:
-    that; '' where there is none.
+    """Return the entry of `name` in a docstring's list of alternatives, which is written as: `a`, `b`: this ·
+    `c`: that; '' where there is none.
     """
     text = _one_line(inspect.getdoc(documented) or "")
     found = re.search(rf"`{re.escape(name)}`(?:, `[^`]+`)*:? (.*?)(?= · `|\.(?:\s|$))", text)
@@ -139,7 +140,7 @@ def sources(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def place(function: Callable[..., Any]) -> str:
-    """Return the file:line where the function is defined, relative to the current folder if it is below that."""
+    """Return the file:line of a function, relative to the current folder if it is below that."""
     function = inspect.unwrap(function)
     try:
         file = Path(inspect.getsourcefile(function) or "?").resolve()
@@ -152,8 +153,8 @@ def place(function: Callable[..., Any]) -> str:
 
 
 def in_force(equation: str, values: Mapping[str, Any]) -> str:
-    """Return the equation without what a switch leaves out: of `A = this on …, or that without `switch`` the part
-    that holds.
+    """Return the equation without what a switch leaves out: of `A = this on …, or that without `switch`` the
+    part that holds.
     """
 
     def choose(found: re.Match[str]) -> str:

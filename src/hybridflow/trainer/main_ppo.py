@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 def run(config: PPOConfig) -> dict[str, float]:
     """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics.
 
-    Raises Stopped after SIGINT or SIGTERM, with what is done saved where the configuration asks for checkpoints.
+    Raises Stopped after SIGINT or SIGTERM, with what is done saved where the configuration asks for
+    checkpoints.
     """
     check_installed(config.actor_rollout_ref.rollout)
     check_before_torch(config)

@@ -1,4 +1,5 @@
-"""Saving a run: the driver's part, and each engine's state, written by its ranks at once or while the run goes on.
+"""Saving a run: the driver's part, and each engine's state, written by its ranks at once or while the run
+goes on.
 
 save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
                                                  └──`async_save`──► before a later step: commit_done ─►

@@ -46,8 +46,8 @@ def check_trackers(names: str | Sequence[str]) -> None:
             continue
         if name in LIBRARIES and not _is_installed(LIBRARIES[name]):
             raise ConfigError(
-                f"trainer.logger lists {name!r}, and {LIBRARIES[name]} is not installed: {install_extra(name)}, or "
-                f"take {name!r} out of trainer.logger"
+                f"trainer.logger lists {name!r}, and {LIBRARIES[name]} is not installed: "
+                f"{install_extra(name)}, or take {name!r} out of trainer.logger"
             )
 
 

@@ -1,8 +1,8 @@
 """The run on the terminal: a line a step and a table at validation.
 
-On a pipe or in CI there is no colour. Lines are then at least two seconds apart, so that fast steps do not fill a
-log file; the first step, the last one and those with a validation always have theirs. What happens inside a step
-is shown by `observability.progress`, on the same console.
+On a pipe or in CI there is no colour. Lines are then at least two seconds apart, so that fast steps do not
+fill a log file; the first step, the last one and those with a validation always have theirs. What happens
+inside a step is shown by `observability.progress`, on the same console.
 """
 
 from __future__ import annotations

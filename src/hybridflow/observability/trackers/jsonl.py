@@ -57,8 +57,8 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of a `metrics.jsonl` by step, without a line torn by a crash; a step that stands twice is
-    joined.
+    """Return the metrics of a `metrics.jsonl` by step, without a line torn by a crash; a step that stands
+    twice is joined.
     """
     steps: dict[int, dict[str, float]] = {}
     if not path.exists():

@@ -160,7 +160,7 @@ def _state(
 
 
 def _steps_an_epoch(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:
-    """Return the steps for which an epoch's rows suffice. A step of dynamic sampling takes one or more generation
-    batches; here it takes as few as it can.
+    """Return the steps for which an epoch's rows suffice. A step of dynamic sampling takes one or more
+    generation batches; here it takes as few as it can.
     """
     return max(1, len(loader) // math.ceil(config.data.train_batch_size / loader.batch_size))

@@ -52,7 +52,8 @@ class PPOStep:
         leavable: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`exact`: whether rollout and actor are in exact mode, so that the rollout's log-probs are the
-        actor's. `leavable`: the context of passes that change no state, where a stopped run may leave the step.
+        actor's. `leavable`: the context of passes that change no state, where a stopped run may leave the
+        step.
         """
         self.leavable = leavable
         self.roles, self.config, self.kl_controller, self.timer = roles, config, kl_controller, timer

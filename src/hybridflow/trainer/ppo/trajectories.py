@@ -65,8 +65,8 @@ class Trajectories:
         self.with_demonstrations = "is_demonstration" in needs
 
     def for_training(self, prompts: Iterator[Sequence[PromptRow]], step: int) -> tuple[DataProto, Metrics]:
-        """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights of step `step - 1`,
-        and score them.
+        """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights of step
+        `step - 1`, and score them.
 
         Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out
         those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
@@ -118,8 +118,8 @@ class Trajectories:
     def for_validation(
         self, prompts: Sequence[PromptRow], step: int, first_row: int = 0
     ) -> tuple[DataProto, Metrics]:
-        """Sample `val_kwargs.n` responses to each prompt with the weights of step `step` and score them; rows are
-        numbered from `first_row`.
+        """Sample `val_kwargs.n` responses to each prompt with the weights of step `step` and score them; rows
+        are numbered from `first_row`.
 
         Scores are the reward's own: no overlong shaping, and a row whose reward failed stays with 0.
         """
@@ -150,8 +150,8 @@ class Trajectories:
     def _training_rows(
         self, prompts: Sequence[PromptRow], step: int, first_row: int
     ) -> tuple[DataProto, Metrics, int]:
-        """Sample and score one generation batch, with rows numbered from `first_row`; gives also the number of the
-        next one's first row.
+        """Sample and score one generation batch, with rows numbered from `first_row`; gives also the number
+        of the next one's first row.
         """
         rollout = self.config.actor_rollout_ref.rollout
         seed = self.config.trainer.seed
@@ -213,8 +213,8 @@ class Trajectories:
         version: int,
         timers: tuple[str, str],
     ) -> Scored:
-        """Return responses to `requests`, then the answers of the data to `demonstrations`, as scored rows in this
-        order.
+        """Return responses to `requests`, then the answers of the data to `demonstrations`, as scored rows in
+        this order.
         """
         with self.timer(timers[0]):
             outputs = self.rollout.generate(requests.requests, policy_version=version)
@@ -238,8 +238,8 @@ class Trajectories:
         return batch
 
     def _without(self, batch: DataProto, dropped: Tensor) -> DataProto:
-        """Leave out the rows whose reward failed, so that no statistic sees them, and put the rows of a group side by
-        side.
+        """Leave out the rows whose reward failed, so that no statistic sees them, and put the rows of a group
+        side by side.
 
         Where every row failed and no further generation batch follows, the rows stay and nothing is learned
         from them.

@@ -52,8 +52,8 @@ class RunFacts:
 def build(
     config: SFTConfig, *, patience: float = 0.0, signals: StopSignals | None = None
 ) -> Iterator[SFTTrainer]:
-    """Build everything a supervised run needs; processes, files and the run folder are released when the context
-    ends, also after an error.
+    """Build everything a supervised run needs; processes, files and the run folder are released when the
+    context ends, also after an error.
 
     `patience`: seconds to wait for devices that a lost node may bring back. `signals`: asks the run to stop;
     None: SIGINT and SIGTERM do what they do elsewhere.

@@ -168,9 +168,10 @@ def introduction(model: str, minutes: float) -> list[str]:
     return [
         "# The first minutes of a run, and its end by a signal",
         "",
-        f"Made by `python benchmarks/first_minutes.py MODEL --minutes {minutes:g}` with {Path(model).name} on "
-        f"{os.cpu_count()} cores at a load average of {os.getloadavg()[0]:.0f}. Where other work shared the "
-        "cores, a silence is an upper bound. Of texts that differ in a count only, the first and the last are kept.",
+        f"Made by `python benchmarks/first_minutes.py MODEL --minutes {minutes:g}` with {Path(model).name} "
+        f"on {os.cpu_count()} cores at a load average of {os.getloadavg()[0]:.0f}. Where other work shared "
+        "the cores, a silence is an upper bound. Of texts that differ in a count only, the first and the "
+        "last are kept.",
         "",
     ]
 

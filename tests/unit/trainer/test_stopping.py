@@ -150,7 +150,8 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
     with pytest.raises(Stopped) as caught:
         main_ppo.run(config)
     assert caught.value.message == (
-        "interrupted while loading the model of the actor; there is no checkpoint yet; the same command starts anew"
+        "interrupted while loading the model of the actor; there is no checkpoint yet; the same command "
+        "starts anew"
     )
     assert not (tmp_path / "run").exists(), "a run that has written nothing leaves no folder"
 

@@ -50,11 +50,11 @@ _NO_SCORES = {
 
 
 class SampleWriter:
-    """Writes the samples of each step into `folder`, one file a step; a step written again (after a resume)
+    """Writes the samples of each step into its own file in `folder`; a step written again after a resume
     replaces its file.
 
-    With `keep_to`, files of later steps are removed first: they are of a run that this one takes the place
-    of.
+    With `keep_to`, files of later steps are removed first, because they belong to a run that this one
+    replaces.
     """
 
     def __init__(self, folder: str | Path, *, keep_to: int | None = None) -> None:

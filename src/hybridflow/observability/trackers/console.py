@@ -96,7 +96,7 @@ class ConsoleTracker(Tracker):
         return due
 
     def _step_line(self, metrics: Mapping[str, float], step: int, left: float | None) -> Text:
-        """The line of a step; on a terminal without the fields for which it has no room."""
+        """Return the line of a step, on a terminal without the fields for which it has no room."""
         fields: list[tuple[_Field, float]] = []
         for field in _FIELDS:
             value = next((metrics[name] for name in field.names if name in metrics), None)
@@ -120,8 +120,8 @@ class ConsoleTracker(Tracker):
         return line
 
     def _time_left(self, metrics: Mapping[str, float], step: int) -> float | None:
-        """Steps left times the recent seconds a step (validation and saving included, as the clock sees
-        them); None after the last step.
+        """Return the steps left times the recent seconds of a step, validation and saving included; None
+        after the last.
         """
         now = self._clock()
         seconds = now - self._last_time

@@ -13,8 +13,9 @@ from hybridflow.observability.trackers.base import RunInfo, Tracker
 
 
 class JsonlTracker(Tracker):
-    """Holds each step once: what is logged for the newest step again joins its line, and after a resume later
-    steps are dropped.
+    """Writes each step once: what is logged again for the newest step joins its line, and after a resume the
+    lines of later steps are dropped.
+
 
     A fresh run in a used folder moves the old file to `metrics.previous.jsonl`.
     """

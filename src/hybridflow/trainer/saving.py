@@ -147,7 +147,7 @@ class RunSaves:
         return start if engine.contents.async_save else write
 
     def _or_drain(self, fill: Fill) -> Fill:
-        """Make sure that nobody writes into a folder that could not be filled, before the store removes it."""
+        """Make sure that nobody writes into a folder that could not be filled, before it is removed."""
 
         def filled(folder: Path) -> Mapping[str, FileDigest] | None:
             try:

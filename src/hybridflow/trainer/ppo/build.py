@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +58,10 @@ def build(
     folder = RunFolder(config.trainer.default_local_dir)
     roles = needed_roles(config)
     signals = signals or StopSignals()
-    with folder.held(), hosting(config.trainer, config.ray_kwargs, roles, patience=patience) as start:
+    with folder.held(), ExitStack() as stack:
+        with progress.phase("looking for devices"):
+            hosts = hosting(config.trainer, config.ray_kwargs, roles, patience=patience)
+            start = stack.enter_context(hosts)
         signals.install()  # Ray has set its own when it was connected
         yield from _build(config, folder, roles, start, signals)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,10 @@ def build(
     set_threads(config.trainer.num_threads)
     folder = RunFolder(config.trainer.default_local_dir)
     signals = signals or StopSignals()
-    with folder.held(), hosting(config.trainer, config.ray_kwargs, ROLES, patience=patience) as start:
+    with folder.held(), ExitStack() as stack:
+        with progress.phase("looking for devices"):
+            hosts = hosting(config.trainer, config.ray_kwargs, ROLES, patience=patience)
+            start = stack.enter_context(hosts)
         signals.install()  # Ray has set its own when it was connected
         yield from _build(config, folder, start, signals)
 

@@ -8,12 +8,6 @@ from hybridflow.trainer.run_folder import RunFolder
 
 
 def check_before_torch(config: PPOConfig | SFTConfig) -> None:
-    """Raise ConfigError for a tracker that is not installed, a run folder that cannot be written, and a
-    cluster that does not answer or is too small.
-    """
+    """Raise ConfigError for a tracker that is not installed and a run folder that cannot be written."""
     check_trackers(config.trainer.logger)
     RunFolder(config.trainer.default_local_dir).check_writable()
-    if config.trainer.controller == "ray":
-        from hybridflow.controller.ray.preflight import look_ahead
-
-        look_ahead(config.trainer, config.ray_kwargs)

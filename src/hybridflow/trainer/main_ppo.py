@@ -30,6 +30,10 @@ def run(config: PPOConfig) -> dict[str, float]:
     """
     check_installed(config.actor_rollout_ref.rollout)
     check_before_torch(config)
+    if config.trainer.controller == "ray":
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        look_ahead(config.trainer, config.ray_kwargs)
     metrics: dict[str, float] = {}
     with progress.shown(), stopping(config) as signals:
         with progress.phase("importing torch and transformers"):

@@ -34,6 +34,7 @@ for key, words in wanted.items():
 """
 
 
+@pytest.mark.timeout(600)
 def test_missing_trackers_and_folders_that_cannot_be_written_are_found_without_torch(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
     (tmp_path / "model").mkdir()
@@ -45,6 +46,7 @@ def test_missing_trackers_and_folders_that_cannot_be_written_are_found_without_t
     assert not (tmp_path / "run").exists(), "a look leaves no folder"
 
 
+@pytest.mark.timeout(600)
 def test_commands_that_only_look_need_no_model_library() -> None:
     code = (
         "import sys, hybridflow.trainer.explain_algorithm, hybridflow.cli.doctor\n"

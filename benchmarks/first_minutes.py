@@ -2,10 +2,10 @@
 
     python benchmarks/first_minutes.py MODEL [--minutes 5] [--out benchmarks/results/first_minutes.md]
 
-MODEL is a Hugging Face folder (SmolLM2-135M-Instruct in the committed result). The run's own words are written
-down with the second in which they came; a moving status line counts as new when its text without the clock and
-the spinner's sign is new, or when its clock has moved. Then the run is interrupted in each phase by SIGTERM or
-Ctrl-C and started again.
+MODEL is a Hugging Face folder (SmolLM2-135M-Instruct in the committed result). The run's own words are
+written down with the second in which they came; a moving status line counts as new when its text without the
+clock and the spinner's sign is new, or when its clock has moved. Then the run is interrupted in each phase by
+SIGTERM or Ctrl-C and started again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ WIDTH = 110
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[=>]")
 SPINNER = re.compile("^[⠀-⣿] ?")
 CLOCK = re.compile(r" · (\d+h )?(\d+m )?[\d.]+[smh]( · .* left)?$")
-SHORT = ("data.max_response_length=8", "actor_rollout_ref.rollout.n=2")
-"""For the runs that are interrupted."""
+SHORT = (
+    "data.max_response_length=8",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.exact=false",
+    "actor_rollout_ref.actor.use_kl_loss=false",
+)
+"""Keys of the runs that are interrupted: short steps, one model."""
 MOMENTS = (
     ("loading the model", "loading the model", signal.SIGTERM),
     ("generation", "generating", signal.SIGINT),
@@ -142,14 +147,16 @@ def texts(reader: int, start: float) -> Iterator[tuple[float, str]]:
                 yield now, text
 
 
+def _words(text: str) -> str:
+    """Return a text without its counts and times."""
+    return re.sub(r"\d+/\d+", "#", CLOCK.sub("", re.sub(r"^\d\d:\d\d:\d\d ", "", text)))
+
+
 def shown(recording: Recording) -> list[str]:
     """The recording as text, the count of a phase only where it begins and where it ends."""
     kept: list[tuple[float, str]] = []
     for now, text in recording.lines:
-        words = re.sub(r"\d+/\d+", "#", CLOCK.sub("", text))
-        if len(kept) > 1 and all(
-            re.sub(r"\d+/\d+", "#", CLOCK.sub("", each)) == words for _, each in kept[-2:]
-        ):
+        if len(kept) > 1 and all(_words(each) == _words(text) for _, each in kept[-2:]):
             kept[-1] = (now, text)
         else:
             kept.append((now, text))
@@ -161,9 +168,10 @@ def introduction(model: str, minutes: float) -> list[str]:
     return [
         "# The first minutes of a run, and its end by a signal",
         "",
-        f"Made by `python benchmarks/first_minutes.py MODEL --minutes {minutes:g}` with {Path(model).name}, on "
-        f"{os.cpu_count()} cores that other work shared (load average {os.getloadavg()[0]:.0f}): a silence is an "
-        "upper bound. Of texts that differ in a count only, the first and the last are kept.",
+        f"Made by `python benchmarks/first_minutes.py MODEL --minutes {minutes:g}` with {Path(model).name} "
+        f"on {os.cpu_count()} cores at a load average of {os.getloadavg()[0]:.0f}. Where other work shared "
+        "the cores, a silence is an upper bound. Of texts that differ in a count only, the first and the "
+        "last are kept.",
         "",
     ]
 
@@ -196,15 +204,15 @@ def interrupted(model: str, folder: Path) -> list[str]:
         run = folder / name.replace(" ", "_")
         found = watch(command(model, run, *SHORT), terminal=True, seconds=0.0, at=words, number=number)
         left = sorted(path.name for path in run.glob(".tmp_*"))
-        again = watch(command(model, run, *SHORT), terminal=False, seconds=0.0, at="generating")
-        resumed = [text for _, text in again.lines if "resumed after" in text]
+        again = watch(command(model, run, *SHORT), terminal=True, seconds=0.0, at="generating")
+        resumed = [text for _, text in again.lines if "resumed after" in text or "generating" in text]
         parts += [
             f"## {signal.Signals(number).name} during {name}",
             "",
             "```text",
             *shown(found)[-6:],
             f"exit status {found.status}; temporary folders left: {left or 'none'}",
-            f"started again: {resumed[0] if resumed else 'from the first step'}",
+            *(f"started again: {text[:WIDTH]}" for text in resumed[:2]),
             "```",
             "",
         ]

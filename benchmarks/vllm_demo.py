@@ -93,11 +93,11 @@ def trained(engine: str, model: Path, out: Path, seed: int, overrides: list[str]
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     return {
         "engine": engine,
-        "greedy_before": before[0].accuracy,
-        "greedy_after": after[0].accuracy,
-        "sampled_before": before[1].accuracy,
-        "sampled_after": after[1].accuracy,
-        "num_questions": len(before[0].samples),
+        "greedy_before": before.greedy,
+        "greedy_after": after.greedy,
+        "sampled_before": before.sampled.accuracy,
+        "sampled_after": after.sampled.accuracy,
+        "num_questions": len(before.sampled.samples),
         "seconds": seconds,
         "held_out": {line["step"]: line[HELD_OUT] for line in lines if HELD_OUT in line},
         "rewards": [line["critic/rewards/mean"] for line in lines if "critic/rewards/mean" in line],

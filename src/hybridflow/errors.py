@@ -60,7 +60,9 @@ class WorkerError(HybridFlowError):
 
 
 class WorkerLost(WorkerError):
-    """A worker's process or node is lost with all that it held; a new one can go on from the newest checkpoint."""
+    """A worker's process or node is lost with all that it held; a new one can go on from the newest
+    checkpoint.
+    """
 
 
 class Stopped(KeyboardInterrupt):
@@ -83,7 +85,9 @@ class Stopped(KeyboardInterrupt):
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an error in the worker process it comes from, as text; the `__cause__` of the driver's error."""
+    """The traceback of an error in the worker process it comes from, as text; the `__cause__` of the driver's
+    error.
+    """
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

@@ -18,8 +18,8 @@ DEEPER = 5
 
 
 def show_algorithm(config: PPOConfig) -> None:
-    """Print for each part of a step its equation, the same with this run's numbers, the keys that set them, the
-    paper and the place in the code.
+    """Print for each part of a step its equation, the same with this run's numbers, the keys that set them,
+    the paper and the place in the code.
     """
     console = Console()
     for number, section in enumerate(explain_algorithm(config), start=1):

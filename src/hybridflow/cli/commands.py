@@ -1,10 +1,11 @@
-"""The bodies of the commands. Each imports what it needs when it runs, so that the command itself starts fast."""
+"""The bodies of the commands. Each imports what it needs when it runs, so that the command itself starts
+fast.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +14,59 @@ def demo(options: argparse.Namespace) -> int:
     """Train the tiny model and show what changed."""
     from hybridflow.cli.demo_view import show_summary
     from hybridflow.observability.logging_setup import setup_logging
-    from hybridflow.trainer.demo.demo import DemoOptions, run_demo
+    from hybridflow.observability.progress import progress
 
     setup_logging()
-    wanted = DemoOptions(
-        Path(options.out),
-        algorithm=options.algo,
-        seed=options.seed,
-        reward=options.reward,
-        overrides=tuple(options.overrides),
-    )
-    show_summary(run_demo(wanted))
+    with progress.shown():
+        with progress.phase("importing torch and transformers"):
+            from hybridflow.trainer.demo.demo import DemoOptions, run_demo
+
+        wanted = DemoOptions(
+            Path(options.out),
+            algorithm=options.algo,
+            seed=options.seed,
+            reward=options.reward,
+            overrides=tuple(options.overrides),
+        )
+        summary = run_demo(wanted)
+    show_summary(summary)
     return 0
 
 
 def train(options: argparse.Namespace) -> int:
     """Train one run, or every combination of a sweep."""
-    from hybridflow.config import PPOConfig
-    from hybridflow.trainer.main_ppo import run
+    from hybridflow.observability.progress import progress
 
-    return _runs(options, PPOConfig, run)
+    with progress.shown():
+        with progress.phase("reading the configuration"):
+            from hybridflow.config import PPOConfig
+            from hybridflow.trainer.main_ppo import run
+
+            configs = _prepared(options, PPOConfig)
+        for each in configs:
+            run(each)
+    return 0
 
 
 def sft(options: argparse.Namespace) -> int:
     """Fine-tune one supervised run, or every combination of a sweep."""
-    from hybridflow.config import SFTConfig
-    from hybridflow.trainer.main_sft import run
+    from hybridflow.observability.progress import progress
 
-    return _runs(options, SFTConfig, run)
+    with progress.shown():
+        with progress.phase("reading the configuration"):
+            from hybridflow.config import SFTConfig
+            from hybridflow.trainer.main_sft import run
+
+            configs = _prepared(options, SFTConfig)
+        for each in configs:
+            run(each)
+    return 0
 
 
-def _runs(options: argparse.Namespace, root: type[Any], run: Callable[[Any], object]) -> int:
-    """Prepare all runs first, so that a mistake in the last one shows now; then run one after another."""
+def _prepared(options: argparse.Namespace, root: type[Any]) -> list[Any]:
+    """Prepare the configurations of all runs, so that a mistake in the last one shows before the first one
+    runs.
+    """
     from hybridflow.config.load import expand_sweeps, prepare_config
     from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
@@ -63,13 +85,12 @@ def _runs(options: argparse.Namespace, root: type[Any], run: Callable[[Any], obj
         )
     for each in prepared:
         _show_notes(each.notes)
-        run(each.config)
-    return 0
+    return [each.config for each in prepared]
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print the resolved configuration as YAML, with --explain what follows from it; with nothing given, every key
-    with its default.
+    """Print the resolved configuration as YAML, with --explain what follows from it; with nothing given,
+    every key with its default.
     """
     from hybridflow.config import PPOConfig, SFTConfig
     from hybridflow.config.load import prepare_config

@@ -1,4 +1,6 @@
-"""`hybridflow doctor`: versions, devices, engines and optional parts of this machine, and what a run can ask for."""
+"""`hybridflow doctor`: versions, devices, engines and optional parts of this machine, and what a run can ask
+for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part: the module that shows that it is installed, its package, and our extra that installs it."""
+    """An optional part: the module that shows that it is installed, its package, and our extra that installs
+    it.
+    """
 
     name: str
     module: str
@@ -101,8 +105,8 @@ def _machine() -> Table:
 
 
 def _varlen() -> str:
-    """Return which attention over rows of any length torch has; its source is read, because importing it takes
-    seconds.
+    """Return which attention over rows of any length torch has; its source is read, because importing it
+    takes seconds.
     """
     spec = importlib.util.find_spec("torch.nn.attention.varlen")
     if spec is None or spec.origin is None:

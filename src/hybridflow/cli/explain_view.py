@@ -13,8 +13,8 @@ from hybridflow.trainer.explain_run import explain_run
 
 
 def show_explanation(config: PPOConfig | SFTConfig) -> None:
-    """Print the sizes of a step, the steps of the run, its processes, and, where the models' folders are on this
-    machine, the memory that they need.
+    """Print the sizes of a step, the steps of the run, its processes, and, where the models' folders are on
+    this machine, the memory that they need.
     """
     rows = training_rows(config)
     batch = config.data.train_batch_size
@@ -37,7 +37,9 @@ def show_explanation(config: PPOConfig | SFTConfig) -> None:
 
 
 def training_rows(config: PPOConfig | SFTConfig) -> int | None:
-    """Return the number of training rows before any is left out, or None where counting needs to fetch or make them."""
+    """Return the number of training rows before any is left out, or None where counting needs to fetch or
+    make them.
+    """
     own_class = isinstance(config, PPOConfig) and config.data.custom_cls.path
     if config.data.task.name or own_class or not config.data.train_files:
         return None

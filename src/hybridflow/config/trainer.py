@@ -56,7 +56,8 @@ class TrainerConfig:
     val_only: bool = key(False, "validate and stop")
     test_freq: int = key(
         -1,
-        "validate every so many steps and at the end; -1: only at the end if there is validation data",
+        "validate every so many steps and at the end; -1: only at the end, and not at all with "
+        "val_before_train=false",
         minimum=-1,
     )
     save_freq: int = key(-1, "save a checkpoint every so many steps and at the end; -1: never", minimum=-1)

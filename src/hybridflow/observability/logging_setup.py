@@ -1,4 +1,4 @@
-"""Where log lines go: one handler on the root logger, our own at the chosen level, third parties from
+"""Logging of a command: one handler on the root logger, our own lines at the chosen level, others from
 warnings on.
 
 logging.getLogger(anything) ──► rich handler (terminal, does not break a live progress bar) or plain lines on
@@ -30,11 +30,10 @@ _NOISY = (
 )
 
 FILE_WIDTH = 120
-"""Columns where nobody's terminal sets them; at rich's own 80 the names of metrics break in the middle."""
+"""Columns of output that is no terminal; at rich's own 80 the names of metrics would break in the middle."""
 
 console = Console()
-"""The terminal of a run: log lines, step lines and the progress bar share it, so that they do not overwrite
-each other.
+"""The console of a run; log lines, step lines and the status line share it, so that none overwrites another.
 """
 if not console.is_terminal:
     console.width = max(console.width, FILE_WIDTH)
@@ -62,9 +61,7 @@ def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
 
 
 def quieten_third_parties() -> None:
-    """Let libraries that chat on import or on loading a model speak only of errors; their own environment
-    variables win where set.
-    """
+    """Let talkative libraries report only errors; their own environment variables win where they are set."""
     # transformers gives its own logger a handler and a level when it is first imported, so the variables must
     # stand before that
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,4 +1,6 @@
-"""The machine that a run computes on: results repeat on the same kind of CPU with the same threads and versions."""
+"""The machine that a run computes on: results repeat on the same kind of CPU with the same threads and
+versions.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_model(info: Path = CPU_INFO) -> str:
-    """Return the processor's name as its maker writes it, or the architecture where the system does not say."""
+    """Return the processor's name as its maker writes it, or the architecture where none is told."""
     try:
         for line in info.read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -22,7 +24,7 @@ def cpu_model(info: Path = CPU_INFO) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the processor, torch's threads and vector instructions, and the versions that results depend on."""
+    """Return what results depend on: processor, threads and vector instructions of torch, versions."""
     import torch
 
     return {

@@ -54,7 +54,7 @@ class Metrics:
         self._metrics: dict[str, Metric] = {}
 
     def add_mean(self, name: str, numerator: Scalar, denominator: Scalar = 1.0) -> None:
-        """Add `numerator` over `denominator` counted items; what comes out is Σ numerators / Σ denominators."""
+        """Add `numerator` over `denominator` counted items; the result is Σ numerators / Σ denominators."""
         self._add(name, Metric("mean", _scalar(numerator), _scalar(denominator)))
 
     def add_sum(self, name: str, value: Scalar) -> None:
@@ -70,7 +70,7 @@ class Metrics:
         self._add(name, Metric("min", _scalar(value)))
 
     def add_last(self, name: str, value: Scalar) -> None:
-        """Keep the newest, for what is a setting and not a measurement (learning rate, coefficient, epoch)."""
+        """Keep the newest value of a setting, such as the learning rate, a coefficient or the epoch."""
         self._add(name, Metric("last", _scalar(value)))
 
     def update(self, other: Metrics | Mapping[str, Scalar]) -> None:
@@ -163,7 +163,7 @@ def _extreme(kind: Kind, first: Scalar, second: Scalar) -> Scalar:
     if _is_tensor(first) or _is_tensor(second):
         import torch
 
-        device = first.device if _is_tensor(first) else second.device
+        device = next(value.device for value in (first, second) if _is_tensor(value))
         pick = torch.maximum if kind == "max" else torch.minimum  # both let a NaN through
         return pick(
             *(torch.as_tensor(value, dtype=torch.float64, device=device) for value in (first, second))
@@ -174,16 +174,19 @@ def _extreme(kind: Kind, first: Scalar, second: Scalar) -> Scalar:
 
 
 def _read(values: list[Scalar]) -> list[float]:
-    """The values as floats; the tensors of a device come over in one copy."""
-    by_device: dict[object, list[int]] = {}
+    """Return the values as floats; the tensors of a device come over in one copy."""
+    by_device: dict[object, dict[int, Tensor]] = {}
+    floats: list[float] = []
     for index, value in enumerate(values):
         if _is_tensor(value):
-            by_device.setdefault(value.device, []).append(index)
-    floats = [math.nan if _is_tensor(value) else float(value) for value in values]
+            by_device.setdefault(value.device, {})[index] = value
+            floats.append(math.nan)
+        else:
+            floats.append(float(value))
     if by_device:
         import torch
 
-        for indices in by_device.values():
-            for index, number in zip(indices, torch.stack([values[i] for i in indices]).tolist()):
+        for tensors in by_device.values():
+            for index, number in zip(tensors, torch.stack(list(tensors.values())).tolist()):
                 floats[index] = number
     return floats

@@ -141,7 +141,9 @@ class Progress:
             self.step = None
 
     def describe(self) -> str:
-        """Return what is being done in one line: step, phases from the outer to the inner, time of the innermost."""
+        """Return what is being done in one line: step, phases from the outer to the inner, time of the
+        innermost.
+        """
         with self._lock:
             phases = list(self._phases)
         parts = [str(phase) for phase in phases]

@@ -3,8 +3,8 @@
     {run}/metrics.jsonl, samples/*.jsonl, validation/*.jsonl, summary.json, config.yaml ──write_report──►
     report.html
 
-What is missing is left out, with a note on the page. The page's own source stands beside this file (report.html,
-report.css and three scripts); the data is embedded as JSON.
+What is missing is left out, with a note on the page. The page's own source stands beside this file
+(report.html, report.css and three scripts); the data is embedded as JSON.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def embed_json(data: Any) -> str:
-    """Return JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or open a
-    comment.
+    """Return JSON that may stand inside a <script> element: no `<`, `>` or `&` is left that could end it or
+    open a comment.
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
@@ -134,7 +134,7 @@ def _thinned(metrics: Mapping[int, Mapping[str, float]], notes: list[str]) -> li
 
 
 def _number(value: Any) -> float | str | None:
-    """Return a number with six digits, the name of one that is not finite, or None where there is no number."""
+    """Return a number with six digits, the name of one that is not finite, or None for what is none."""
     if not isinstance(value, (int, float)):
         return None
     if not math.isfinite(value):

@@ -4,8 +4,8 @@
 
 A row holds step, prompt, response, score, ground_truth, extra_info, finish_reason, data_source, the further
 scores that the reward returned, and last uid and row_id. With `token_level` it also holds `tokens`, a dict of
-equally long lists over the response's tokens: text, rollout_log_probs, old_log_probs, advantages, response_mask,
-loss_mask (those that the batch has).
+equally long lists over the response's tokens: text, rollout_log_probs, old_log_probs, advantages,
+response_mask, loss_mask (those that the batch has).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _NO_SCORES = {
 
 
 class SampleWriter:
-    """Writes the samples of each step into `folder`, one file a step; a step written again (after a resume)
+    """Writes the samples of each step into its own file in `folder`; a step written again after a resume
     replaces its file.
 
-    With `keep_to`, files of later steps are removed first: they are of a run that this one takes the place
-    of.
+    With `keep_to`, files of later steps are removed first, because they belong to a run that this one
+    replaces.
     """
 
     def __init__(self, folder: str | Path, *, keep_to: int | None = None) -> None:
@@ -123,8 +123,8 @@ def sample_rows(
 
 
 def _non_tensors(batch: DataProto, index: int) -> dict[str, Any]:
-    """Return what the data says of a row, why its response ended, and every further number: the scores that the
-    reward returned by name.
+    """Return what the data says of a row, why its response ended, and every further number: the scores that
+    the reward returned by name.
     """
     columns = batch.non_tensor_batch
     row = _truth(columns, index)
@@ -184,7 +184,9 @@ def _short(value: bool | float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold: arrays and tensors as lists, their scalars as numbers, anything else as text."""
+    """Return what JSON can hold: arrays and tensors as lists, their scalars as numbers, anything else as
+    text.
+    """
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, numbers.Real):

@@ -1,1 +1,1 @@
-"""The loops: PPO and its kin, supervised fine-tuning, the demo."""
+"""The training loops: the PPO family, supervised fine-tuning, and the demo."""

@@ -12,15 +12,11 @@ from hybridflow.trainer.run_folder import RunFolder
 def check_before_torch(config: PPOConfig | SFTConfig) -> None:
     """Raise an error of the user's for what can be seen now and would stop the run later.
 
-    That is data or a reward that do not fit each other, a tracker that is not installed, a run folder that cannot
-    be written, and a cluster that does not answer or is too small.
+    That is data and a reward that do not fit each other, a tracker that is not installed, and a run folder that
+    cannot be written.
     """
     splits = check_data(config)
     if isinstance(config, PPOConfig):
         check_reward(config, splits)
     check_trackers(config.trainer.logger)
     RunFolder(config.trainer.default_local_dir).check_writable()
-    if config.trainer.controller == "ray":
-        from hybridflow.controller.ray.preflight import look_ahead
-
-        look_ahead(config.trainer, config.ray_kwargs)

@@ -20,8 +20,8 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
-    """Return the command with its errors as exit status: 1 after one message for what the user can mend, 130 or
-    143 after SIGINT or SIGTERM.
+    """Return the command with its errors as exit status: 1 after one message for what the user can mend, 130
+    or 143 after SIGINT or SIGTERM.
     """
 
     @functools.wraps(main)

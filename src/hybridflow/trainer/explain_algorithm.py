@@ -1,5 +1,5 @@
-"""What a run computes, in the order of its step: each formula in force, from its docstring, with the numbers
-of the configuration.
+"""The formulas of a run in the order of its step, each from its docstring, with the numbers of the
+configuration.
 
     key=value … ──look──► PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of
     the step
@@ -42,7 +42,7 @@ from hybridflow.trainer.ppo.overlong import filter_overlong, overlong_penalty
 from hybridflow.workers.bridge import apply_kl_penalty, find_estimator, find_policy_loss
 
 PAIR_LOSSES: dict[str, Callable[..., Any]] = {"sigmoid": dpo, "ipo": ipo}
-"""What `dpo_loss` names."""
+"""Losses of a pair by their name in `dpo_loss`."""
 
 
 __all__ = ["PARAMETERS", "Section", "explain_algorithm", "look"]
@@ -58,8 +58,7 @@ class Section:
 
 
 def look(overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loaded[PPOConfig]:
-    """The configuration with derived values, checked in all but what a look does not need: models, data,
-    folders.
+    """Load a configuration with derived values and check everything but what needs models, data or folders.
 
     Raises ConfigError as `prepare_config` does.
     """
@@ -85,7 +84,7 @@ def look(overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loa
 
 
 def explain_algorithm(config: PPOConfig) -> list[Section]:
-    """The parts of a step of this run, in its order; `config` as `look` or `prepare_config` gives it.
+    """Return the parts of a step of this run, in their order; `config` comes from `look` or `prepare_config`.
 
     Raises ConfigError where a user's own estimator or loss cannot be loaded.
     """
@@ -106,19 +105,12 @@ def explain_algorithm(config: PPOConfig) -> list[Section]:
 
 
 def _rewards(run: Run) -> Section:
-    own, terms = run["reward.custom_reward_function.path"], run["reward.terms"]
     lines = [
-        f"scores s by {own}:{run['reward.custom_reward_function.name']}"
-        if own
-        else f"scores s by reward.function={run['reward.function']}"
+        f"scores s by {_scorer(run)}",
+        "token rewards r_t: the score on the last sampled token, 0 before it",
     ]
-    if terms and not own:
-        lines = [
-            "scores s by reward.terms: "
-            + " + ".join(f"{term.get('weight', 1)}·{term.get('name')}" for term in terms)
-        ]
-    lines.append("token rewards r_t: the score on the last sampled token, 0 before it")
-    formulas, buffer = [], "reward.reward_kwargs.overlong_buffer_cfg"
+    formulas = []
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
     if run[f"{buffer}.enable"]:
         numbers = (
             run.number(("max_len",), "reward.reward_kwargs.max_resp_len", "data.max_response_length"),
@@ -135,14 +127,23 @@ def _rewards(run: Run) -> Section:
     else:
         lines.append("no KL in the reward (algorithm.use_kl_in_reward=false)")
     if run[f"{PRM}.enable"]:
-        beta, granularity = (
-            run.number(("β", "beta"), f"{PRM}.beta"),
-            run.number(("granularity",), f"{PRM}.granularity"),
-        )
+        beta = run.number(("β", "beta"), f"{PRM}.beta")
+        granularity = run.number(("granularity",), f"{PRM}.granularity")
         formulas.append(formula_of(implicit_rewards, [beta, granularity], name="process rewards"))
         formulas.append(formula_of(process_reward_loss, [beta], name="loss of the process reward model"))
         lines.append(f"the process reward model: {run.says(f'{PRM}.update')}")
     return Section("rewards", tuple(lines), tuple(formulas))
+
+
+def _scorer(run: Run) -> str:
+    """Return what scores the responses of this run."""
+    own = run["reward.custom_reward_function.path"]
+    terms = run["reward.terms"]
+    if own:
+        return f"{own}:{run['reward.custom_reward_function.name']}"
+    if terms:
+        return "reward.terms: " + " + ".join(f"{term.get('weight', 1)}·{term.get('name')}" for term in terms)
+    return f"reward.function={run['reward.function']}"
 
 
 def _kl_in_reward(run: Run) -> list[Formula]:
@@ -180,7 +181,9 @@ def _kl_in_reward(run: Run) -> list[Formula]:
 
 def _kl_estimator(run: Run, key: str) -> Formula:
     kind = run[key]
-    notes = ("its gradient is that of k2: ½(x − y)²",) if kind.endswith("+") else ()
+    notes: tuple[str, ...] = ()
+    if kind.endswith("+"):
+        notes = ("its gradient is that of k2: ½(x − y)²",)
     text = f"kl = {alternative(kl_estimate, kind.removesuffix('+'))}, x = logπ, y = logπ_ref"
     return formula_of(
         kl_estimate, [run.number((), key)], name=f"KL estimator {kind}", equation=text, notes=notes
@@ -188,7 +191,9 @@ def _kl_estimator(run: Run, key: str) -> Formula:
 
 
 def _groups(run: Run) -> Section:
-    lines, formulas, path = [], [], "algorithm.filter_groups"
+    lines = []
+    formulas = []
+    path = "algorithm.filter_groups"
     if run[f"{path}.enable"]:
         numbers = (
             run.number(("metric",), f"{path}.metric"),
@@ -214,7 +219,9 @@ def _groups(run: Run) -> Section:
 
 
 def _correction(run: Run) -> Section:
-    path, lines, formulas = "algorithm.rollout_correction", [], []
+    path = "algorithm.rollout_correction"
+    lines = []
+    formulas = []
     if run[f"{path}.bypass_mode"]:
         lines.append(f"logπ_old is what the rollout engine reported: {run.says(f'{path}.bypass_mode')}")
         lines.append(run.says(f"{path}.loss_type"))
@@ -231,10 +238,8 @@ def _correction(run: Run) -> Section:
         )
         formulas.append(formula_of(rollout_weights, numbers, name="importance weights", notes=bounds[:1]))
     if run[f"{path}.rollout_rs"]:
-        options, thresholds = (
-            run.number(("options",), f"{path}.rollout_rs"),
-            run.number(("thresholds",), f"{path}.rollout_rs_threshold"),
-        )
+        options = run.number(("options",), f"{path}.rollout_rs")
+        thresholds = run.number(("thresholds",), f"{path}.rollout_rs_threshold")
         rules = parse_rejection(options.value, thresholds.value)
         kept = tuple(
             f"kept: {each.low:.4g} ≤ {each.over} {each.statistic} ≤ {each.high:.4g}".replace("-inf ≤ ", "")
@@ -252,19 +257,19 @@ def _correction(run: Run) -> Section:
 def _advantage(run: Run) -> Section:
     name = run["algorithm.adv_estimator"]
     function = find_estimator(run.config.algorithm).function
-    more = (
-        [run.number(("n",), f"{ROLLOUT}.n")]
-        if "group_ids" in inspect.signature(inspect.unwrap(function)).parameters
-        else []
-    )
+    more = []
+    if "group_ids" in inspect.signature(inspect.unwrap(function)).parameters:
+        more.append(run.number(("n",), f"{ROLLOUT}.n"))
     if name == "gdpo":
         more.append(run.number((), "algorithm.gdpo_reward_keys"))
     formula = run.formula(
         function, "algorithm.options", more=tuple(more), own=name not in ADVANTAGE_ESTIMATORS
     )
-    teacher = run["distillation.teacher_model.path"] or "not set yet"
-    lines = (f"the teacher: distillation.teacher_model.path={teacher}",) if needs_teacher(run.config) else ()
-    return Section(f"the advantage: algorithm.adv_estimator={name}", lines, (formula,))
+    lines = []
+    if needs_teacher(run.config):
+        teacher = run["distillation.teacher_model.path"] or "not set yet"
+        lines.append(f"the teacher: distillation.teacher_model.path={teacher}")
+    return Section(f"the advantage: algorithm.adv_estimator={name}", tuple(lines), (formula,))
 
 
 def _resampling(run: Run) -> Section | None:
@@ -280,7 +285,8 @@ def _resampling(run: Run) -> Section | None:
 
 def _policy(run: Run) -> Section:
     name = run[f"{ACTOR}.policy_loss.loss_mode"]
-    loss, options = find_policy_loss(run.config.actor_rollout_ref.actor), f"{ACTOR}.policy_loss.options"
+    loss = find_policy_loss(run.config.actor_rollout_ref.actor)
+    options = f"{ACTOR}.policy_loss.options"
     formulas = [run.formula(loss.function, options, own=name not in POLICY_LOSSES)]
     if loss.select is not None:
         formulas.append(run.formula(loss.select, options))
@@ -288,12 +294,16 @@ def _policy(run: Run) -> Section:
         beta = run.number(("β", "beta"), f"{ACTOR}.policy_loss.dpo_beta")
         smoothing = run.number(("ε", "label_smoothing"), f"{ACTOR}.policy_loss.dpo_label_smoothing")
         kind = run[f"{ACTOR}.policy_loss.dpo_loss"]
-        numbers = [beta, smoothing] if kind == "sigmoid" else [beta]
+        numbers = [beta]
+        if kind == "sigmoid":
+            numbers.append(smoothing)
         formulas.append(
             formula_of(PAIR_LOSSES[kind], numbers, name=f"of a pair, in force by dpo_loss={kind}")
         )
-    lines = ("the rows of a prompt stay together in a micro-batch",) if loss.keeps_groups else ()
-    return Section(f"the policy loss: {ACTOR}.policy_loss.loss_mode={name}", lines, tuple(formulas))
+    lines = []
+    if loss.keeps_groups:
+        lines.append("the rows of a prompt stay together in a micro-batch")
+    return Section(f"the policy loss: {ACTOR}.policy_loss.loss_mode={name}", tuple(lines), tuple(formulas))
 
 
 def _aggregation(run: Run) -> Section:
@@ -306,9 +316,12 @@ def _aggregation(run: Run) -> Section:
 
 
 def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
-    mini, n, longest = run[mini_key], run[f"{ROLLOUT}.n"], run["data.max_response_length"]
+    mini = run[mini_key]
+    n = run[f"{ROLLOUT}.n"]
+    longest = run["data.max_response_length"]
     n += run["algorithm.adv_estimator"] == "spin"  # the data's own answer is learned from, too
-    equation, numbers = alternative(aggregate, mode), []
+    equation = alternative(aggregate, mode)
+    numbers = []
     if "num_tokens" in equation:
         most = f"at most {mini * n * longest:,} = {mini} prompts × {n} responses × {longest} tokens"
         numbers.append(
@@ -334,7 +347,8 @@ def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
 
 
 def _further(run: Run) -> Section:
-    lines, formulas = [], []
+    lines = []
+    formulas = []
     if run[f"{ACTOR}.entropy_coeff"]:
         lines.append(
             f"− {shown(run[f'{ACTOR}.entropy_coeff'])} · entropy of the policy, aggregated alike "
@@ -359,9 +373,10 @@ def _value(run: Run) -> Section | None:
         return None
     clip = run.number(("clip_range",), "critic.cliprange_value")
     aggregation = _aggregate(run, run["critic.loss_agg_mode"], "critic.ppo_mini_batch_size")
-    warm_up = run["trainer.critic_warmup"]
-    lines = (run.says("trainer.critic_warmup"),) if warm_up else ()
-    return Section("the value loss", lines, (formula_of(value_loss, [clip]), aggregation))
+    lines = []
+    if run["trainer.critic_warmup"]:
+        lines.append(run.says("trainer.critic_warmup"))
+    return Section("the value loss", tuple(lines), (formula_of(value_loss, [clip]), aggregation))
 
 
 def _steps(run: Run) -> Section:
@@ -375,5 +390,5 @@ def _steps(run: Run) -> Section:
 
 
 def _equation(documented: object, paragraph: int) -> str:
-    """One paragraph of a docstring up to where it turns to the arguments."""
+    """Return one paragraph of a docstring up to where it turns to the arguments."""
     return paragraphs(documented)[paragraph].partition("; `")[0]

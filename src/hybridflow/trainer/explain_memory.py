@@ -36,10 +36,10 @@ class Engine:
     longest: int = 0
     """Tokens of the longest row."""
     max_tokens: int = 0
-    """Of a forward."""
+    """Tokens of a forward."""
     max_rows: int | None = None
     keys: str = ""
-    """What the keys of the two limits begin with."""
+    """Beginning of the keys of the two limits."""
 
     @property
     def rows_here(self) -> int:
@@ -60,40 +60,43 @@ class Part(NamedTuple):
     size: int
     how: str
     resting: bool = True
-    """It is there all through the run, else only while its role is at work."""
+    """True: it is there all through the run; False: only while its role is at work."""
     on_host: bool = False
-    """In CPU memory where the run computes on a GPU."""
+    """True: it is in CPU memory although the run computes on a GPU."""
 
 
 class Needs(NamedTuple):
-    """What one role takes in one process: bytes on its device."""
+    """Memory of one role in one process: bytes on its device."""
 
     parts: list[Part]
     between: int
-    """Between its phases."""
+    """Bytes between its phases."""
     update: int = 0
-    """On top of that, at the peak of an update."""
+    """Bytes on top of that at the peak of an update."""
     fetched: int = 0
-    """Weights that rest in CPU memory and are on the device while the role works."""
+    """Bytes of weights that are on the device only while the role works, else in CPU memory."""
 
 
 def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
-    """Parameters, masters, gradients, moments, what is gathered, activations; offload moves nothing where the
-    run computes on a CPU.
+    """Estimate parameters, masters, gradients, moments, gathered weights and activations; offload moves
+    nothing where the run computes on a CPU.
     """
-    fsdp, sizes, many = engine.fsdp, engine.sizes, engine.sizes.world_size > 1
+    fsdp = engine.fsdp
+    sizes = engine.sizes
+    many = sizes.world_size > 1
     wide = max(4, size.itemsize)
     live = fsdp.offload_policy and not on_cpu  # on the CPU even while it works
     weights_away = (fsdp.param_offload or fsdp.offload_policy) and not on_cpu
     state_away = (fsdp.optimizer_offload or fsdp.offload_policy) and not on_cpu
     own = size.whole.on_rank(sizes.tensor, sizes.shards)
     share = _share(sizes)
-    weights = (own.all - own.trained) * size.itemsize + own.trained * (wide if many else size.itemsize)
+    trained_bytes = wide if many else size.itemsize
+    weights = (own.all - own.trained) * size.itemsize + own.trained * trained_bytes
     parts = [
         Part(
             "weights",
             weights,
-            _weights_how(size, wide if many else size.itemsize, share),
+            _weights_how(size, trained_bytes, share),
             not weights_away,
             weights_away,
         )
@@ -117,11 +120,9 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
         )
     kept = many and not fsdp.reshard_after_forward
     grads = at_once if kept else own.trained * wide
-    grads_how = (
-        "whole on each process (reshard_after_forward=false)"
-        if kept
-        else f"{size.whole.trained:,} trained × {wide} bytes{share}"
-    )
+    grads_how = f"{size.whole.trained:,} trained × {wide} bytes{share}"
+    if kept:
+        grads_how = "whole on each process (reshard_after_forward=false)"
     parts.append(Part("gradients", grads, grads_how, False, live))
     moments = 2 * own.trained * wide
     parts.append(
@@ -144,26 +145,33 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
 
 
 def _share(sizes: ParallelSizes) -> str:
-    """What a count is divided by."""
-    shards = f" / {sizes.shards} shards" if sizes.shards > 1 else ""
-    return shards + (f", layers / {sizes.tensor} (tensor parallelism)" if sizes.tensor > 1 else "")
+    """Return by what a count is divided, in words."""
+    share = ""
+    if sizes.shards > 1:
+        share += f" / {sizes.shards} shards"
+    if sizes.tensor > 1:
+        share += f", layers / {sizes.tensor} (tensor parallelism)"
+    return share
 
 
 def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
-    frozen, trained = size.whole.all - size.whole.trained, size.whole.trained
-    if not trained or not frozen:
-        return f"{size.whole.all:,} parameters × {trained_bytes if trained else size.itemsize} bytes{share}"
+    trained = size.whole.trained
+    frozen = size.whole.all - trained
+    if not trained:
+        return f"{frozen:,} parameters × {size.itemsize} bytes{share}"
+    if not frozen:
+        return f"{trained:,} parameters × {trained_bytes} bytes{share}"
     if trained_bytes == size.itemsize:
         return f"{size.whole.all:,} parameters ({trained:,} trained) × {size.itemsize} bytes{share}"
     return f"({frozen:,} frozen × {size.itemsize} bytes + {trained:,} trained × {trained_bytes} bytes){share}"
 
 
 def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
-    """(bytes of what is gathered in a pass, bytes of its whole gradients, how) of a sharded model."""
-    tensor, reduce = (
-        engine.sizes.tensor,
-        max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize),
-    )
+    """Return for a sharded model the bytes gathered in a pass, the bytes of their whole gradients, and how in
+    words.
+    """
+    tensor = engine.sizes.tensor
+    reduce = max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize)
     whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))
     if engine.trained and not engine.fsdp.reshard_after_forward:
         return (
@@ -179,15 +187,21 @@ def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
 
 
 def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part]]:
-    """What the heaviest micro-batch leaves on the device: activations and one chunk of logits."""
-    sequence, tensor, model = engine.sizes.sequence, engine.sizes.tensor, engine.model
+    """Estimate what the heaviest micro-batch leaves on the device: activations and one chunk of logits."""
+    sequence = engine.sizes.sequence
+    tensor = engine.sizes.tensor
+    model = engine.model
     tokens = math.ceil(min(engine.max_tokens, engine.rows_here * engine.longest) / sequence)
-    shared = f"{tokens:,} tokens" + (f" (a {sequence}th of a micro-batch, Ulysses)" if sequence > 1 else "")
+    shared = f"{tokens:,} tokens"
+    if sequence > 1:
+        shared += f" (a {sequence}th of a micro-batch, Ulysses)"
     layer = tokens * (12 * size.hidden_size + 4 * size.intermediate_size // tensor) * size.itemsize
-    kept, one = size.num_layers * tokens * size.hidden_size * size.itemsize, layer
+    kept = size.num_layers * tokens * size.hidden_size * size.itemsize
+    one = layer
     how = f"{shared} × ({size.num_layers} layers × hidden + one layer recomputed)"
     if not model.enable_gradient_checkpointing:
-        kept, one = size.num_layers * layer, 0
+        kept = size.num_layers * layer
+        one = 0
         how = f"{shared} × {size.num_layers} layers × (12 hidden + 4 intermediate)"
     logits = min(2 * CHUNK_BYTES, 2 * tokens * size.vocab_size * 4)
     parts = [Part("logits of a chunk", logits, f"two chunks of at most {CHUNK_BYTES // 2**20} MiB", False)]
@@ -203,14 +217,19 @@ def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part
 def generation_needs(
     size: ModelSize, *, tensor: int, rows: int, longest: int, own_weights: str, standing: bool
 ) -> Needs:
-    """Of a process that generates `rows` rows of `longest` tokens at once, by the native engine.
+    """Estimate the memory of a process that generates `rows` rows of `longest` tokens at once by the native
+    engine.
 
     `own_weights` says why it has weights beside the actor's, and is empty where it has none; `standing`: they
     are there all the time.
     """
     parts = []
-    weights = size.whole.on_rank(tensor).all * size.itemsize if own_weights else 0
-    cut = f", layers / {tensor}" if tensor > 1 else ""
+    weights = 0
+    if own_weights:
+        weights = size.whole.on_rank(tensor).all * size.itemsize
+    cut = ""
+    if tensor > 1:
+        cut = f", layers / {tensor}"
     if weights:
         parts.append(
             Part(
@@ -233,5 +252,7 @@ def generation_needs(
 
 
 def compute_dtype(fsdp: FSDPConfig, model: ModelConfig) -> str:
-    """The dtype that an engine computes in, as its keys name it."""
-    return model.dtype if fsdp.mixed_precision.param_dtype == "auto" else fsdp.mixed_precision.param_dtype
+    """Return the dtype in which an engine computes, as its keys name it."""
+    if fsdp.mixed_precision.param_dtype == "auto":
+        return model.dtype
+    return fsdp.mixed_precision.param_dtype

@@ -66,17 +66,17 @@ class Run:
         return functools.reduce(getattr, key.split("."), self.config)
 
     def number(self, symbols: tuple[str, ...], *keys: str) -> Number:
-        """The first of `keys` that is not null, else the first."""
+        """Return the number of the first of `keys` that is not null, or of the first."""
         key = next((key for key in keys if self[key] is not None), keys[0])
         return Number(symbols, self[key], key, self.keys[key].meaning)
 
     def says(self, key: str) -> str:
-        """`key=value` with the key's meaning."""
+        """Return `key=value` with the key's meaning."""
         return f"{key}={shown(self[key])}: {self.keys[key].meaning}"
 
     def arguments(self, function: Callable[..., Any], options_key: str) -> list[Number]:
-        """Numbers that an estimator or a loss takes: by the table, defaults of its own, then the user's
-        options.
+        """Return the numbers that an estimator or a loss takes: by the table, by its own defaults, by the
+        user's options.
         """
         named = inspect.signature(inspect.unwrap(function)).parameters
         options = self[options_key]
@@ -107,8 +107,8 @@ class Run:
         more: tuple[Number, ...] = (),
         own: bool = False,
     ) -> Formula:
-        """The formula of an estimator or a loss; paragraphs on optional arguments that this run sets are its
-        notes.
+        """Return the formula of an estimator or a loss; its notes are the paragraphs on optional arguments
+        that this run sets.
         """
         numbers = self.arguments(function, options_key)
         set_here = [

@@ -1,4 +1,4 @@
-"""What follows from a configuration, before anything is built: `hybridflow config --explain`.
+"""Consequences of a configuration, before anything is built: `hybridflow config --explain`.
 
 keys ─► sizes of a step (config/explain.py) keys ─► roles, placement, how each is spread: by the functions
 that the run itself calls ─► processes, rows and memory of each
@@ -37,8 +37,8 @@ TRAINED = ("actor", "critic", "process_reward", "sft")
 
 
 def explain_run(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
-    """Sizes of a step, processes and their rows, then the memory of a process where the models' folders are
-    on this machine.
+    """Return the sizes of a step, the processes and their rows, and the memory of a process where the models'
+    folders are on this machine.
 
     Raises ConfigError and ModelError as the run would, for a placement or a way to spread a model that cannot
     be.
@@ -49,7 +49,7 @@ def explain_run(config: PPOConfig | SFTConfig, num_train_rows: int | None = None
 
 @dataclass(frozen=True)
 class Plan:
-    """Which process will hold what."""
+    """Placement of a run: which process will hold what."""
 
     config: PPOConfig | SFTConfig
     placement: Placement
@@ -59,8 +59,10 @@ class Plan:
 
     @classmethod
     def of(cls, config: PPOConfig | SFTConfig) -> Plan:
-        """As `build` of the trainer would have it."""
-        names = needed_roles(config) if isinstance(config, PPOConfig) else list(SFT_ROLES)
+        """Plan a run as `build` of its trainer would build it."""
+        names = list(SFT_ROLES)
+        if isinstance(config, PPOConfig):
+            names = needed_roles(config)
         placement = Placement.from_config(config.trainer, names)
         engines = {}
         for role in names:
@@ -69,29 +71,33 @@ class Plan:
             ):
                 continue
             world = sum(pool.world_size for pool in placement.pools_of(role))
-            engines[role] = (
-                _ppo_engine(config, role, world)
-                if isinstance(config, PPOConfig)
-                else _sft_engine(config, world)
-            )
+            if isinstance(config, PPOConfig):
+                engines[role] = _ppo_engine(config, role, world)
+            else:
+                engines[role] = _sft_engine(config, world)
         return cls(config, placement, engines)
 
     @property
     def num_processes(self) -> int:
-        """Of all pools."""
+        """Number of processes of all pools."""
         return self.placement.num_devices
 
     @property
     def device(self) -> torch.device:
-        """What the run computes on; `cuda` may be planned for on a machine without."""
+        """Device that the run computes on; `cuda` may be planned for on a machine without."""
         named = self.config.trainer.device
-        return torch.device("cuda") if named == "cuda" else resolve_device(named)
+        if named == "cuda":
+            return torch.device("cuda")
+        return resolve_device(named)
 
 
 def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:
     fsdp, _, model = engine_keys(config, role)
-    actor, critic, process = config.actor_rollout_ref.actor, config.critic, config.reward.process_reward_model
-    n, longest = rows_per_prompt(config), config.data.max_prompt_length + config.data.max_response_length
+    actor = config.actor_rollout_ref.actor
+    critic = config.critic
+    process = config.reward.process_reward_model
+    n = rows_per_prompt(config)
+    longest = config.data.max_prompt_length + config.data.max_response_length
     spread = sizes(config, role, world)
     if role == "actor":
         limits = (
@@ -140,17 +146,15 @@ def _sft_engine(config: SFTConfig, world: int) -> Engine:
 
 
 def _processes(plan: Plan) -> Iterator[Line]:
-    """Where each role lives, and how its model is spread over the processes there."""
-    trainer, where = plan.config.trainer, plan.placement
+    """Give the lines on where each role is and how its model is spread over the processes there."""
+    trainer = plan.config.trainer
+    where = plan.placement
     if trainer.controller == "local":
         yield Line("processes", "1", "trainer.controller=local: all roles in the process that you start")
         return
-    pooled = bool(getattr(trainer, "resource_pools", {}))
-    how = (
-        "trainer.resource_pools"
-        if pooled
-        else f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-    )
+    how = f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+    if getattr(trainer, "resource_pools", {}):
+        how = "trainer.resource_pools"
     yield Line(
         "worker processes", f"{plan.num_processes:,}", f"{how}, started by Ray; the driver is one more"
     )
@@ -182,10 +186,11 @@ def _processes(plan: Plan) -> Iterator[Line]:
 
 
 def _rows(plan: Plan) -> Iterator[Line]:
-    """Rows and micro-batches of one process."""
+    """Give the lines on the rows and micro-batches that one process gets."""
     many = plan.num_processes > 1
     if many and isinstance(plan.config, PPOConfig):
-        rows, parts = _generated(plan.config), _generating(plan)
+        rows = _generated(plan.config)
+        parts = _generating(plan)
         yield Line(
             "responses generated per process, about",
             f"{math.ceil(rows / parts):,}",
@@ -194,7 +199,9 @@ def _rows(plan: Plan) -> Iterator[Line]:
     for engine in plan.engines.values():
         if not engine.trained:
             continue
-        shown = "SFT" if isinstance(plan.config, SFTConfig) else engine.role
+        shown = engine.role
+        if isinstance(plan.config, SFTConfig):
+            shown = "SFT"
         if many:
             by = "by their tokens" if plan.config.trainer.balance_batch else "by their number"
             how = (
@@ -211,20 +218,20 @@ def _rows(plan: Plan) -> Iterator[Line]:
 
 
 def _generated(config: PPOConfig) -> int:
-    """Responses that are generated at once."""
+    """Return the number of responses that are generated at once."""
     return generation_batch(config) * (
         config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "remax")
     )
 
 
 def _generating(plan: Plan) -> int:
-    """Groups of ranks that generate apart from each other, over all pools of the rollout."""
+    """Return how many groups of ranks generate apart from each other, over all pools of the rollout."""
     assert isinstance(plan.config, PPOConfig)
     return rollout_axes(plan.config, len(plan.placement.ranks("rollout")))[0][1]
 
 
 def _memory(plan: Plan) -> Iterator[Line]:
-    """By pool, what one of its processes needs."""
+    """Give the lines on how much memory a process of each pool needs."""
     models = {str(engine.model.path): engine.model for engine in plan.engines.values()}
     missing = [path for path in models if not Path(path).expanduser().is_dir()]
     if missing:
@@ -234,11 +241,9 @@ def _memory(plan: Plan) -> Iterator[Line]:
     for role, size in found.items():
         engine = plan.engines[role]
         if engine.trained and size.whole.trained < size.whole.all:
-            how = (
-                f"model.lora_rank={engine.model.lora_rank}"
-                if engine.model.lora_rank
-                else "model.lora_adapter_path"
-            )
+            how = "model.lora_adapter_path"
+            if engine.model.lora_rank:
+                how = f"model.lora_rank={engine.model.lora_rank}"
             yield Line(
                 f"{engine.role} parameters in training", f"{size.whole.trained:,} of {size.whole.all:,}", how
             )
@@ -272,12 +277,12 @@ def _living(plan: Plan, pool: ResourcePool) -> Iterator[tuple[str, Engine]]:
 
 
 def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:
-    lora = LoraSettings.from_config(engine.model, seed=plan.config.trainer.seed) if engine.trained else None
-    rollout = (
-        plan.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        if isinstance(plan.config, PPOConfig)
-        else 1
-    )
+    lora = None
+    if engine.trained:
+        lora = LoraSettings.from_config(engine.model, seed=plan.config.trainer.seed)
+    tensor = engine.sizes.tensor
+    if role == "actor" and isinstance(plan.config, PPOConfig):
+        tensor = max(tensor, plan.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
     return size_of(
         "value" if role == "critic" else "policy",
         engine.model,
@@ -285,22 +290,21 @@ def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:
         device=plan.device,
         lora=lora,
         trained=engine.trained,
-        tensor=max(engine.sizes.tensor, rollout if role == "actor" else 1),
+        tensor=tensor,
         blocks=engine.sizes.world_size > 1,
     )
 
 
 def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) -> Needs:
-    config, alone = plan.config, "actor" not in plan.placement.roles(pool.name)
+    config = plan.config
+    alone = "actor" not in plan.placement.roles(pool.name)
     assert isinstance(config, PPOConfig)
     tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    why = (
-        "it is sent the actor's"
-        if alone
-        else "gathered from the shards while it generates"
-        if pool.world_size > 1
-        else ""
-    )
+    why = ""
+    if alone:
+        why = "it is sent the actor's"
+    elif pool.world_size > 1:
+        why = "gathered from the shards while it generates"
     return generation_needs(
         found["actor"],
         tensor=tensor,
@@ -314,15 +318,16 @@ def _generation(plan: Plan, pool: ResourcePool, found: Mapping[str, ModelSize]) 
 
 
 def _pool_lines(plan: Plan, pool: ResourcePool, needs: Mapping[str, Needs]) -> tuple[list[Line], int]:
-    """The parts of a process of a pool, its phases, and bytes of the heaviest."""
-    of = " of each process" if plan.num_processes > 1 else ""
-    of += f" of {pool.name}" if len(plan.placement.pools) > 1 else ""
-    lines, host = [], 0
+    """Return the lines on a process of a pool, and the bytes of its heaviest phase."""
+    of = ""
+    if plan.num_processes > 1:
+        of += " of each process"
+    if len(plan.placement.pools) > 1:
+        of += f" of {pool.name}"
+    lines = []
     for role, need in needs.items():
-        for part in need.parts:
-            host += part.size if part.on_host else 0
-            if part.size:
-                lines.append(_part_line(f"memory{of}", role, part))
+        lines += [_part_line(f"memory{of}", role, part) for part in need.parts if part.size]
+    host = sum(part.size for need in needs.values() for part in need.parts if part.on_host)
     between = sum(need.between for need in needs.values())
     phases = {}
     if generation := needs.get("generation"):
@@ -344,7 +349,10 @@ def _pool_lines(plan: Plan, pool: ResourcePool, needs: Mapping[str, Needs]) -> t
 
 
 def _part_line(memory: str, role: str, part: Part) -> Line:
-    shown = part.label if role == "generation" and part.label.startswith("KV") else f"{role}: {part.label}"
-    return Line(
-        f"{memory}, {shown}", format_bytes(part.size), part.how + (" (in CPU memory)" if part.on_host else "")
-    )
+    shown = f"{role}: {part.label}"
+    if role == "generation" and part.label.startswith("KV"):
+        shown = part.label
+    how = part.how
+    if part.on_host:
+        how += " (in CPU memory)"
+    return Line(f"{memory}, {shown}", format_bytes(part.size), how)

@@ -1,5 +1,5 @@
-"""A function of the maths as its docstring tells it: the equation, the same with a run's numbers, its source,
-and where it stands.
+"""The formula of a function: the equation of its docstring, the same with a run's numbers, its paper, its
+place.
 
 function + numbers of the run ──formula_of──► Formula        a list of alternatives in a docstring
 ──alternative──► the one in force
@@ -28,7 +28,8 @@ What stands in backticks is a name, not a value.
 SWITCHED = re.compile(
     r"= (?P<on>[^=;]+?)(?P<where> on [^,;]*)?, or (?P<off>[^;]+?) without `(?P<switch>\w+)`"
 )
-JOINS_BEFORE, JOINS_AFTER = re.compile(r"[\w½)\]]$"), re.compile(r"^[\w(\[]")
+JOINS_BEFORE = re.compile(r"[\w½)\]]$")
+JOINS_AFTER = re.compile(r"^[\w(\[]")
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Number:
     """One number of the run that a function takes."""
 
     symbols: tuple[str, ...]
-    """How equations write it, the one to show first."""
+    """Names of it in equations, the one to show first."""
     value: Any
     key: str
-    """Where it is set: a dotted key, or words where no key sets it."""
+    """The dotted key that sets it, or words where no key does."""
     meaning: str = ""
 
     @property
@@ -50,7 +51,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Formula:
-    """What a reader wants of one function."""
+    """The formula of one function, for a reader."""
 
     name: str
     equation: str
@@ -62,13 +63,13 @@ class Formula:
     place: str
     """file:line of the function."""
     notes: tuple[str, ...] = ()
-    """Further paragraphs that bear on this run."""
+    """Further paragraphs that concern this run."""
     signature: str = ""
-    """Of a user's own function, without types."""
+    """Signature of a user's own function, without types."""
 
     def label(self, number: Number) -> str:
-        """Its symbols that stand in the equation, then its name: `ε_low = clip_low`; the end of its key for
-        one without.
+        """Return the symbols of a number in the equation, then its name, as in `ε_low = clip_low`; for one
+        without a name the end of its key.
         """
         stands = {found[0] for found in SYMBOL.finditer(self.equation)}
         names = [symbol for symbol in number.symbols[:-1] if symbol in stands] + list(number.symbols[-1:])
@@ -84,22 +85,28 @@ def formula_of(
     notes: tuple[str, ...] = (),
     own: bool = False,
 ) -> Formula:
-    """The formula of a function; `equation` where another part of the docstring is in force, `own` for a
-    user's function.
+    """Return the formula of a function; `equation` where another part of the docstring is in force, `own` for
+    a user's function.
     """
-    function, numbers = inspect.unwrap(function), tuple(numbers)
+    function = inspect.unwrap(function)
+    numbers = tuple(numbers)
     text = equation or (paragraphs(function) or ("(no docstring)",))[0]
     values = {symbol: number.value for number in numbers for symbol in number.symbols}
     put = put_in(in_force(text, values), values)
+    if put == text:
+        put = ""
+    signature = ""
+    if own:
+        signature = _signature(function)
     return Formula(
         name=name or getattr(function, "__name__", str(function)),
         equation=text,
-        with_numbers=put if put != text else "",
+        with_numbers=put,
         numbers=numbers,
         sources=sources(function),
         place=place(function),
         notes=notes,
-        signature=_signature(function) if own else "",
+        signature=signature,
     )
 
 
@@ -112,13 +119,13 @@ def _signature(function: Callable[..., Any]) -> str:
 
 
 def paragraphs(documented: object) -> tuple[str, ...]:
-    """The paragraphs of a docstring, each on one line."""
+    """Return the paragraphs of a docstring, each on one line."""
     return tuple(_one_line(each) for each in (inspect.getdoc(documented) or "").split("\n\n") if each.strip())
 
 
 def alternative(documented: object, name: str) -> str:
-    """The entry of `name` in a docstring's list of alternatives, written as: `a`, `b`: this · `c`: that; ''
-    where there is none.
+    """Return the entry of `name` in a docstring's list of alternatives, which is written as: `a`, `b`: this ·
+    `c`: that; '' where there is none.
     """
     text = _one_line(inspect.getdoc(documented) or "")
     found = re.search(rf"`{re.escape(name)}`(?:, `[^`]+`)*:? (.*?)(?= · `|\.(?:\s|$))", text)
@@ -126,29 +133,28 @@ def alternative(documented: object, name: str) -> str:
 
 
 def sources(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Papers that the docstrings of the function's module and of the function name by arXiv id."""
+    """Return the papers that the docstrings of the function's module and of the function name by arXiv id."""
     module = sys.modules.get(function.__module__)
     ids = ARXIV.findall(((module.__doc__ or "") if module else "") + " " + (inspect.getdoc(function) or ""))
     return tuple(f"https://arxiv.org/abs/{each}" for each in dict.fromkeys(ids))
 
 
 def place(function: Callable[..., Any]) -> str:
-    """file:line where the function is defined, from the current folder where it lies below that."""
+    """Return the file:line of a function, relative to the current folder if it is below that."""
     function = inspect.unwrap(function)
     try:
-        file, line = (
-            Path(inspect.getsourcefile(function) or "?").resolve(),
-            inspect.getsourcelines(function)[1],
-        )
+        file = Path(inspect.getsourcefile(function) or "?").resolve()
+        line = inspect.getsourcelines(function)[1]
     except (OSError, TypeError):  # a callable object, or no source on this machine
         return "(no source)"
-    here = Path.cwd()
-    return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{line}"
+    if file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())
+    return f"{file}:{line}"
 
 
 def in_force(equation: str, values: Mapping[str, Any]) -> str:
-    """The equation without what a switch leaves out: of `A = this on …, or that without `switch`` the part
-    that holds.
+    """Return the equation without what a switch leaves out: of `A = this on …, or that without `switch`` the
+    part that holds.
     """
 
     def choose(found: re.Match[str]) -> str:
@@ -161,12 +167,13 @@ def in_force(equation: str, values: Mapping[str, Any]) -> str:
 
 
 def put_in(equation: str, values: Mapping[str, Any]) -> str:
-    """The equation with numbers for symbols: `γλ·L` with γ = 1.0 and λ = 0.95 becomes `1.0·0.95·L`.
+    """Return the equation with numbers for symbols: `γλ·L` with γ = 1.0 and λ = 0.95 becomes `1.0·0.95·L`.
 
     A symbol that the text defines (`λ = …`), names in backticks, and values that are no numbers stay as they
     are.
     """
-    parts, done = list[str](), 0
+    parts: list[str] = []
+    done = 0
     for found in SYMBOL.finditer(equation):
         value = values.get(found[0])
         if (
@@ -175,8 +182,12 @@ def put_in(equation: str, values: Mapping[str, Any]) -> str:
             or re.match(r"\s*=(?!=)", equation[found.end() :])
         ):
             continue
-        between, text = equation[done : found.start()], f"({shown(value)})" if value < 0 else shown(value)
-        before, after = between or "".join(parts[-1:]), equation[found.end() :]
+        text = shown(value)
+        if value < 0:
+            text = f"({text})"
+        between = equation[done : found.start()]
+        before = between or "".join(parts[-1:])
+        after = equation[found.end() :]
         parts += [between, "·" if JOINS_BEFORE.search(before) else "", text]
         if JOINS_AFTER.search(after) and not _is_number_next(after, values):
             parts.append("·")
@@ -185,19 +196,24 @@ def put_in(equation: str, values: Mapping[str, Any]) -> str:
 
 
 def _is_number_next(after: str, values: Mapping[str, Any]) -> bool:
-    """Whether another replaced symbol follows at once: it brings its own sign of multiplication."""
+    """Tell whether another replaced symbol follows at once, which brings its own sign of multiplication."""
     following = SYMBOL.match(after)
-    value = values.get(following[0]) if following else None
+    if following is None:
+        return False
+    value = values.get(following[0])
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def shown(value: Any) -> str:
-    """A value as a user would type it, with a real minus sign."""
+    """Return a value as a user would type it, with a real minus sign."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (int, float)):
+        # a minus sign before the number, not one in its exponent
         return repr(value).replace("-", "−") if value < 0 else repr(value)
-    return f"[{', '.join(map(shown, value))}]" if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(shown, value))}]"
+    return str(value)
 
 
 def _one_line(text: str) -> str:

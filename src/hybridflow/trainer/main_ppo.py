@@ -26,10 +26,15 @@ logger = logging.getLogger(__name__)
 def run(config: PPOConfig) -> dict[str, float]:
     """Build the parts of a prepared run, train, and clean up; gives the last validation's metrics.
 
-    Raises Stopped after SIGINT or SIGTERM, with what is done saved where the configuration asks for checkpoints.
+    Raises Stopped after SIGINT or SIGTERM, with what is done saved where the configuration asks for
+    checkpoints.
     """
     check_installed(config.actor_rollout_ref.rollout)
     check_before_torch(config)
+    if config.trainer.controller == "ray":
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        look_ahead(config.trainer, config.ray_kwargs)
     metrics: dict[str, float] = {}
     with progress.shown(), stopping(config) as signals:
         with progress.phase("importing torch and transformers"):

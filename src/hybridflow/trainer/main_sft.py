@@ -28,6 +28,10 @@ def run(config: SFTConfig) -> int:
     Raises Stopped after SIGINT or SIGTERM, with what is done saved.
     """
     check_before_torch(config)
+    if config.trainer.controller == "ray":
+        from hybridflow.controller.ray.preflight import look_ahead
+
+        look_ahead(config.trainer, config.ray_kwargs)
     done = 0
     with progress.shown(), stopping(config) as signals:
         with progress.phase("importing torch and transformers"):

@@ -15,8 +15,8 @@ from hybridflow.protocol.balancing import Workload
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `build_policy` and `build_value`, after importing `external_lib`, which may register
-    the architecture.
+    """Return the arguments of `build_policy` and `build_value`, after importing `external_lib`, which may
+    register the architecture.
 
     Raises ConfigError where the model asks for kernels that cannot run on `device`.
     """
@@ -36,8 +36,8 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's and those of the model's generation config, of which
-    chat models often have several.
+    """Return the tokens that end a response: the tokenizer's and those of the model's generation config, of
+    which chat models often have several.
     """
     import_external(config)
     configured = generation_end_tokens(str(config.path), trust_remote_code=config.trust_remote_code)
@@ -45,7 +45,7 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
 
 
 def row_cost(model: ModelConfig) -> Workload:
-    """Return the cost of a row in a model as a function of its length, from the model's configuration alone."""
+    """Return what a row costs a model, by its length; the model's configuration is enough."""
     shape = shape_of(model)
     text = shape.get_text_config()
     parameters = count_parameters(shape, trust_remote_code=model.trust_remote_code)

@@ -1,5 +1,5 @@
-"""Restarts of a run that has lost a worker process or a node: all workers are built anew and the run goes on from
-its newest checkpoint, as often as `trainer.max_restarts` allows.
+"""Restarts of a run that has lost a worker process or a node: all workers are built anew and the run goes on
+from its newest checkpoint, as often as `trainer.max_restarts` allows.
 
     for attempt in Attempts(config):
         with attempt, build(attempt.config, attempt.patience) as trainer:

@@ -41,7 +41,9 @@ def find(store: CheckpointStore, mode: str, path: str | None) -> Checkpoint | No
 
 
 def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
-    """Raise CheckpointError for the state of another kind of run (`ppo`, `sft`) or of a run with another seed."""
+    """Raise CheckpointError for the state of another kind of run (`ppo`, `sft`) or of a run with another
+    seed.
+    """
     saved = state.get(TRAINER, {})
     anew = "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
     if saved.get("kind") != kind:
@@ -65,7 +67,8 @@ def parts_to_save(contents: CheckpointContentsConfig) -> tuple[str, ...]:
 
 
 def parts_to_load(name: str, saved: Collection[str], contents: CheckpointContentsConfig) -> tuple[str, ...]:
-    """Return the parts that `checkpoint.load_contents` names and the checkpoint has; a missing part is warned of.
+    """Return the parts that `checkpoint.load_contents` names and the checkpoint has; a missing part is warned
+    of.
 
     Raises CheckpointError where the model is missing.
     """
@@ -101,8 +104,8 @@ def say_where(done: int, total: int, path: Path) -> None:
 
 
 def say_changes(done: int, changed: Sequence[str]) -> None:
-    """Warn that a resumed run has other settings than it began with. Its length, its output and its machines may
-    change without a word.
+    """Warn that a resumed run has other settings than it began with. Its length, its output and its machines
+    may change without a word.
     """
     telling = [
         change

@@ -21,8 +21,8 @@ KEY = "trainer.default_local_dir"
 
 
 class RunFolder:
-    """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`, `summary.json`,
-    `report.html` and `global_step_N/`.
+    """A folder with `config.yaml`, `machine.json`, `metrics.jsonl`, `samples/`, `validation/`, `nonfinite/`,
+    `summary.json`, `report.html` and `global_step_N/`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -33,7 +33,8 @@ class RunFolder:
         """Make the folder and keep other runs out while this one writes here.
 
         Raises ConfigError where the folder cannot be written, and where another run is writing into it. A run
-        that was killed holds nothing, and one that is refused before it has written anything leaves no folder.
+        that was killed holds nothing, and one that is refused before it has written anything leaves no
+        folder.
         """
         made = self._make()
         with self._locked() as free:
@@ -80,8 +81,8 @@ class RunFolder:
         return self.path / "nonfinite"
 
     def write_config(self, text: str) -> list[str]:
-        """Write the resolved configuration; gives the keys whose values differ from the file that was there, as
-        `key: old → new`.
+        """Write the resolved configuration; gives the keys whose values differ from the file that was there,
+        as `key: old → new`.
         """
         path = self.path / "config.yaml"
         before: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from hybridflow.trainer.run_folder import RunFolder
 
 
 def run_trackers(config: PPOConfig | SFTConfig, folder: RunFolder, total_steps: int, done: int) -> Trackers:
-    """Trackers that write into the run's folder; `done` steps were there before a resume (0: a fresh run)."""
+    """Build the trackers of a run; `done` is the number of steps before a resume, 0 for a fresh run."""
     trainer = config.trainer
     return build_trackers(
         trainer.logger,

@@ -1,4 +1,5 @@
-"""Saving a run: the driver's part, and each engine's state, written by its ranks at once or while the run goes on.
+"""Saving a run: the driver's part, and each engine's state, written by its ranks at once or while the run
+goes on.
 
 save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
                                                  └──`async_save`──► before a later step: commit_done ─►
@@ -27,7 +28,7 @@ from hybridflow.workers.state import StatefulGroup
 logger = logging.getLogger(__name__)
 
 GIVE_UP_SECONDS = 30.0
-"""How long a save that is given up may go on writing before its folder is removed under it."""
+"""Seconds that a save which is given up may go on writing before its folder is removed."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class SavedEngine:
 
 @dataclass
 class RunSaves:
-    """Saves of a run; one at a time is under way."""
+    """The saves of a run, of which one at a time is under way."""
 
     _pending: PendingSave | None = None
     _writing: dict[str, StatefulGroup[Any]] = field(default_factory=dict)
-    """By role: those whose ranks are writing in a thread."""
+    """The groups whose ranks are writing in a thread, by role."""
 
     def save(
         self,
@@ -67,15 +68,16 @@ class RunSaves:
         return store.run_dir / f"{STEP_PREFIX}{step}"
 
     def commit_done(self, store: CheckpointStore) -> None:
-        """Make a save that is under way count, if all ranks have written; called between steps, costs nothing
-        without one.
+        """Commit a save that is under way once all ranks have written; called between steps, free without
+        one.
         """
         if self._pending is not None and all(group.save_done() for group in self._writing.values()):
             self.commit(store)
 
     def commit(self, store: CheckpointStore) -> Path | None:
-        """Wait for the save that is under way, if any, and make it count; CheckpointError names the role,
-        rank and cause of a failure.
+        """Wait for the save that is under way, if any, and commit it.
+
+        Raises CheckpointError with the role, the rank and the cause of a failure.
         """
         pending = self._pending
         self._pending = None
@@ -98,8 +100,8 @@ class RunSaves:
 
     @contextmanager
     def given_up_at_the_end(self, store: CheckpointStore) -> Iterator[None]:
-        """A context of the run: a save that is still under way when it ends has lost its workers, or the run
-        has failed: it is given up.
+        """Give up a save that is still under way when the context ends: the run has failed or lost its
+        workers.
         """
         try:
             yield
@@ -145,7 +147,7 @@ class RunSaves:
         return start if engine.contents.async_save else write
 
     def _or_drain(self, fill: Fill) -> Fill:
-        """The store removes a folder that cannot be filled: first nobody must be writing into it any more."""
+        """Make sure that nobody writes into a folder that could not be filled, before it is removed."""
 
         def filled(folder: Path) -> Mapping[str, FileDigest] | None:
             try:
@@ -167,7 +169,7 @@ class RunSaves:
             ) from error
 
     def _drain(self) -> None:
-        """After a failure: wait for the other threads, whose folder is about to go."""
+        """Wait after a failure for the other threads, whose folder is about to be removed."""
         while self._writing:
             _, group = self._writing.popitem()
             with suppress(HybridFlowError):

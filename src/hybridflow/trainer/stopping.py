@@ -2,7 +2,8 @@
 
     signal ──► StopSignals ─┬─ nothing unsaved, work in progress can be thrown away ──► Stopped, at once
                             ├─ generation, scoring, validation ──► Stopped at the next point between two items
-                            └─ an update, a save ──► it is finished first; the trainer asks `requested` after it
+                            └─ an update, a save ──► it is finished first; the trainer asks `requested` after
+                            it
     Stopped ──trainer──► the last whole step is saved ──command──► one sentence and the exit status
 
 A second signal ends the run at once, whatever it is doing.
@@ -64,7 +65,7 @@ class StopSignals:
         return self._number is not None
 
     def check(self) -> None:
-        """Raise Stopped if a signal has come; called where everything that was done is saved or can be saved."""
+        """Raise Stopped if a signal has come; called where all that was done can be saved."""
         if self._number is not None:
             raise Stopped(self._number, progress.place())
 
@@ -132,13 +133,18 @@ def closing_words(config: PPOConfig | SFTConfig, where: str) -> str:
     ways = {
         "auto": "the same command goes on",
         "disable": "trainer.resume_mode=auto goes on from it; the same command starts anew",
-        "resume_path": f"trainer.resume_mode=auto goes on from it; the same command starts from {trainer.resume_from_path}",
+        "resume_path": (
+            "trainer.resume_mode=auto goes on from it; the same command starts from "
+            f"{trainer.resume_from_path}"
+        ),
     }
     return f"interrupted {where}; newest checkpoint {newest.name}; {ways[trainer.resume_mode]}"
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of a run folder that was saved last, without looking at its files; None where there is none."""
+    """The checkpoint of a run folder that was saved last, without looking at its files; None where there is
+    none.
+    """
     newest: tuple[int, Path] | None = None
     for folder in step_folders(run_dir):
         try:

@@ -74,6 +74,12 @@ def data_of(page: Page) -> dict[str, Any]:
     return loaded
 
 
+def test_page_names_the_machine(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "machine.json").write_text('{"cpu": "a processor", "threads": 1, "torch": "2"}')
+    assert collect(run)["machine"] == {"cpu": "a processor", "threads": 1, "torch": "2"}
+
+
 def test_page_holds_everything_and_asks_nothing_of_the_network(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path / "run"), tmp_path / "out" / "r.html").read_text(encoding="utf-8")
     page = Page(text)

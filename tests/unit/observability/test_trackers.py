@@ -153,7 +153,8 @@ def test_names_of_metrics_stay_whole_in_a_log_file() -> None:
 
 def test_console_line_on_a_terminal_is_as_wide_as_the_terminal(tmp_path: Path) -> None:
     wanted = {
-        120: "step 3/9 · reward +0.531 · kl 0.0012 · entropy 0.830 · length 41.2 · tok/s 12.3k · time 3.0s · left 18.0s",
+        120: "step 3/9 · reward +0.531 · kl 0.0012 · entropy 0.830 · length 41.2 · tok/s 12.3k · time 3.0s "
+        "· left 18.0s",
         80: "step 3/9 · reward +0.531 · entropy 0.830 · length 41.2 · time 3.0s · left 18.0s",
         40: "step 3/9 · reward +0.531 · left 18.0s",
     }

@@ -54,7 +54,9 @@ def send_at(
     number: int = signal.SIGTERM,
     times: int = 1,
 ) -> None:
-    """Send a signal to this process before the nth call of `module:Class.function` in a step (None: before any)."""
+    """Send a signal to this process before the nth call of `module:Class.function` in a step (None: before
+    any).
+    """
     module_name, _, path = place.partition(":")
     holder: Any = __import__(module_name, fromlist=["_"])
     *outer, name = path.split(".")
@@ -132,13 +134,11 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
     saving = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
     config = ppo_config(undisturbed[0], tmp_path / "run", *PPO, saving)
     send_at(monkeypatch, "hybridflow.checkpoint.store:save_tree", step=4, times=2)
-    with pytest.raises(Stopped, match="") as caught:
+    with pytest.raises(Stopped) as caught:
         main_ppo.run(config)
     assert caught.value.at_once
-    assert (
-        caught.value.message
-        == "interrupted in step 4/4; there is no checkpoint yet; the same command starts anew"
-    )
+    said = "interrupted in step 4/4; there is no checkpoint yet; the same command starts anew"
+    assert caught.value.message == said
     assert not list((tmp_path / "run").glob(".tmp_*"))
 
 
@@ -150,7 +150,8 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
     with pytest.raises(Stopped) as caught:
         main_ppo.run(config)
     assert caught.value.message == (
-        "interrupted while loading the model of the actor; there is no checkpoint yet; the same command starts anew"
+        "interrupted while loading the model of the actor; there is no checkpoint yet; the same command "
+        "starts anew"
     )
     assert not (tmp_path / "run").exists(), "a run that has written nothing leaves no folder"
 
@@ -183,7 +184,7 @@ def test_an_interrupted_supervised_run_goes_on_to_the_same_bits(
     config = sft_config(undisturbed[0], tmp_path / "run", *settings)
     with monkeypatch.context() as patch:
         send_at(patch, *SFT_MOMENTS[moment], number=signal.SIGINT)
-        with pytest.raises(Stopped, match="") as caught:
+        with pytest.raises(Stopped) as caught:
             main_sft.run(config)
     assert "newest checkpoint global_step_2; the same command goes on" in caught.value.message
     main_sft.run(config)

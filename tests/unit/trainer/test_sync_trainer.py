@@ -21,6 +21,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, share_prompts
 from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.ppo.validation import Validator
 
 FAST = "actor_rollout_ref.rollout.exact=false"
 PPO = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=50")
@@ -368,3 +369,25 @@ def test_a_users_loss_that_compares_rows_gets_whole_groups(model: Path, tmp_path
     finally:
         POLICY_LOSSES.pop("compares_rows", None)
     assert metrics["actor/num_updates"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("before", "every", "steps"),
+    [("false", -1, []), ("true", -1, [0, 2]), ("false", 1, [1, 2]), ("false", 5, [2])],
+)
+def test_when_a_run_validates(
+    before: str, every: int, steps: list[int], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_freq=-1` validates at the end, unless `val_before_train=false` says that nothing is to be
+    compared.
+    """
+    seen: list[int] = []
+    monkeypatch.setattr(Validator, "__call__", lambda self, step: seen.append(step) or {})  # type: ignore[func-returns-value]
+    settings = [
+        f"trainer.val_before_train={before}",
+        f"trainer.test_freq={every}",
+        "algorithm.adv_estimator=grpo",
+    ]
+    with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
+        trainer.fit()
+    assert seen == steps

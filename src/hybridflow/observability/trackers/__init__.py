@@ -1,5 +1,5 @@
-"""Where metrics go: console, JSONL, TensorBoard, wandb, mlflow, swanlab, each a file of its own behind one
-small interface.
+"""The trackers that metrics go to: console, JSONL, TensorBoard, wandb, mlflow and swanlab, each in its own
+file.
 """
 
 from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, Trackers

@@ -47,7 +47,7 @@ class Tracker(ABC):
         """Record the metrics of a step."""
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:  # noqa: B027  optional
-        """Show validation samples (`prompt`, `response`, `score`, `ground_truth`, …), where the tracker can."""
+        """Show validation samples (`prompt`, `response`, `score`, …), where the tracker can."""
 
     def close(self) -> None:  # noqa: B027  optional
         """Flush and let go."""
@@ -105,7 +105,9 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def remembered_id(file: Path, resumed: bool) -> str | None:
-    """Return the remote run's id from the run folder, or None where this run does not go on from an earlier one."""
+    """Return the remote run's id from the run folder, or None where this run does not go on from an earlier
+    one.
+    """
     if resumed and file.exists():
         return file.read_text(encoding="utf-8").strip()
     return None

@@ -1,4 +1,4 @@
-"""`trainer.logger` becomes trackers: names ──build_trackers──► Trackers."""
+"""The trackers that `trainer.logger` names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
 
 
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
-"""The module that a tracker needs."""
+"""Modules that trackers need, by the tracker's name."""
 
 
 def check_trackers(names: str | Sequence[str]) -> None:
@@ -46,8 +46,8 @@ def check_trackers(names: str | Sequence[str]) -> None:
             continue
         if name in LIBRARIES and not _is_installed(LIBRARIES[name]):
             raise ConfigError(
-                f"trainer.logger lists {name!r}, and {LIBRARIES[name]} is not installed: {install_extra(name)}, or "
-                f"take {name!r} out of trainer.logger"
+                f"trainer.logger lists {name!r}, and {LIBRARIES[name]} is not installed: "
+                f"{install_extra(name)}, or take {name!r} out of trainer.logger"
             )
 
 

@@ -1,8 +1,8 @@
 """The run on the terminal: a line a step and a table at validation.
 
-On a pipe or in CI there is no colour. Lines are then at least two seconds apart, so that fast steps do not fill a
-log file; the first step, the last one and those with a validation always have theirs. What happens inside a step
-is shown by `observability.progress`, on the same console.
+On a pipe or in CI there is no colour. Lines are then at least two seconds apart, so that fast steps do not
+fill a log file; the first step, the last one and those with a validation always have theirs. What happens
+inside a step is shown by `observability.progress`, on the same console.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ConsoleTracker(Tracker):
         return due
 
     def _step_line(self, metrics: Mapping[str, float], step: int, left: float | None) -> Text:
-        """The line of a step; on a terminal without the fields for which it has no room."""
+        """Return the line of a step, on a terminal without the fields for which it has no room."""
         fields: list[tuple[_Field, float]] = []
         for field in _FIELDS:
             value = next((metrics[name] for name in field.names if name in metrics), None)
@@ -120,8 +120,8 @@ class ConsoleTracker(Tracker):
         return line
 
     def _time_left(self, metrics: Mapping[str, float], step: int) -> float | None:
-        """Steps left times the recent seconds a step (validation and saving included, as the clock sees
-        them); None after the last step.
+        """Return the steps left times the recent seconds of a step, validation and saving included; None
+        after the last.
         """
         now = self._clock()
         seconds = now - self._last_time

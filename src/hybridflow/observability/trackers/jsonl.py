@@ -13,8 +13,9 @@ from hybridflow.observability.trackers.base import RunInfo, Tracker
 
 
 class JsonlTracker(Tracker):
-    """Holds each step once: what is logged for the newest step again joins its line, and after a resume later
-    steps are dropped.
+    """Writes each step once: what is logged again for the newest step joins its line, and after a resume the
+    lines of later steps are dropped.
+
 
     A fresh run in a used folder moves the old file to `metrics.previous.jsonl`.
     """
@@ -57,8 +58,8 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of a `metrics.jsonl` by step, without a line torn by a crash; a step that stands twice is
-    joined.
+    """Return the metrics of a `metrics.jsonl` by step, without a line torn by a crash; a step that stands
+    twice is joined.
     """
     steps: dict[int, dict[str, float]] = {}
     if not path.exists():

@@ -28,8 +28,9 @@ _MAX_METRICS = 1000  # a call
 
 
 class MlflowTracker(Tracker):
-    """Scalars, the configuration as parameters, validation samples as JSON artifacts; a resumed run goes on
-    under the same id.
+    """Sends scalars, the configuration as parameters and validation samples as JSON artifacts.
+
+    A resumed run goes on under the same id.
 
     MLflow allows no `@` in a name: `mean@4` becomes `mean_at_4`. Raises ConfigError where mlflow is missing.
     """

@@ -9,7 +9,7 @@ from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, 
 
 
 class SwanlabTracker(Tracker):
-    """Scalars and validation samples as texts.
+    """Sends scalars, and validation samples as texts.
 
     Raises ConfigError where swanlab is missing.
     """

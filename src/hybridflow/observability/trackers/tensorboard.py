@@ -10,7 +10,7 @@ from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker
 
 
 class TensorBoardTracker(Tracker):
-    """Scalars, and validation samples as text. Steps after a resumed one are hidden by the purge mark.
+    """Writes scalars, and validation samples as text. The purge mark hides the steps after a resumed one.
 
     Raises ConfigError where the tensorboard package is missing.
     """
@@ -45,5 +45,5 @@ class TensorBoardTracker(Tracker):
 
 
 def _code(value: object) -> str:
-    """Text as an indented Markdown block, so that nothing in a response is read as markup."""
+    """Return text as an indented Markdown block, so that nothing in a response is read as markup."""
     return str(value).replace("\n", "\n    ")

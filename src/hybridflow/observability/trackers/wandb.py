@@ -9,7 +9,7 @@ from hybridflow.observability.trackers.base import RunInfo, SampleRow, Tracker, 
 
 
 class WandbTracker(Tracker):
-    """Scalars and a table of validation samples; a resumed run goes on under the same id.
+    """Sends scalars and a table of validation samples; a resumed run goes on under the same id.
 
     Raises ConfigError where wandb is missing.
     """

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
-from hybridflow.rollout.native.prefixes import LEAST, Prefix, common_length
+from hybridflow.rollout.native.prefixes import LEAST, Prefix
 
 if TYPE_CHECKING:
     from hybridflow.rollout.native.rows import SavedRow
@@ -225,5 +225,7 @@ def _worth_waiting_for(batch: Sequence[Admission], context: tuple[int, ...], sta
     """Return whether a prompt shares so much with this pass that it should enter after it."""
     if len(context) <= LEAST:
         return False
-    shared = max(common_length(one.prompt[: one.stop], context) for one in batch)
-    return shared >= LEAST and 2 * (shared - start) >= len(context) - start
+    # tokens that a prompt of the pass must share with this one, so that waiting saves half of the work or more
+    wanted = max(LEAST, (len(context) + start + 1) // 2)
+    beginning = context[:wanted]
+    return any(one.stop >= wanted and one.prompt[:wanted] == beginning for one in batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,24 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
-from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.machine import machine_facts
 from hybridflow.observability.report import write_report
+from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.demo.evaluate import MAX_TOKENS, Evaluation, evaluate
 from hybridflow.trainer.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
 from hybridflow.trainer.ppo.build import build as build_ppo
+from hybridflow.trainer.ppo.sync import SyncTrainer
 from hybridflow.trainer.run_folder import RunFolder
-from hybridflow.workers import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 REWARD = "arithmetic_chain"
 NUM_SHOWN = 5
+VALIDATE_EVERY = 20
+"""Steps between two validations, which take as long as two training steps."""
+VALIDATION = "val-core/arithmetic_chain/acc/mean@1"
+"""The metric of a run's own greedy validation on the held-out questions."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,9 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:
-    """Run the demo from a new model on; gives and writes the summary: accuracies before and after, seconds, machine."""
+    """Run the demo from a new model on; gives and writes the summary: accuracies before and after, seconds,
+    machine.
+    """
     start = time.perf_counter()
     folder = RunFolder(options.folder / options.algorithm)
     model = create_tiny_model(options.folder / "model", seed=options.seed)
@@ -64,35 +71,34 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         "algorithm": options.algorithm,
         "seed": options.seed,
         "reward": options.reward,
-        "greedy_before": before[0].accuracy,
-        "greedy_after": after[0].accuracy,
-        "sampled_before": before[1].accuracy,
-        "sampled_after": after[1].accuracy,
-        "num_questions": len(before[0].samples),
+        "greedy_before": before.greedy,
+        "greedy_after": after.greedy,
+        "sampled_before": before.sampled.accuracy,
+        "sampled_after": after.sampled.accuracy,
+        "num_questions": len(before.sampled.samples),
         "sft_steps": warm.steps,
         "seconds_sft": warm.seconds,
         "seconds_rl": trained,
         "seconds": time.perf_counter() - start,
         **machine_facts(),
-        "samples_before": before[1].samples[:NUM_SHOWN],
-        "samples_after": after[1].samples[:NUM_SHOWN],
+        "samples_before": before.sampled.samples[:NUM_SHOWN],
+        "samples_after": after.sampled.samples[:NUM_SHOWN],
     }
     folder.write_summary(summary)
     summary["report"] = str(write_report(folder.path, folder.path / "report.html"))
     return summary
 
 
-def reinforce(
-    options: DemoOptions, model: Path, folder: RunFolder
-) -> tuple[tuple[Evaluation, Evaluation], tuple[Evaluation, Evaluation], float]:
-    """Train the warm model in the folder `model` by RL; gives its (greedy, sampled) evaluations before and after, and
-    the seconds of training.
+def reinforce(options: DemoOptions, model: Path, folder: RunFolder) -> tuple[Accuracies, Accuracies, float]:
+    """Train the warm model in the folder `model` by RL; gives its accuracies before and
+    after, and the seconds of training.
     """
     overrides = [
         f"actor_rollout_ref.model.path='{model}'",
         f"trainer.default_local_dir='{folder.path}'",
         f"trainer.seed={options.seed}",
         "trainer.resume_mode=disable",
+        f"trainer.test_freq={VALIDATE_EVERY}",
     ]
     if options.reward != REWARD:
         overrides.append(f"reward.function={options.reward}")
@@ -101,20 +107,58 @@ def reinforce(
     for note in notes:
         logger.info("note: %s", note)
     with build_ppo(config) as trainer:
-        tokenizer = trainer.tokenizer
-        rollout = trainer.trajectories.rollout
-        questions = held_out_questions(tokenizer, seed=options.seed)
-        rollout.update_from(trainer.step.roles.actor, 0)
-        before = _both(rollout, tokenizer, questions, options.seed)
+        questions = held_out_questions(trainer.tokenizer, seed=options.seed)
+        trainer.trajectories.rollout.update_from(trainer.step.roles.actor, 0)
+        before = _answers(trainer, questions, options)
         start = time.perf_counter()
         trainer.fit()
         seconds = time.perf_counter() - start
-        after = _both(rollout, tokenizer, questions, options.seed)
-    return before, after, seconds
+        after = _answers(trainer, questions, options)
+    if _validates_the_same(options):
+        first, *_, last = _validations(folder.path)
+        return Accuracies(first, before["sampled"]), Accuracies(last, after["sampled"]), seconds
+    return _accuracies(before), _accuracies(after), seconds
 
 
-def _both(
-    rollout: RolloutGroup, tokenizer: Tokenizer, questions: MapDataset[PromptRow], seed: int
-) -> tuple[Evaluation, Evaluation]:
-    greedy = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)
-    return greedy, evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)
+@dataclass(frozen=True)
+class Accuracies:
+    """Held-out accuracy of a policy: greedy, and sampled with the answers."""
+
+    greedy: float
+    sampled: Evaluation
+
+
+def _accuracies(answers: Mapping[str, Evaluation]) -> Accuracies:
+    return Accuracies(answers["greedy"].accuracy, answers["sampled"])
+
+
+def _validates_the_same(options: DemoOptions) -> bool:
+    """Tell whether the run's own first and last validations are the greedy evaluations."""
+    return options.reward == REWARD and not options.overrides
+
+
+def _validations(run: Path) -> list[float]:
+    """Return the greedy accuracies that the run has measured, in the order of its steps."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return [lines[step][VALIDATION] for step in sorted(lines) if VALIDATION in lines[step]]
+
+
+def _answers(
+    trainer: SyncTrainer, questions: MapDataset[PromptRow], options: DemoOptions
+) -> dict[str, Evaluation]:
+    """Evaluate the policy sampled, and greedily where the run's own validation does not."""
+    ways = ["sampled"]
+    if not _validates_the_same(options):
+        ways.append("greedy")
+    rollout = trainer.trajectories.rollout
+    return {
+        way: evaluate(
+            rollout,
+            trainer.tokenizer,
+            questions,
+            max_tokens=MAX_TOKENS,
+            greedy=way == "greedy",
+            seed=options.seed,
+        )
+        for way in ways
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +58,10 @@ def build(
     folder = RunFolder(config.trainer.default_local_dir)
     roles = needed_roles(config)
     signals = signals or StopSignals()
-    with folder.held(), hosting(config.trainer, config.ray_kwargs, roles, patience=patience) as start:
+    with folder.held(), ExitStack() as stack:
+        with progress.phase("looking for devices"):
+            hosts = hosting(config.trainer, config.ray_kwargs, roles, patience=patience)
+            start = stack.enter_context(hosts)
         signals.install()  # Ray has set its own when it was connected
         yield from _build(config, folder, roles, start, signals)
 
@@ -88,8 +91,8 @@ def _build(
             "set it lower, or raise trainer.total_epochs"
         )
     with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
-        facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
         with progress.phase("starting the workers"):
+            facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
             roles = groups(start(workers_of(facts), partial(meshes, config, names)), names)
         controller = kl_controller(config.algorithm)
         exact = ExactState()
@@ -160,7 +163,7 @@ def _state(
 
 
 def _steps_an_epoch(config: PPOConfig, loader: StatefulLoader[PromptRow]) -> int:
-    """Return the steps for which an epoch's rows suffice. A step of dynamic sampling takes one or more generation
-    batches; here it takes as few as it can.
+    """Return the steps for which an epoch's rows suffice. A step of dynamic sampling takes one or more
+    generation batches; here it takes as few as it can.
     """
     return max(1, len(loader) // math.ceil(config.data.train_batch_size / loader.batch_size))

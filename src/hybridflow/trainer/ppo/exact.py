@@ -75,8 +75,8 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
         chosen.num_rows(1),
     )
     logger.info(
-        "exact mode: generation and training give a token the same log-prob to the bit here, so the pass that "
-        "would recompute old log-probs is left out"
+        "exact mode: generation and training give a token the same log-prob to the bit here, so the pass "
+        "that would recompute old log-probs is left out"
     )
 
 

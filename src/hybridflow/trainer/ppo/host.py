@@ -66,7 +66,9 @@ def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
 
 
 class Host:
-    """The factories of one process; roles in it share what they can: the rollout generates with the actor's module."""
+    """The factories of one process; roles in it share what they can: the rollout generates with the actor's
+    module.
+    """
 
     def __init__(self, facts: RunFacts, house: WorkerHost) -> None:
         self.facts = facts
@@ -144,8 +146,8 @@ class Host:
         return ProcessRewardWorker(engine, config, temperature=self._temperature, limits=limits)
 
     def rollout(self, info: RankInfo) -> RolloutWorker:
-        """Build generation: with the actor's own module where the actor is in this process, else with weights that
-        are sent.
+        """Build generation: with the actor's own module where the actor is in this process, else with weights
+        that are sent.
         """
         roles = self.config.actor_rollout_ref
         model = self._model(roles.model)

@@ -48,8 +48,8 @@ def groups(backend: Backend, names: Sequence[str]) -> Roles:
 
 
 def needed_roles(config: PPOConfig) -> list[str]:
-    """Return the names of the roles that a run has, by its configuration and by the columns that its estimator and
-    loss name.
+    """Return the names of the roles that a run has, by its configuration and by the columns that its
+    estimator and loss name.
 
     So a user's own function gets a reference, a teacher or a process reward model by having `ref_log_prob`,
     `teacher_log_probs` or `process_rewards` among its arguments.

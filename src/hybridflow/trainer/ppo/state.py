@@ -25,14 +25,16 @@ from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.bridge import KLController
 
 WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=["model"])
-"""Contents of the checkpoint of a reference that moves: it has no optimizer, but its weights are needed to go on to
-the bit.
+"""Contents of the checkpoint of a reference that moves: it has no optimizer, but its weights are needed to go
+on to the bit.
 """
 
 
 @dataclass
 class RunState:
-    """The state of a run: weights, optimizers, data position, KL coefficient, whether exact mode has ended, and step."""
+    """The state of a run: weights, optimizers, data position, KL coefficient, whether exact mode has ended,
+    and step.
+    """
 
     roles: Roles
     loader: StatefulLoader[PromptRow]
@@ -75,8 +77,8 @@ class RunState:
             self.contents = {**self.contents, REFERENCE: WEIGHTS_ONLY}
 
     def finish(self, step: int) -> None:
-        """Note that a step is done: until the next one changes weights, `save` saves the run as it is now, also
-        where the next one has taken prompts already.
+        """Note that a step is done: until the next one changes weights, `save` saves the run as it is now,
+        also where the next one has taken prompts already.
         """
         self.step = step
         self._finished = copy.deepcopy(self._drivers_part())
@@ -109,8 +111,8 @@ class RunState:
         return path
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
-        """Go on from the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without
-        one.
+        """Go on from the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0
+        without one.
         """
         loaded = find(store, mode, path)
         if loaded is None:

@@ -1,4 +1,4 @@
-"""The synchronous schedule: generate, train, validate, save; each step starts when the one before has ended.
+"""The synchronous schedule: generate, train, validate, save; each step starts after the one before has ended.
 
 loader ──prompts──► Trajectories ──scored rows──► PPOStep ──► metrics ──► trackers
                          ▲                           │
@@ -88,8 +88,8 @@ class SyncTrainer:
         return last_validation
 
     def _validate_before(self, done: int) -> dict[str, float]:
-        """The validation before the first step, or the one that an interrupted run has left out after its last
-        step.
+        """The validation before the first step, or the one that an interrupted run has left out after its
+        last step.
         """
         trainer = self.config.trainer
         before_training = trainer.val_before_train and done == 0
@@ -128,7 +128,7 @@ class SyncTrainer:
         return validation, logged
 
     def _validate_after(self, step: int) -> dict[str, float]:
-        """The validation of a step where one is due. A signal leaves it out; a resumed run makes up for it."""
+        """Validate where it is due. A signal leaves it out; a resumed run makes up for it."""
         if self.validator is None or not self._validation_is_due(step):
             return {}
         self.state.validation_due = True

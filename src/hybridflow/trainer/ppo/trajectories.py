@@ -1,4 +1,4 @@
-"""Where batches come from in the synchronous schedule: prompts, generation with the current weights, scores.
+"""The batches of the synchronous schedule: prompts, generation with the current weights, scores.
 
 prompts ──requests──► rollout ──outputs──► collate ──► DataProto ──score──► DataProto with token_level_scores
    ▲                                                                            │
@@ -55,29 +55,28 @@ class Trajectories:
         config: PPOConfig,
         timer: Timer,
     ) -> None:
-        self.rollout, self.rewards, self.tokenizer, self.config, self.timer = (
-            rollout,
-            rewards,
-            tokenizer,
-            config,
-            timer,
-        )
+        self.rollout = rollout
+        self.rewards = rewards
+        self.tokenizer = tokenizer
+        self.config = config
+        self.timer = timer
         needs = find_estimator(config.algorithm).needs
-        self.with_baselines, self.with_demonstrations = (
-            "reward_baselines" in needs,
-            "is_demonstration" in needs,
-        )
+        self.with_baselines = "reward_baselines" in needs
+        self.with_demonstrations = "is_demonstration" in needs
 
     def for_training(self, prompts: Iterator[Sequence[PromptRow]], step: int) -> tuple[DataProto, Metrics]:
-        """`rollout.n` responses of each of `data.train_batch_size` prompts, sampled with the weights of step
-        `step - 1`.
+        """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights of step
+        `step - 1`, and score them.
 
         Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out
         those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
         groups that vary, or MAX_BARREN_BATCHES in a row none.
         """
-        wanted, filters = self.config.data.train_batch_size, self.config.algorithm.filter_groups
-        metrics, stats, parts = Metrics(), RolloutStats(), list[DataProto]()
+        wanted = self.config.data.train_batch_size
+        filters = self.config.algorithm.filter_groups
+        metrics = Metrics()
+        stats = RolloutStats()
+        parts: list[DataProto] = []
         kept = generated = batches = barren = first_row = 0
         while kept < wanted:
             if filters.enable and (
@@ -88,10 +87,13 @@ class Trajectories:
             rows, found, first_row = self._training_rows(batch_prompts, step, first_row)
             metrics.update(found)
             stats = RolloutStats.join([stats, self.rollout.stats()], together=False)
-            batches, generated = batches + 1, generated + len(batch_prompts)
+            batches += 1
+            generated += len(batch_prompts)
             if filters.enable:
                 rows = self._filtered(rows)
-                barren = 0 if len(rows) else barren + 1
+                barren += 1
+                if len(rows):
+                    barren = 0
                 logger.info(
                     "step %d: generation batch %d brings %d of %d groups",
                     step,
@@ -99,7 +101,9 @@ class Trajectories:
                     kept + len(uids_of(rows)),
                     wanted,
                 )
-            kept += len(uids_of(rows)) if filters.enable else len(batch_prompts)
+                kept += len(uids_of(rows))
+            else:
+                kept += len(batch_prompts)
             parts.append(rows)
         batch = join_rows(parts, int(self.tokenizer.pad_token_id))
         batch = rows_of(batch, uids_of(batch)[:wanted])
@@ -114,8 +118,8 @@ class Trajectories:
     def for_validation(
         self, prompts: Sequence[PromptRow], step: int, first_row: int = 0
     ) -> tuple[DataProto, Metrics]:
-        """`val_kwargs.n` responses of each prompt, by `val_kwargs`, with the weights of step `step`; rows are
-        numbered from `first_row`.
+        """Sample `val_kwargs.n` responses to each prompt with the weights of step `step` and score them; rows
+        are numbered from `first_row`.
 
         Scores are the reward's own: no overlong shaping, and a row whose reward failed stays with 0.
         """
@@ -146,10 +150,11 @@ class Trajectories:
     def _training_rows(
         self, prompts: Sequence[PromptRow], step: int, first_row: int
     ) -> tuple[DataProto, Metrics, int]:
-        """One generation batch, scored, with rows numbered from `first_row`; and the number of the next one's
-        first row.
+        """Sample and score one generation batch, with rows numbered from `first_row`; gives also the number
+        of the next one's first row.
         """
-        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
+        rollout = self.config.actor_rollout_ref.rollout
+        seed = self.config.trainer.seed
         sampling = SamplingParams(
             max_tokens=self.config.data.max_response_length,
             temperature=rollout.temperature,
@@ -165,54 +170,64 @@ class Trajectories:
         sampled = build_requests(
             prompts, sampling, n=rollout.n, seed=seed, purpose="rollout", step=step, first_row=first_row
         )
-        asked, told = sampled, RequestBatch([], [], [])
+        requests = sampled
+        demonstrations = RequestBatch([], [], [])
         if self.with_baselines:
-            asked = sampled + one_more_each(
+            requests = sampled + one_more_each(
                 sampled, replace(sampling, greedy=True), first_row=first_row + len(sampled)
             )
         if self.with_demonstrations:
-            told = one_more_each(sampled, sampling, first_row=first_row + len(asked))
-        scored = self._make(asked, told, step, version=step - 1, timers=("gen", "reward"))
-        batch, dropped, metrics = scored.batch, scored.dropped, scored.metrics
+            demonstrations = one_more_each(sampled, sampling, first_row=first_row + len(requests))
+        scored = self._make(requests, demonstrations, step, version=step - 1, timers=("gen", "reward"))
+        batch = scored.batch
+        dropped = scored.dropped
+        metrics = scored.metrics
         place = torch.arange(len(batch))
         batch = self._shaped(batch, place < len(sampled), metrics)
         if self.with_demonstrations:
-            batch |= DataProto.from_dict({"is_demonstration": place >= len(asked)})
+            batch |= DataProto.from_dict({"is_demonstration": place >= len(requests)})
         if self.with_baselines:
             batch, dropped = _baselines_as_column(
-                batch, dropped, (place >= len(sampled)) & (place < len(asked))
+                batch, dropped, (place >= len(sampled)) & (place < len(requests))
             )
             metrics.add_mean(
                 "training/reward_baseline/mean", batch.batch["reward_baselines"].sum(), len(batch)
             )
         if self.config.algorithm.filter_groups.enable:
-            generated = ~dropped & ~batch.batch["is_demonstration"] if self.with_demonstrations else ~dropped
+            generated = ~dropped
+            if self.with_demonstrations:
+                generated &= ~batch.batch["is_demonstration"]
             metrics.add_mean(
                 "training/unfiltered_score/mean",
                 batch.batch["token_level_scores"][generated].sum(),
                 int(generated.sum()),
             )
-        return self._without(batch, dropped), metrics, first_row + len(asked) + len(told)
+        return self._without(batch, dropped), metrics, first_row + len(requests) + len(demonstrations)
 
     def _make(
-        self, asked: RequestBatch, told: RequestBatch, step: int, *, version: int, timers: tuple[str, str]
+        self,
+        requests: RequestBatch,
+        demonstrations: RequestBatch,
+        step: int,
+        *,
+        version: int,
+        timers: tuple[str, str],
     ) -> Scored:
-        """Responses to the requests `asked`, then the answers of the data for those `told`, as scored rows in
+        """Return responses to `requests`, then the answers of the data to `demonstrations`, as scored rows in
         this order.
         """
         with self.timer(timers[0]):
-            outputs = self.rollout.generate(asked.requests, policy_version=version)
-        batch = collate(asked + told, [*outputs, *demonstration_outputs(told)], self.tokenizer, step=step)
+            outputs = self.rollout.generate(requests.requests, policy_version=version)
+        outputs = [*outputs, *demonstration_outputs(demonstrations)]
+        batch = collate(requests + demonstrations, outputs, self.tokenizer, step=step)
         with self.timer(timers[1]):
             return score(batch, self.rewards)
 
     def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
-        """With overlong shaping where `reward.reward_kwargs` asks for it."""
+        """Shape overlong rewards where `reward.reward_kwargs` asks for it."""
         limits = self.config.reward.reward_kwargs
-        buffer, max_len = (
-            limits.overlong_buffer_cfg,
-            limits.max_resp_len or self.config.data.max_response_length,
-        )
+        buffer = limits.overlong_buffer_cfg
+        max_len = limits.max_resp_len or self.config.data.max_response_length
         if not buffer.enable:
             return batch
         assert buffer.len is not None, "filled by resolve"
@@ -224,7 +239,7 @@ class Trajectories:
         return batch
 
     def _without(self, batch: DataProto, dropped: Tensor) -> DataProto:
-        """Without the rows whose reward failed, so that no statistic sees them, and with the rows of a group
+        """Leave out the rows whose reward failed, so that no statistic sees them, and put the rows of a group
         side by side.
 
         Where every row failed and no further generation batch follows, the rows stay and nothing is learned
@@ -239,7 +254,7 @@ class Trajectories:
         )
 
     def _filtered(self, rows: DataProto) -> DataProto:
-        """The groups that `algorithm.filter_groups` keeps."""
+        """Return the groups that `algorithm.filter_groups` keeps."""
         filters = self.config.algorithm.filter_groups
         if not len(rows):
             return rows
@@ -255,7 +270,8 @@ class Trajectories:
         )
 
     def _starved(self, kept: int, generated: int, batches: int) -> str:
-        data, filters = self.config.data, self.config.algorithm.filter_groups
+        data = self.config.data
+        filters = self.config.algorithm.filter_groups
         bounds = (("≥", filters.min_mean), ("≤", filters.max_mean))
         means = "".join(f", mean {sign} {value}" for sign, value in bounds if value is not None)
         limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} allows no more"
@@ -272,7 +288,7 @@ class Trajectories:
 
 
 def _baselines_as_column(batch: DataProto, dropped: Tensor, greedy: Tensor) -> tuple[DataProto, Tensor]:
-    """The rows that are not `greedy` [B] bool, each with the score of its prompt's greedy row as
+    """Return the rows that are not `greedy` [B] bool, each with the score of its prompt's greedy row as
     `reward_baselines` [B] float32.
 
     Rows whose baseline has no score are dropped, too.

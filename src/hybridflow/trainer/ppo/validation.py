@@ -32,7 +32,9 @@ class Validator:
         self.config = config
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return the metrics (`val-core/…`, `val-aux/…`) after `step` steps and write the samples that keys ask for."""
+        """Return the metrics (`val-core/…`, `val-aux/…`) after `step` steps and write the samples that keys
+        ask for.
+        """
         size = self.config.data.val_batch_size or len(self.dataset)
         parts: list[DataProto] = []
         shown: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,8 @@ class RunFacts:
 def build(
     config: SFTConfig, *, patience: float = 0.0, signals: StopSignals | None = None
 ) -> Iterator[SFTTrainer]:
-    """Build everything a supervised run needs; processes, files and the run folder are released when the context
-    ends, also after an error.
+    """Build everything a supervised run needs; processes, files and the run folder are released when the
+    context ends, also after an error.
 
     `patience`: seconds to wait for devices that a lost node may bring back. `signals`: asks the run to stop;
     None: SIGINT and SIGTERM do what they do elsewhere.
@@ -61,7 +61,10 @@ def build(
     set_threads(config.trainer.num_threads)
     folder = RunFolder(config.trainer.default_local_dir)
     signals = signals or StopSignals()
-    with folder.held(), hosting(config.trainer, config.ray_kwargs, ROLES, patience=patience) as start:
+    with folder.held(), ExitStack() as stack:
+        with progress.phase("looking for devices"):
+            hosts = hosting(config.trainer, config.ray_kwargs, ROLES, patience=patience)
+            start = stack.enter_context(hosts)
         signals.install()  # Ray has set its own when it was connected
         yield from _build(config, folder, start, signals)
 

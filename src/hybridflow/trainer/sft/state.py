@@ -48,8 +48,8 @@ class SFTState:
     _finished: int | None = None
 
     def finish(self, step: int) -> None:
-        """Note that a step is done: until the next one changes weights, `save` saves the run as it is now, also
-        where the next one has taken conversations already.
+        """Note that a step is done: until the next one changes weights, `save` saves the run as it is now,
+        also where the next one has taken conversations already.
         """
         self.step = step
         self._finished = step
@@ -79,8 +79,8 @@ class SFTState:
         return path
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> int:
-        """Go on from the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0 without
-        one.
+        """Go on from the checkpoint that `trainer.resume_mode` asks for; gives the number of steps done, 0
+        without one.
         """
         loaded = find(store, mode, path)
         if loaded is None:

@@ -125,7 +125,7 @@ class SFTTrainer:
             self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
 
     def _validate_after(self) -> Metrics:
-        """The validation of a step. A signal leaves it out; a resumed run makes up for it."""
+        """Validate. A signal leaves it out; a resumed run makes up for it."""
         self.state.validation_due = True
         try:
             with self.timer("testing"), self.signals.leavable():

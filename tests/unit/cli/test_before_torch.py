@@ -1,0 +1,69 @@
+"""Mistakes that need neither torch nor a model are found before either is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import PPOConfig
+from hybridflow.errors import ConfigError
+from hybridflow.observability.trackers.build import check_trackers
+from hybridflow.trainer.run_folder import RunFolder
+
+SCRIPT = """
+import contextlib, io, sys
+from hybridflow.cli.main import main
+
+sys.modules["wandb"] = None  # as if it were not installed
+model, run, file = sys.argv[1:]
+keys = ["train", "actor_rollout_ref.model.path=" + model, "data.task.name=arithmetic_chain", "trainer.device=cpu"]
+wanted = {
+    "trainer.logger=[console,wandb]": "trainer.logger lists 'wandb', and wandb is not installed",
+    "trainer.default_local_dir=" + file + "/run": file + " is a file, and a folder is wanted there",
+    "trainer.default_local_dir=/proc/run": "trainer.default_local_dir=/proc/run cannot be written",
+}
+for key, words in wanted.items():
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = main([*keys, "trainer.default_local_dir=" + run, key])
+    assert status == 1 and words in said.getvalue(), (key, said.getvalue())
+    assert "torch" not in sys.modules, key
+"""
+
+
+@pytest.mark.timeout(600)
+def test_missing_trackers_and_folders_that_cannot_be_written_are_found_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    (tmp_path / "model").mkdir()
+    arguments = [str(tmp_path / name) for name in ("model", "run", "checkpoints")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run").exists(), "a look leaves no folder"
+
+
+@pytest.mark.timeout(600)
+def test_commands_that_only_look_need_no_model_library() -> None:
+    code = (
+        "import sys, hybridflow.trainer.explain_algorithm, hybridflow.cli.doctor\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+def test_the_default_trackers_may_lack_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    check_trackers(PPOConfig().trainer.logger)
+    with pytest.raises(ConfigError, match="tensorboard is not installed"):
+        check_trackers(["tensorboard"])
+
+
+def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.held(), pytest.raises(ConfigError, match="another run is writing into"):
+        RunFolder(tmp_path / "run").check_writable()
+    assert not folder.path.exists()

@@ -1,0 +1,54 @@
+"""What the demo leaves out because it is known already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridflow.observability.trackers import build_trackers
+from hybridflow.trainer.demo import demo, warm_up
+from hybridflow.trainer.demo.demo import DemoOptions
+
+
+def test_the_greedy_accuracies_of_the_demo_are_its_own_validations(tmp_path: Path) -> None:
+    with build_trackers("jsonl", tmp_path) as trackers:
+        for step, accuracy in ((0, 0.5), (1, None), (20, 0.75), (40, 0.875)):
+            trackers.log({"reward": 1.0} if accuracy is None else {demo.VALIDATION: accuracy}, step)
+    assert demo._validations(tmp_path) == [0.5, 0.75, 0.875]
+    assert demo._validates_the_same(DemoOptions(tmp_path))
+    assert not demo._validates_the_same(DemoOptions(tmp_path, reward="random"))
+    assert not demo._validates_the_same(DemoOptions(tmp_path, overrides=("data.task.val_size=8",)))
+
+
+def test_the_warm_up_tries_all_questions_only_near_the_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracy of (256, all) questions at each look; the warm-up ends by that of all."""
+    accuracies = iter([0.1, 0.37, 0.39, 0.45, 0.6, 0.4, 0.5, 0.51])
+    asked: list[int] = []
+
+    def evaluate(rollout: object, tokenizer: object, questions: Sequence[Any], **_: object) -> Any:
+        asked.append(len(questions))
+        return SimpleNamespace(accuracy=next(accuracies))
+
+    def fit(after_step: Callable[[int], bool]) -> int:
+        return next(step for step in range(1, 400) if after_step(step))
+
+    @contextmanager
+    def build(config: object) -> Iterator[Any]:
+        yield SimpleNamespace(rollout=None, tokenizer=None, fit=fit, export=lambda target: None)
+
+    monkeypatch.setattr(warm_up, "evaluate", evaluate)
+    monkeypatch.setattr(warm_up, "build_sft", build)
+    monkeypatch.setattr(warm_up, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(warm_up, "held_out_questions", lambda tokenizer, seed: range(1024))
+    (tmp_path / "model").mkdir()
+    options = warm_up.WarmUpOptions()
+    warm = warm_up.warm_up(tmp_path / "model", tmp_path / "sft", seed=0, options=options)
+    assert asked == [256, 256, 256, 1024, 256, 1024, 256, 1024]
+    assert (warm.steps, warm.accuracy) == (60 + 5 * 4, 0.51)

@@ -17,8 +17,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +35,7 @@ from controller_workers import (
     make_work,
     run_step,
 )
+from side_by_side import machine
 
 from hybridflow.config.cluster import RayConfig, RayInitConfig
 from hybridflow.controller import Backend, LocalBackend, MeshInfo, Placement
@@ -279,10 +278,7 @@ def main() -> int:
     facts = {
         "command": f"python benchmarks/controller_overhead.py --steps {arguments.steps}",
         "date": datetime.date.today().isoformat(),
-        "machine": (
-            f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, ray "
-            f"{ray_version()}, one thread a process"
-        ),
+        "machine": (f"{machine()}, torch {torch.__version__}, ray {ray_version()}, one thread a process"),
     }
     RESULT.parent.mkdir(exist_ok=True)
     result = {**facts, "measured": rows, "ray_message_s": message_s, "simulated": simulated}

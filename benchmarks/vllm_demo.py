@@ -17,7 +17,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from side_by_side import machine
 from torch import Tensor
 
 from hybridflow.config import PPOConfig
@@ -288,7 +288,7 @@ def main() -> int:
     facts = {
         "command": " ".join(["python", "benchmarks/vllm_demo.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread a run",
+        "machine": f"{machine()}, one thread a run",
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "seed": options.seed,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import forked
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -26,6 +25,7 @@ from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
 from hybridflow.rollout.push.sender import Transport, address_towards, push
 from hybridflow.rollout.push.tunnel import TunnelEnd
+from ranks import forked
 
 HERE = Receiver()
 HELD: dict[str, Tensor] = {}

@@ -25,6 +25,9 @@ from hybridflow.rollout.requests import check_ids, refused, request_problem
 
 logger = logging.getLogger(__name__)
 
+PARTS = ("weights", "kv_cache")
+"""What an engine's memory holds, by the names that vLLM and SGLang use."""
+
 
 @dataclass
 class _Row:
@@ -94,7 +97,8 @@ class PushedEngine(ABC):
         self._stats = RolloutStats()
         self._running: dict[int, _Row] = {}
         self._busy = self._pushed = False
-        self._slept = 0
+        self._level = 0
+        self._asleep: tuple[str, ...] = ()
         self._said_nothing_sleeps = False
 
     @property
@@ -130,8 +134,7 @@ class PushedEngine(ABC):
             raise RolloutError(
                 "update_weights() was called while generate() is running: read its outputs to the end first"
             )
-        if self._slept:
-            self._wake(["weights"])
+        self.wake_up(["weights"])
         self._pushed = True
 
     def _confirm(self, version: int) -> None:
@@ -150,7 +153,7 @@ class PushedEngine(ABC):
             raise RolloutError(
                 "sleep() was called while generate() is running: read its outputs to the end first"
             )
-        if not self.frees_cache or self._slept >= level:
+        if not self.frees_cache or (self._asleep and self._level >= level):
             return
         if str(self._facts["device"]).startswith("cpu"):
             if not self._said_nothing_sleeps:
@@ -160,17 +163,17 @@ class PushedEngine(ABC):
         # it holds nothing any more, and what it died of is said elsewhere
         with contextlib.suppress(EngineDied):
             self.runner.sleep(level)
-            self._slept = level
+            self._level = level
+            self._asleep = PARTS
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Be ready again; `tags`: only some of "weights" and "kv_cache"."""
-        if self._slept:
-            self._wake(tags)
-
-    def _wake(self, tags: Sequence[str] | None) -> None:
-        self.runner.wake_up(tags)
-        if tags is None or "kv_cache" in tags:
-            self._slept = 0
+        """Take memory again; `tags`: only some of `PARTS`. Parts that are awake are left alone: vLLM would map
+        their memory a second time.
+        """
+        wanted = [part for part in self._asleep if tags is None or part in tags]
+        if wanted:
+            self.runner.wake_up(wanted)
+            self._asleep = tuple(part for part in self._asleep if part not in wanted)
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End requests of the running `generate`; their partial responses come back here and not there."""
@@ -196,7 +199,7 @@ class PushedEngine(ABC):
             raise RolloutError(
                 "generate() was called while another one is running: read its outputs to the end first"
             )
-        if self._slept:
+        if self._asleep:
             raise RolloutError("generate() was called on a sleeping engine: call wake_up() first")
         check_ids(requests)
         self._stats = RolloutStats()

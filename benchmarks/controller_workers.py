@@ -67,7 +67,8 @@ class TinyWorker(Worker):
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def take_seconds(self) -> float:
         """What the calls since the last time took."""
-        seconds, self.seconds = self.seconds, 0.0
+        seconds = self.seconds
+        self.seconds = 0.0
         return seconds
 
     def _timed(self, work: Callable[[], R]) -> R:
@@ -174,7 +175,9 @@ class Simulated:
     def __init__(self, mesh: MeshInfo) -> None:
         from hybridflow.controller.ray.transport import decode, encode
 
-        self._encode, self._decode, self._mesh = encode, decode, mesh
+        self._encode = encode
+        self._decode = decode
+        self._mesh = mesh
         self._worker = TinyWorker()
         self.reset()
 

@@ -216,7 +216,8 @@ def company(model: Path) -> list[tuple[str, Any, Any]]:
 
 def requests(count: int, vocabulary: int) -> list[GenerationRequest]:
     """Eight responses to each prompt, of different lengths."""
-    draw, made = torch.Generator().manual_seed(5), []
+    draw = torch.Generator().manual_seed(5)
+    made = []
     for row in range(count):
         if row % 8 == 0:
             prompt = tuple(torch.randint(3, vocabulary, (1 + (row * 5) % 32,), generator=draw).tolist())
@@ -233,7 +234,9 @@ def joining(
     engine: NativeEngine, asked: Sequence[GenerationRequest]
 ) -> dict[int, tuple[list[int], list[float]]]:
     """Rows that enter while others run."""
-    session, left, outputs = engine.open(), list(asked[:128]), []
+    session = engine.open()
+    left = list(asked[:128])
+    outputs = []
     while left or not session.idle:
         session.add(left[:2])
         left = left[2:]

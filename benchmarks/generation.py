@@ -57,7 +57,8 @@ Goals:
 {goals}"""
 GOALS = {"uniform": 2.0, "life": 4.0}
 """How many times as fast as the best rival."""
-FLOOR_ROWS, FLOOR_GOAL = 128, 0.5
+FLOOR_ROWS = 128
+FLOOR_GOAL = 0.5
 """At so many rows, this share of the floor."""
 
 
@@ -104,7 +105,8 @@ def transformers(folder: Path) -> Callable[[list[list[int]], list[int]], float]:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> float:
-        ids, most = torch.tensor(prompts), max(lengths)
+        ids = torch.tensor(prompts)
+        most = max(lengths)
         started = time.perf_counter()
         with torch.no_grad():
             out = model.generate(
@@ -209,8 +211,10 @@ def goal_of(case: dict[str, Any]) -> str:
     own = medians.pop("native")
     reached = min(medians.values()) / own
     goal = GOALS[case["lengths"]]
-    text = (f"- {case['threads']} thread(s), {case['rows']} rows, {case['lengths']}: {reached:.2f} times the "
-           "best ")
+    text = (
+        f"- {case['threads']} thread(s), {case['rows']} rows, {case['lengths']}: {reached:.2f} times the "
+        "best "
+    )
     text += f"rival, wanted {goal:.0f}: {kit.verdict(reached >= goal)}"
     if case["rows"] == FLOOR_ROWS:
         share = case["floor_s"] / own

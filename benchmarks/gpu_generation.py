@@ -48,7 +48,10 @@ class Bench:
     """One model and the ways to generate with it."""
 
     def __init__(self, size: str, device: torch.device, prompt: int, new: int) -> None:
-        self.hf, self.device, self.prompt, self.new = gpu.make_hf(size, device), device, prompt, new
+        self.hf = gpu.make_hf(size, device)
+        self.device = device
+        self.prompt = prompt
+        self.new = new
         self.policy = PolicyModel(self.hf)
         self.draw = random.Random(0)
         self.vocabulary = self.hf.config.vocab_size
@@ -185,7 +188,8 @@ def line_of(case: dict[str, Any]) -> list[object]:
     return [case["size"], case["rows"], *speeds, against, share, case.get("graphs", "–")]
 
 
-SPEED_GOAL, ROOFLINE_GOAL = 5.0, 0.7
+SPEED_GOAL = 5.0
+ROOFLINE_GOAL = 0.7
 """Times as fast as `generate`, and share of the roofline."""
 
 
@@ -217,9 +221,14 @@ def main() -> None:
     options = parser.parse_args()
     device = gpu.device_of(options)
     options.sides = options.sides or [side for side in SIDES if side != "batch" or not options.tiny]
-    prompt, new = (512, 512)
+    prompt = 512
+    new = 512
     if options.tiny:
-        options.sizes, options.rows, options.rounds, prompt, new = ["tiny"], [3], 1, 8, 6
+        options.sizes = ["tiny"]
+        options.rows = [3]
+        options.rounds = 1
+        prompt = 8
+        new = 6
     bandwidth = gpu.copy_bandwidth(device)
     print(f"copy: {bandwidth / 1e9:,.0f} GB/s\n\n{kit.line(HEAD)}", flush=True)
     cases = []

@@ -54,7 +54,8 @@ def make_work(folder: Path, size: str, device: torch.device, prompts: int, lengt
 
 def keys_of(options: argparse.Namespace, work: Path, shape: dict[str, int]) -> list[str]:
     """The run, as a user would write it."""
-    model, tokens = work / "model", shape["tokens"]
+    model = work / "model"
+    tokens = shape["tokens"]
     return [
         f"actor_rollout_ref.model.path='{model}'",
         f"critic.model.path='{model}'",
@@ -127,11 +128,9 @@ def main() -> None:
     device = gpu.device_of(options)
     shape = {"prompts": 256, "length": 512, "mini": 64, "tokens": 16_384}
     if options.tiny:
-        options.sizes, options.rounds, shape = (
-            ["tiny"],
-            1,
-            {"prompts": 4, "length": 6, "mini": 2, "tokens": 64},
-        )
+        options.sizes = ["tiny"]
+        options.rounds = 1
+        shape = {"prompts": 4, "length": 6, "mini": 2, "tokens": 64}
     cases = [measure(options, size, device, shape) for size in options.sizes]
     parts = [
         [case["size"], name.removeprefix("timing_s/"), f"{value:.2f}"]

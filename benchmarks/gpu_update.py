@@ -55,7 +55,9 @@ HEAD = (
 
 def rows_of(tokens: int, width: int, pattern: str, vocabulary: int) -> tuple[DataProto, list[int]]:
     """Rows of about so many tokens, prompt and response of at most `width` each; and their lengths."""
-    draw, prompts, responses = random.Random(0), [], []
+    draw = random.Random(0)
+    prompts = []
+    responses = []
     left = tokens
     while left > width:
         size = width
@@ -90,7 +92,8 @@ def measure(
         enable_gradient_checkpointing(hf)
     parameters = matmul_parameters(hf)
     engine = FSDPEngine(PolicyModel(hf), name="actor", optim=OptimConfig(lr=1e-7), grad_clip=1.0)
-    limits, forward = BatchLimits(options.tokens), policy_forward(1.0, with_entropy=False)
+    limits = BatchLimits(options.tokens)
+    forward = policy_forward(1.0, with_entropy=False)
     cases = []
     for pattern in ("uniform", "life"):
         batch, lengths = rows_of(MICRO_BATCHES * options.tokens, width, pattern, hf.config.vocab_size)
@@ -170,9 +173,13 @@ def main() -> None:
         help="sizes that compute activations again",
     )
     options = parser.parse_args()
-    device, width = gpu.device_of(options), 512
+    device = gpu.device_of(options)
+    width = 512
     if options.tiny:
-        options.sizes, options.tokens, options.rounds, width = ["tiny"], 64, 1, 8
+        options.sizes = ["tiny"]
+        options.tokens = 64
+        options.rounds = 1
+        width = 8
     rate = gpu.matrix_rate(device)
     print(f"matrix product: {rate / 1e12:,.2f} TFLOP/s\n\n{kit.line(HEAD)}", flush=True)
     cases = []

@@ -55,7 +55,10 @@ class Jobs:
     """Runs jobs of learn_cell.py, a few side by side, and says how each went."""
 
     def __init__(self, work: Path, out: Path, settings: Settings, jobs: int) -> None:
-        self.work, self.out, self.settings, self.jobs = work, out, settings, jobs
+        self.work = work
+        self.out = out
+        self.settings = settings
+        self.jobs = jobs
 
     def run(self, job: str, cells: list[Cell]) -> dict[Cell, str]:
         """The cells that failed, with the last line of their log."""
@@ -123,7 +126,8 @@ def run_cells(cells: list[Cell], jobs: Jobs) -> dict[Cell, str]:
     """Warm starts first, then teachers, then the cells; gives those that failed. A cell whose start could not
     be made failed too.
     """
-    work, settings = jobs.work, jobs.settings
+    work = jobs.work
+    settings = jobs.settings
     warm = [Cell("warm", seed) for seed in sorted({cell.seed for cell in cells})]
     failed = jobs.run(
         "warm",

@@ -13,7 +13,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 COLUMNS = 6
-LINE, BAND = "#2563a8", "#2563a833"
+LINE = "#2563a8"
+BAND = "#2563a833"
 matplotlib.rcParams.update(
     {
         "svg.hashsalt": "hybridflow",

@@ -20,10 +20,13 @@ CONTROL = "grpo_random"
 TEACHER = "on_policy_distillation"
 JUDGED_BY_PASS = "grpo_passk"
 PASS_MEASURED = ("grpo", JUDGED_BY_PASS)
-NUM_PASS_QUESTIONS, PASS_K = 1024, 8
-BAR, CONTROL_BAR = 0.10, 0.02
+NUM_PASS_QUESTIONS = 1024
+PASS_K = 8
+BAR = 0.10
+CONTROL_BAR = 0.02
 """How much held-out accuracy must rise, on average over the seeds, and how much the control's may."""
-TEACHER_ACCURACY, TEACHER_MAX_STEPS = 0.9, 1500
+TEACHER_ACCURACY = 0.9
+TEACHER_MAX_STEPS = 1500
 NOTES = {
     "spin": "the task's worked answer to each prompt",
     "prime": "its reward model starts from the warm start and trains on the outcomes of the same responses",

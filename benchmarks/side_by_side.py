@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PROMPT, GROUP, MAX_TOKENS = 15, 8, 64
+PROMPT = 15
+GROUP = 8
+MAX_TOKENS = 64
 SIZES = {
     "vocab_size": 262,
     "hidden_size": 256,
@@ -34,7 +36,8 @@ SIZES = {
 LENGTHS = {"uniform": (MAX_TOKENS, 0.0), "life": (0.4 * MAX_TOKENS, 0.7)}
 RESULTS = Path(__file__).parent / "results"
 MARK = "@@ "
-PAD, END = 0, 1
+PAD = 0
+END = 1
 
 
 def lengths_of(rows: int, pattern: str) -> list[int]:
@@ -185,7 +188,8 @@ def next_question() -> Any:
 
 def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int) -> dict[str, list[Any]]:
     """What each way gives in `rounds` rounds after `warm_up` ones, in an order that turns."""
-    names, found = list(ways), {name: list[Any]() for name in ways}
+    names = list(ways)
+    found = {name: list[Any]() for name in ways}
     for turn in range(warm_up + rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:

@@ -34,7 +34,8 @@ from typing import Any
 
 import side_by_side as kit
 
-ROWS, PLAIN_ROWS = 128, 16
+ROWS = 128
+PLAIN_ROWS = 16
 TASKS = ("log-probs", "update")
 GOAL = 2.0
 """How many times as fast as each of the others, where lengths are as in life."""
@@ -151,7 +152,8 @@ class Plain(Padded):
     def _log_probs(self, first: int) -> Any:
         part = slice(first, first + PLAIN_ROWS)
         width = kit.PROMPT + max(self.lengths[part])
-        ids, mask = self.ids[part, :width], self.mask[part, :width]
+        ids = self.ids[part, :width]
+        mask = self.mask[part, :width]
         logits = self.model(input_ids=ids, attention_mask=mask).logits[:, kit.PROMPT - 1 : -1]
         return logits.log_softmax(-1).gather(-1, ids[:, kit.PROMPT :, None])[..., 0]
 
@@ -241,7 +243,8 @@ class TRL(Padded):
 
 def agree(sides: dict[str, Any], lengths: list[int]) -> float:
     """The largest difference of log-probs between ours and the others, before anything is trained."""
-    ours, worst = sides["ours"].log_probs(), 0.0
+    ours = sides["ours"].log_probs()
+    worst = 0.0
     for name, side in sides.items():
         theirs = side.log_probs()
         rows = [row for part in (theirs if isinstance(theirs, list) else [theirs]) for row in part]
@@ -319,7 +322,8 @@ def timed(work: Callable[[], Any]) -> Callable[[], tuple[float, float]]:
     """Its wall-clock and CPU seconds."""
 
     def run() -> tuple[float, float]:
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         work()
         return time.perf_counter() - wall, time.process_time() - cpu
 

@@ -49,7 +49,8 @@ from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.protocol import DataProto
 
 RESULT = Path(__file__).parent / "results" / "transport"
-FIELDS, ROWS = 10, 1000
+FIELDS = 10
+ROWS = 1000
 WARM_UP = 2
 PAGE = """# Transport of tensors
 
@@ -188,7 +189,8 @@ def page_of(result: dict[str, Any]) -> str:
     over_pickled = medians["pickled"] / medians["ours"]
     over_raw = medians["ours"] / medians["raw"]
     memory = result["memory"]
-    first, last = memory[0], memory[-1]
+    first = memory[0]
+    last = memory[-1]
     return PAGE.format(
         **{name: result[name] for name in ("date", "command", "machine", "megabytes")},
         over_pickled=over_pickled,
@@ -227,7 +229,8 @@ def main() -> int:
         RESULT.with_suffix(".md").write_text(page_of(result))
         return 0
     if options.quick:
-        options.rounds, options.steps = 1, 10
+        options.rounds = 1
+        options.steps = 10
     torch.set_num_threads(1)
     width = options.megabytes * 10**6 // (4 * FIELDS * ROWS)
     halves = [

@@ -132,7 +132,8 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 
 def page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
-    table, skips = [], []
+    table = []
+    skips = []
     for row in rows:
         apart = [
             "-" if row[name] is None else f"{row[name]:.1e}"

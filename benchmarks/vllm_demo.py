@@ -44,7 +44,8 @@ DEADLINE = 3600
 """Seconds one run may take before it is ended."""
 SPOILT_STEP = 2
 """The step whose push is spoilt, of the four of a short run."""
-HELD_OUT, DIFFERENCE = "val-core/arithmetic_chain/acc/mean@1", "training/rollout_log_probs_diff_max"
+HELD_OUT = "val-core/arithmetic_chain/acc/mean@1"
+DIFFERENCE = "training/rollout_log_probs_diff_max"
 Weights = Iterable[tuple[str, Tensor, int]]
 SPOIL: dict[str, str] = {
     "dropped": "the push never reaches the engine",

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES, RECIPES, RESULTS = (
-    ROOT / "docs" / "algorithms",
-    ROOT / "src" / "hybridflow" / "recipes",
-    ROOT / "benchmarks" / "results",
-)
+PAGES = ROOT / "docs" / "algorithms"
+RECIPES = ROOT / "src" / "hybridflow" / "recipes"
+RESULTS = ROOT / "benchmarks" / "results"
 SAME_PAGE = {
     "grpo_bypass": "rollout_correction",
     "grpo_rollout_correction": "rollout_correction",
@@ -103,7 +101,8 @@ def missing() -> list[str]:
 def render() -> tuple[dict[Path, str], list[str]]:
     """The text that each page that is there should have, and what is wrong with it."""
     rows = _rows()
-    fresh, problems = {}, []
+    fresh = {}
+    problems = []
     for page, recipes in pages().items():
         path = PAGES / f"{page}.md"
         if not path.is_file():
@@ -180,7 +179,9 @@ def _learned(names: list[str], rows: dict[str, dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in shown:
         row = rows[name]
-        judged, sampled, greedy = row[row["judged_by"]], row["sampled"], row["greedy"]
+        judged = row[row["judged_by"]]
+        sampled = row["sampled"]
+        greedy = row["greedy"]
         error = "" if judged["error"] is None else f" ± {judged['error']:.3f}"
         lines.append(
             f"| `{name}` | {sampled['before']:.3f} → {sampled['after']:.3f} "

@@ -15,8 +15,10 @@ from ranks import Ranks
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """Commands that run inside the test's process add a handler, whose stream pytest closes, and set levels."""
-    root, own = logging.getLogger(), logging.getLogger("hybridflow")
-    handlers, levels = list(root.handlers), (root.level, own.level)
+    root = logging.getLogger()
+    own = logging.getLogger("hybridflow")
+    handlers = list(root.handlers)
+    levels = (root.level, own.level)
     yield
     for handler in [
         handler for handler in root.handlers if handler.name == "hybridflow" and handler not in handlers

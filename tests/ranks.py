@@ -113,7 +113,8 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        results, failures = [], []
+        results = []
+        failures = []
         for rank, pipe in enumerate(self._pipes):
             # a rank that failed leaves the others waiting for it: after the first failure they get a moment,
             # not the whole deadline
@@ -123,7 +124,8 @@ class Ranks:
             try:
                 done, result = pipe.recv()
             except EOFError:
-                done, result = False, "its process died"
+                done = False
+                result = "its process died"
             (results if done else failures).append(result if done else f"rank {rank}: {result}")
         if failures:
             self.stop()
@@ -135,7 +137,8 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
-        self._pipes, self._processes = [], []
+        self._pipes = []
+        self._processes = []
 
     def _start(self) -> None:
         context = forked()

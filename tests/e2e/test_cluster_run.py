@@ -37,7 +37,8 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path) -> None
         assert done.returncode == 0, done.output
     finally:
         two.kill()
-    one, got = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
+    one = metrics_of(tmp_path / "one")
+    got = metrics_of(tmp_path / "two")
     assert sorted(got) == sorted(one) == [1, 2]
     for step, metrics in one.items():
         assert sorted(got[step]) == sorted(metrics)

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.trackers.jsonl import read_metrics
 
-MAX_PROMPT, MAX_RESPONSE = 40, 12
+MAX_PROMPT = 40
+MAX_RESPONSE = 12
 TIMINGS = ("timing_s/", "perf/", "reward/seconds")
 """Metrics that no two runs share."""
 DIGIT_SHARE = '''"""A reward that any text gets some of: the share of its characters that are digits or spaces."""
@@ -59,8 +60,10 @@ def gsm8k_rows(number: int, *, split: str) -> list[dict[str, Any]]:
     draw = random.Random(split)
     rows = []
     for index in range(number):
-        a, b = draw.randint(1, 9), draw.randint(1, 9)
-        question, answer = f"{a} + {b} = ?", f"{a} + {b} = {a + b} . #### {a + b}"
+        a = draw.randint(1, 9)
+        b = draw.randint(1, 9)
+        question = f"{a} + {b} = ?"
+        answer = f"{a} + {b} = {a + b} . #### {a + b}"
         rows.append(
             {
                 "data_source": "openai/gsm8k",

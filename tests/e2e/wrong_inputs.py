@@ -19,7 +19,8 @@ from tiny_run import Inputs, gsm8k_rows, small_run, write_jsonl, write_parquet
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.trainer.main_ppo import main as main_ppo
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 Make = Callable[[Inputs, Path], list[str]]
 Case = tuple[str, Make, tuple[str, ...]]
 """(name, what goes wrong, what the message must hold)"""

@@ -32,7 +32,7 @@ def model_of(dtype: torch.dtype, device: str = "cuda") -> PreTrainedModel:
 
 
 def policy_of(dtype: torch.dtype = torch.float64) -> PolicyModel:
-    """That model on the device, to train and generate with; in double precision rounding changes no greedy token."""
+    """That model on the device; in double precision rounding changes no greedy token."""
     return PolicyModel(model_of(dtype))
 
 
@@ -147,7 +147,8 @@ def test_rows_in_blocks_get_the_log_probs_of_rows_in_slots() -> None:
             assert output.log_probs[:same] == pytest.approx(other[number].log_probs[:same], abs=0.1)
             if same < len(mine):  # then both were as probable, but for rounding in bfloat16
                 assert output.log_probs[same] == pytest.approx(other[number].log_probs[same], abs=0.1)
-    # and all tokens of each way, also those after the first that differs, are what the model says of them
+    # and all tokens of each way, also those after the first that differs, are what the model says of them in
+    # float32: bfloat16 differs from it by up to 0.5 nats here, another token by several
     judge = model_of(torch.bfloat16).float()
     for way in outputs:
         for request in asked:
@@ -157,8 +158,8 @@ def test_rows_in_blocks_get_the_log_probs_of_rows_in_slots() -> None:
                 logits = judge(ids).logits[0, len(request.prompt_token_ids) - 1 : -1].float()
             wanted = logits.log_softmax(-1)
             chosen = wanted.gather(1, torch.tensor(output.token_ids, device="cuda")[:, None])[:, 0]
-            assert output.log_probs == pytest.approx(chosen.tolist(), abs=0.25)
-            assert bool((chosen >= wanted.max(-1).values - 0.25).all()), "greedy, but for rounding"
+            assert output.log_probs == pytest.approx(chosen.tolist(), abs=1.0)
+            assert bool((chosen >= wanted.max(-1).values - 1.0).all()), "greedy, but for rounding"
 
 
 def test_a_model_that_cannot_be_recorded_is_decoded_without(monkeypatch: pytest.MonkeyPatch) -> None:

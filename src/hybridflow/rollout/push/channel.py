@@ -53,7 +53,7 @@ class Channel:
             raise RolloutError(f"the other side of a push of weights is gone: {error}") from error
 
     def receive(self) -> Any:
-        """Return the next frame; RolloutError where the other side closes first or stays silent for too long."""
+        """Return the next frame; RolloutError where the other side closes first or is silent for too long."""
         (size,) = _LENGTH.unpack(read_exactly(self._connection, _LENGTH.size))
         return json.loads(read_exactly(self._connection, size))
 

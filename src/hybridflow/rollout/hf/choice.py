@@ -78,11 +78,13 @@ def kept_weights(scaled: Tensor, sampling: SamplingParams) -> Tensor:
     weights = (scaled - scaled.max()).exp()
     weights[weights < sampling.min_p] = 0
     if sampling.top_k > 0 or sampling.top_p < 1:
-        ordered = weights.sort(descending=True).values[
-            : sampling.top_k if sampling.top_k > 0 else len(weights)
-        ]
-        before = ordered.cumsum(-1) - ordered
-        number = int((before < sampling.top_p * ordered.sum()).sum()) if sampling.top_p < 1 else len(ordered)
+        ordered = weights.sort(descending=True).values
+        if sampling.top_k > 0:
+            ordered = ordered[: sampling.top_k]
+        number = len(ordered)
+        if sampling.top_p < 1:
+            before = ordered.cumsum(-1) - ordered
+            number = int((before < sampling.top_p * ordered.sum()).sum())
         weights[weights < ordered[max(number, 1) - 1]] = 0
     return weights
 

@@ -123,7 +123,9 @@ class HFEngine:
         waiting = [request for request in self._waiting if request.request_id in wanted]
         self._waiting = [request for request in self._waiting if request.request_id not in wanted]
         outputs = [GenerationOutput(request.request_id, [], [], "abort", []) for request in waiting]
-        return outputs + ([] if self._batch is None else [row.output() for row in self._batch.abort(wanted)])
+        if self._batch is not None:
+            outputs += [row.output() for row in self._batch.abort(wanted)]
+        return outputs
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """Yield one output for each request, batch by batch.
@@ -164,7 +166,9 @@ class HFEngine:
         """Remove the next batch from the waiting requests and return it."""
         if self._batches is None and len(self._waiting) > 1 and self.max_num_seqs > 1:
             self._batches = batches_well(self.model)
-        number = self.max_num_seqs if self._batches else 1
+        number = 1
+        if self._batches:
+            number = self.max_num_seqs
         taken = self._waiting[:number]
         self._waiting = self._waiting[number:]
         return taken
@@ -210,9 +214,10 @@ class HFEngine:
         yield from [row.output() for row in rows if row.finish_reason != "abort"]
 
     def _ends(self, request: GenerationRequest) -> frozenset[int]:
-        return frozenset(
-            request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else self.eos_token_ids)
-        )
+        ends = request.sampling.stop_token_ids
+        if not request.sampling.ignore_eos:
+            ends += self.eos_token_ids
+        return frozenset(ends)
 
     def _count(self, batch: Batch, seconds: float) -> None:
         self._stats.generated_tokens += sum(len(row.tokens) for row in batch.rows)

@@ -80,7 +80,9 @@ class OpenAIEngine:
         self.extended = extended
         self.max_concurrent = max_concurrent
         self.deadline = deadline
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers: dict[str, str] = {}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._stats = RolloutStats()
         self._calls: Calls[GenerationOutput] | None = None
 
@@ -122,7 +124,9 @@ class OpenAIEngine:
         """End requests of the running `generate` by closing their connections; what they had so far is the
         server's and is lost.
         """
-        ended = [] if self._calls is None else self._calls.cancel(set(request_ids))
+        if self._calls is None:
+            return []
+        ended = self._calls.cancel(set(request_ids))
         return [GenerationOutput(request_id, [], [], "abort", []) for request_id in ended]
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:

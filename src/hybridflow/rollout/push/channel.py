@@ -16,7 +16,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,7 @@ class Listener:
         arrivals.close()
         return channels
 
-    def arrivals(self, stopped: Callable[[], bool]) -> Iterator[socket.socket]:
+    def arrivals(self, stopped: Callable[[], bool]) -> Generator[socket.socket]:
         """Yield each connection that has sent the token, until `stopped` returns true."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)

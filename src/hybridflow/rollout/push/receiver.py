@@ -76,7 +76,8 @@ class Receiver:
             raise RolloutError(f"the engine stopped taking weights after {len(self.checksums)} tensors")
         self._names[part] = frozenset(self.checksums)
         self.has_base = part != "whole"
-        self.version = NOTHING if part == "base" else version
+        if part != "base":
+            self.version = version
 
     def _compared(
         self, weights: Iterable[tuple[str, Tensor, int]], part: Part

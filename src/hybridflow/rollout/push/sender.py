@@ -24,13 +24,13 @@ from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.transports import (
     ALIGNMENT,
-    LOOPBACK,
     CudaIpcWriter,
     Entry,
     GroupWriter,
     SharedMemoryWriter,
     Writer,
 )
+from hybridflow.rollout.push.tunnel import LOOPBACK
 
 BUCKET_BYTES = 256 * 2**20
 _CACHED_BYTES = 16 * 2**20
@@ -96,11 +96,10 @@ def push(
 
 
 def _judge(job: Future[list[Any]], version: int, broken: RolloutError | None) -> None:
-    said = [answer["error"] for answer in job.result() if "error" in answer]
-    if said or broken is not None:
-        raise RolloutError(
-            f"weights of version {version} did not reach the engine: {said[0] if said else broken}"
-        ) from broken
+    said = (answer["error"] for answer in job.result() if "error" in answer)
+    reason = next(said, broken)
+    if reason is not None:
+        raise RolloutError(f"weights of version {version} did not reach the engine: {reason}") from broken
 
 
 def _send(

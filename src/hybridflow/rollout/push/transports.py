@@ -31,6 +31,13 @@ MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
 
 
+def memory_folder() -> Path | None:
+    """Return the folder of files in memory, or None where the system has none."""
+    if MEMORY.is_dir():
+        return MEMORY
+    return None
+
+
 class Entry(NamedTuple):
     """Where a tensor lies in a bucket, and its checksum."""
 
@@ -75,7 +82,7 @@ class SharedMemoryWriter:
     """A file in memory, freed when both sides have closed it."""
 
     def __init__(self, size: int) -> None:
-        handle, path = tempfile.mkstemp(prefix="hybridflow_", dir=MEMORY if MEMORY.is_dir() else None)
+        handle, path = tempfile.mkstemp(prefix="hybridflow_", dir=memory_folder())
         self._path = Path(path)
         try:
             os.ftruncate(handle, size)

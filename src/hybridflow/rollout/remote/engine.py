@@ -50,7 +50,7 @@ class _Row:
         """Return the tokens so far, as aborted or, with `error`, as lost."""
         versions = [self.version] * len(self.token_ids)
         reason = self.request.request_id, self.token_ids, self.log_probs
-        top = self.top if self.request.sampling.top_log_probs else None
+        top = self._top()
         if error is None:
             return GenerationOutput(*reason, "abort", versions, top_log_probs=top)
         return GenerationOutput(
@@ -62,7 +62,6 @@ class _Row:
         if piece.finish == "error":
             return self.abandoned(piece.error)
         assert piece.finish is not None
-        top = self.top if self.request.sampling.top_log_probs else None
         versions = [self.version] * len(self.token_ids)
         return GenerationOutput(
             self.request.request_id,
@@ -72,8 +71,13 @@ class _Row:
             versions,
             None,
             piece.stop_reason,
-            top,
+            self._top(),
         )
+
+    def _top(self) -> list[list[tuple[int, float]]] | None:
+        if self.request.sampling.top_log_probs:
+            return self.top
+        return None
 
 
 class PushedEngine(ABC):
@@ -110,7 +114,9 @@ class PushedEngine(ABC):
 
         -1 before this run's first whole push, whatever another run has pushed.
         """
-        return self.runner.version() if self._pushed else NOTHING
+        if not self._pushed:
+            return NOTHING
+        return self.runner.version()
 
     @property
     def stats(self) -> RolloutStats:

@@ -100,7 +100,9 @@ class Address:
             raise Refused(f"{self.url}{path} answered {response.status}: {said(data)}")
         if text:
             return data.decode(errors="replace")
-        return json.loads(data) if data else None
+        if not data:
+            return None
+        return json.loads(data)
 
     def begin(self, path: str, body: dict[str, Any], *, timeout: float) -> Call:
         """Begin a call whose answer is read piece by piece; raises ServerGone."""

@@ -79,7 +79,9 @@ class ServerProcess:
             code = None
         how = "" if code is None else f" (exit code {code})"
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"{how}; its log {self.log} ends: {' | '.join(lines[-3:])[-500:]}" if lines else how
+        if not lines:
+            return how
+        return f"{how}; its log {self.log} ends: {' | '.join(lines[-3:])[-500:]}"
 
     def stop(self) -> None:
         """End the server and its workers; a second call does nothing."""

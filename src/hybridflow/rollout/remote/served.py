@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hybridflow.rollout.push.sender import LOOPBACK, CallWorkers, Transport, address_towards, push
+from hybridflow.rollout.push.sender import CallWorkers, Transport, address_towards, push
+from hybridflow.rollout.push.tunnel import LOOPBACK
 from hybridflow.rollout.remote.http import Address, ServerGone
 from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
@@ -70,16 +71,17 @@ class Served(ABC):
     @property
     def name(self) -> str:
         """The engine's name for messages."""
-        return f"{self.engine} server {self.address.url}" + (
-            f" (process {self.process.pid})" if self.process else ""
-        )
+        name = f"{self.engine} server {self.address.url}"
+        if self.process is not None:
+            name += f" (process {self.process.pid})"
+        return name
 
     @property
     def own_host(self) -> str:
         """Address of this machine that the server can reach."""
-        return (
-            LOOPBACK if self.address.host in _LOCAL else address_towards(self.address.host, self.address.port)
-        )
+        if self.address.host in _LOCAL:
+            return LOOPBACK
+        return address_towards(self.address.host, self.address.port)
 
     @abstractmethod
     def open(self, submission: Submission) -> Stream:
@@ -185,6 +187,7 @@ class Served(ABC):
             raise self._died("its process ended")
 
     def _died(self, reason: str) -> EngineDied:
-        how = self.process.last_words() if self.process is not None else ""
-        self._death = f"{reason}{how}"
+        self._death = reason
+        if self.process is not None:
+            self._death += self.process.last_words()
         return EngineDied(f"{self.name} died: {self._death}")

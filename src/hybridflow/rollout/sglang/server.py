@@ -93,7 +93,9 @@ class Server(Served):
     def version(self) -> int:
         """Return the version of the weights in the server."""
         label = str(self._get("/model_info")["weight_version"])
-        return int(label.removeprefix(_LABEL)) if label.startswith(_LABEL) else NOTHING
+        if not label.startswith(_LABEL):
+            return NOTHING
+        return int(label.removeprefix(_LABEL))
 
     def start(self, submissions: Sequence[Submission]) -> None:
         """Queue these requests; raises EngineDied."""
@@ -149,7 +151,9 @@ class Server(Served):
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
         """Take memory again; `tags` names its parts, None for all."""
-        wanted = sorted(self._released if tags is None else self._released & set(tags))
+        wanted = sorted(self._released)
+        if tags is not None:
+            wanted = [tag for tag in wanted if tag in tags]
         if wanted:
             self._post("/resume_memory_occupation", {"tags": wanted})
         self._released -= set(wanted)

@@ -22,7 +22,7 @@ from torch import Tensor
 from hybridflow.errors import RolloutError
 from hybridflow.models.adapter_folder import CONFIG, write_adapter_weights
 from hybridflow.rollout.push.receiver import Load, Part, Receiver
-from hybridflow.rollout.push.transports import MEMORY
+from hybridflow.rollout.push.transports import memory_folder
 
 QUALIFIED_NAME = f"{__name__}.Extension"
 ADAPTER_NAME = "policy-adapter"
@@ -149,9 +149,7 @@ class Extension:
         from vllm.lora.request import LoRARequest
 
         worker: Any = self
-        with tempfile.TemporaryDirectory(
-            prefix="hybridflow_adapter_", dir=MEMORY if MEMORY.is_dir() else None
-        ) as folder:
+        with tempfile.TemporaryDirectory(prefix="hybridflow_adapter_", dir=memory_folder()) as folder:
             _write_adapter(Path(folder), adapter, dict(weights))
             number = getattr(self, "_hybridflow_adapter_id", ADAPTER_ID)
             try:

@@ -157,7 +157,8 @@ def goal_of(case: dict[str, Any]) -> str:
     goal = GOALS.get(case["size"], LARGER_GOAL)
     checkpointing = ", checkpointing" if case["checkpointing"] else ""
     return (
-        f"- {case['size']}, {case['lengths']}{checkpointing}: MFU of the update {reached:.2f}, wanted {goal}: "
+        f"- {case['size']}, {case['lengths']}{checkpointing}: MFU of the update {reached:.2f}, "
+        f"wanted {goal}: "
         f"{kit.verdict(reached >= goal)}"
     )
 

@@ -119,7 +119,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 class Side:
-    """A process that is asked by a line of JSON and answers with one; between two questions it does nothing."""
+    """A process that answers a line of JSON with another, and does nothing between two questions."""
 
     first: Mapping[str, Any]
     """What it said when it was ready."""

@@ -48,7 +48,7 @@ Written by benchmarks/vllm_conformance.py; do not edit. `tests/conformance` for 
 CPU. Greedy tokens of {prompts} prompts are compared with those of transformers' `generate`, log-probs with
 those of its forward pass (wanted: within {bar:.0e}).
 
-| engine | passed | failed | skipped | greedy prompts equal | log-probs, greedy: max difference | log-probs, sampled: max difference | s |
+| engine | passed | failed | skipped | greedy prompts equal | largest difference, greedy | sampled | s |
 |---|---|---|---|---|---|---|---|
 {table}
 

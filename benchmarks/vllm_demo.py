@@ -60,7 +60,7 @@ Written by benchmarks/vllm_demo.py; do not edit. One warm model ({sft_steps} war
 from it {steps} steps of the demo's GRPO with each engine. Accuracies are those of {questions} held-out
 questions.
 
-| engine | greedy before | greedy after | sampled before | sampled after | rollout against training, max nats | steps, s |
+| engine | greedy before | after | sampled before | after | rollout against training, max nats | steps, s |
 |---|---|---|---|---|---|---|
 {table}
 

@@ -14,7 +14,7 @@ from ranks import Ranks
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Commands that run inside the test's process add a handler, whose stream pytest closes, and set levels."""
+    """Undo what a command inside the test's process did to logging: a handler on a closed stream, and levels."""
     root = logging.getLogger()
     own = logging.getLogger("hybridflow")
     handlers = list(root.handlers)

@@ -50,8 +50,8 @@ class Ended:
 class Command:
     """A command of this package in a process of its own that need not import anything.
 
-    It runs `main(arguments)` of a module, as `python -m MODULE` would, with this environment and standard input;
-    what it prints goes to the file `log`.
+    It runs `main(arguments)` of a module, as `python -m MODULE` would, with this environment and standard
+    input; what it prints goes to the file `log`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Names that `config` checks without importing torch are those of the tables that the run looks them up in."""
+"""The names that `config` checks without importing torch are those that the run finds in its tables."""
 
 from __future__ import annotations
 

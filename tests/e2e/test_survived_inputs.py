@@ -1,4 +1,4 @@
-"""What is wrong but need not end a run: it goes on where the key says so, and counts or says what happened."""
+"""Faults that need not end a run: it goes on where the key says so, and counts or reports what happened."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MAX_PROMPT = 40
 MAX_RESPONSE = 12
 TIMINGS = ("timing_s/", "perf/", "reward/seconds")
 """Metrics that no two runs share."""
-DIGIT_SHARE = '''"""A reward that any text gets some of: the share of its characters that are digits or spaces."""
+DIGIT_SHARE = '''"""A reward between 0 and 1: the share of the characters that are digits or spaces."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -89,7 +89,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def small_run(inputs: Inputs, out: Path, *overrides: str, steps: int = 2) -> list[str]:
-    """Overrides of a run of a few seconds with two responses of each of four prompts; later `overrides` win."""
+    """Return the overrides of a short run with two responses to each of four prompts; `overrides` come last."""
     return [
         f"data.train_files={inputs.train}",
         f"data.max_prompt_length={MAX_PROMPT}",

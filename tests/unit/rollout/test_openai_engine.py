@@ -138,7 +138,8 @@ def test_tokens_and_log_probs_come_back_and_the_key_goes_along(server: Scripted)
 
 def test_all_sampling_parameters_have_their_fields(server: Scripted) -> None:
     params: dict[str, Any] = {
-        "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 1, "stop": ("x",),
+        "temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
+        "min_tokens": 1, "stop": ("x",),
         "stop_token_ids": (5,), "logit_bias": ((6, 1.5),), "ignore_eos": True, "top_log_probs": 2,
     }  # fmt: skip
     output = run(OpenAIEngine(server.url, model="m"), [request(0, 20, **params)])[0]

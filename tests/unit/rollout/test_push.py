@@ -154,7 +154,7 @@ def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silent_strangers_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers that say nothing are waited for side by side with those that have the token, not before them."""
+    """Silent strangers are waited for side by side with those that have the token, not before them."""
     monkeypatch.setattr(channels, "_TOKEN_S", 1e6)  # with one after the other this would never end
     monkeypatch.setattr(channels, "_MAX_PENDING", 8)
     listener = Listener("127.0.0.1")

@@ -71,7 +71,7 @@ response together; all rows have the same length, and nothing stops early. `forw
 
 
 def keys(model: Path, run: Path, *overrides: str, steps: int) -> list[str]:
-    """Return the keys of the tiny task's GRPO, with one mini-batch: an update looks at all rows before it learns."""
+    """Return the keys of the tiny task's GRPO, with one mini-batch: an update first looks at all rows."""
     return [
         f"actor_rollout_ref.model.path='{model}'",
         "actor_rollout_ref.actor.ppo_mini_batch_size=64",

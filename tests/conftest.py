@@ -14,7 +14,7 @@ from ranks import Ranks
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Undo what a command inside the test's process did to logging: a handler on a closed stream, and levels."""
+    """Undo what a command inside the test's process did to logging: its handler and its levels."""
     root = logging.getLogger()
     own = logging.getLogger("hybridflow")
     handlers = list(root.handlers)

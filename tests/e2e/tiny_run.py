@@ -89,7 +89,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def small_run(inputs: Inputs, out: Path, *overrides: str, steps: int = 2) -> list[str]:
-    """Return the overrides of a short run with two responses to each of four prompts; `overrides` come last."""
+    """Return the overrides of a short run: two responses to each of four prompts; `overrides` come last."""
     return [
         f"data.train_files={inputs.train}",
         f"data.max_prompt_length={MAX_PROMPT}",

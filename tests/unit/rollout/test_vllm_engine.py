@@ -201,7 +201,7 @@ def test_a_dropped_push_is_found_at_once() -> None:
 
 
 def test_sleep_and_wake_as_the_trainer_calls_them() -> None:
-    """As `RolloutWorker` does: a generation wakes the engine and puts it to sleep, updates come while it sleeps.
+    """A generation wakes the engine and puts it to sleep again; updates come while it sleeps.
 
     Nothing is woken twice: vLLM would map the weights' memory again, which fails on a GPU.
     """

@@ -92,7 +92,7 @@ SCORE = "critic/score/mean"
 
 @dataclass
 class Run:
-    """What a run left behind."""
+    """The metrics, tokens and weights of a run."""
 
     lines: list[dict[str, float]] = field(default_factory=list)
     """The metrics of each step."""

@@ -229,7 +229,7 @@ def simulated_line(row: dict[str, Any], message_s: float) -> str:
 
 
 def breaks(simulated: list[dict[str, Any]], message_s: float) -> str:
-    """What gives way first when the cluster grows, by the figures of this run."""
+    """Describe what limits a larger cluster first, by the figures of this run."""
     most = simulated[-1]
     own = most["driver_s"]["median"]
     messages = most["messages"] * message_s
@@ -309,7 +309,7 @@ def main() -> int:
 
 
 def ray_version() -> str:
-    """Of the Ray that was measured."""
+    """Version of the Ray that was measured."""
     import ray
 
     return str(ray.__version__)

@@ -1,5 +1,5 @@
-"""What `controller_overhead.py` measures: the calls of a GRPO step on workers that compute nothing, and ranks
-without processes.
+"""The workload of `controller_overhead.py`: the calls of a GRPO step on workers that compute nothing, and
+ranks without processes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TinyWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def take_seconds(self) -> float:
-        """What the calls since the last time took."""
+        """Return the time of the calls since the last time."""
         seconds = self.seconds
         self.seconds = 0.0
         return seconds
@@ -123,7 +123,7 @@ def make_tiny(host: WorkerHost) -> Factories:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is given: prompts, and the rows that generation would make of them."""
+    """Return the data of a step: prompts, and the rows that generation would make of them."""
 
     requests: list[Request]
     batch: DataProto
@@ -220,4 +220,4 @@ class Simulated:
         raise AssertionError("a step of this benchmark waits for each of its calls")
 
     def shutdown(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

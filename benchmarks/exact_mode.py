@@ -147,7 +147,7 @@ def check_run(steps: dict[str, Any], wanted: int) -> list[tuple[str, Any, Any]]:
 
 
 def _share(lines: list[dict[str, Any]], section: str) -> float:
-    """Of the time of whole steps."""
+    """Share of the time of whole steps."""
     return float(
         sum(line[f"timing_s/{section}"] for line in lines) / sum(line["timing_s/step"] for line in lines)
     )
@@ -246,8 +246,8 @@ def joining(
 
 
 def flipped_bit(model: Path, folder: Path) -> str:
-    """What a run says whose replica, in a process of its own, has one bit flipped after its first push of
-    weights.
+    """Return the error of a run whose replica, in a process of its own, has one bit flipped after its first
+    push of weights.
     """
     more = [
         "actor_rollout_ref.model.external_lib=plant_a_bit",
@@ -273,7 +273,7 @@ def flipped_bit(model: Path, folder: Path) -> str:
 
 
 def measure(parts: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
-    """What the chosen parts find."""
+    """Measure the chosen parts."""
     tiny = create_tiny_model(folder / "model", seed=0)
     model = warm_up(
         tiny, folder / "sft", seed=0, options=WarmUpOptions(first_check=10**6, max_steps=90)

@@ -1,5 +1,5 @@
-"""What exact mode costs: generation, forward and update at some lengths, and whole steps of the demo. Read by
-exact_mode.py.
+"""The price of exact mode: generation, forward and update at some lengths, and whole steps of the demo. Read
+by exact_mode.py.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Clock:
         self.began = (time.perf_counter(), time.process_time())
 
     def end(self) -> dict[str, Any]:
-        """What the step took, with the memory of the process by now."""
+        """Return the times of the step and the memory of the process by now."""
         wall, cpu = self.began
         return {
             "seconds": time.perf_counter() - wall,

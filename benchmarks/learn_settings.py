@@ -1,4 +1,4 @@
-"""What a cell of the learn table is: one recipe, one seed, one budget. Light: imports no torch.
+"""The cells of the learn table: one recipe, one seed, one budget. Light: imports no torch.
 
 Cell(name, seed) + Settings ──digest──► is the result on disk still the result of this?
 """
@@ -36,7 +36,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cells share."""
+    """Keys that all cells share."""
 
     budget: int = 437_000
     """Tokens that a run may generate: 40 steps of 64 x 8 responses of 21.3 tokens, the mean length of the
@@ -66,7 +66,7 @@ class Cell:
         return f"{self.name}_{self.seed}"
 
     def own_overrides(self) -> list[str]:
-        """What the cell sets besides what all cells set."""
+        """Return the keys that the cell sets besides the shared ones."""
         return ["reward.function=random"] if self.name == CONTROL else []
 
     def digest(self, settings: Settings) -> str:

@@ -74,7 +74,7 @@ def run(target: str, folder: Path) -> list[tuple[str, str, float]]:
 
 
 def label() -> str:
-    """What kind of SGLang this is."""
+    """Return which kind of SGLang this is."""
     import sgl_kernel
 
     return (

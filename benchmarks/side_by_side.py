@@ -1,5 +1,5 @@
-"""What the benchmarks share: the model, the lengths, sides in processes of their own that are asked in turn,
-and how a result is written.
+"""Shared code of the benchmarks: the model, the lengths, sides in processes of their own that are asked in
+turn, and how a result is written.
 
 parent ──asks side A, side B, side A, …──► a process each, idle between two questions ──answers (seconds,
 …)──► medians, table, page
@@ -106,8 +106,8 @@ def make_prompts(count: int) -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What a process that is measured runs in: spinning threads take many times as long where cores are
-    shared.
+    """Return the environment of a process that is measured: spinning threads take many times as long where
+    cores are shared.
     """
     own = {
         "OMP_NUM_THREADS": str(threads),
@@ -187,7 +187,7 @@ def next_question() -> Any:
 
 
 def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int) -> dict[str, list[Any]]:
-    """What each way gives in `rounds` rounds after `warm_up` ones, in an order that turns."""
+    """Run each way in `rounds` rounds after `warm_up` ones, in an order that turns, and return what it gives."""
     names = list(ways)
     found = {name: list[Any]() for name in ways}
     for turn in range(warm_up + rounds):

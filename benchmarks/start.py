@@ -32,7 +32,7 @@ HEAD = ("threads", "side", "s to the first step", "CPU s", "against TRL")
 
 
 def run_trl(folder: Path) -> None:
-    """What a user of TRL writes; it ends after its first step."""
+    """Run the program of a TRL user, up to its first step."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

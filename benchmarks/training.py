@@ -116,7 +116,7 @@ class Ours:
 
 
 class Padded:
-    """What TRL and a plain loop share: a transformers model and padded rows."""
+    """The common part of TRL and a plain loop: a transformers model and padded rows."""
 
     def __init__(self, folder: Path, prompts: list[list[int]], responses: list[list[int]]) -> None:
         import torch

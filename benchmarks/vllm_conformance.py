@@ -84,7 +84,7 @@ def run(engine: str, folder: Path) -> dict[str, Any]:
 
 
 def read(engine: str, report: Path) -> dict[str, Any]:
-    """What a report of pytest says."""
+    """Read a report of pytest."""
     suite = xml.parse(report).getroot().find("testsuite")
     assert suite is not None, "pytest writes one suite"
     cases = list(suite.iter("testcase"))
@@ -162,7 +162,7 @@ def page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package, "none" without it."""
+    """Return the version of an installed package, "none" without it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -122,7 +122,7 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def colocated(rounds: int) -> dict[str, Any]:
-    """What an update of the rollout does where it shares the actor's process."""
+    """Measure an update of the rollout where it shares the actor's process."""
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.trainer.ppo.build import build

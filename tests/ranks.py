@@ -40,7 +40,7 @@ def forked() -> Any:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command left when it had ended."""
+    """The exit code and the output of a command."""
 
     returncode: int
     output: str

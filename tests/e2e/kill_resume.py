@@ -156,7 +156,7 @@ def wait(child: int) -> int:
 
 
 def differences(run: Path, reference: Path) -> list[str]:
-    """What differs between two finished runs; empty where nothing does."""
+    """Return the differences between two finished runs."""
     found = []
     got = metrics_of(run)
     wanted = metrics_of(reference)

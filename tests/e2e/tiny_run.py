@@ -1,4 +1,4 @@
-"""What the end-to-end tests run on: a tiny model folder, parquet files in gsm8k's schema, a reward that
+"""The inputs of the end-to-end tests: a tiny model folder, parquet files in gsm8k's schema, a reward that
 varies, and the keys for them.
 
 Questions are short sums, written as rows of `openai/gsm8k`. A model of random weights cannot answer them, so

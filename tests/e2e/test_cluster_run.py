@@ -25,7 +25,8 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path) -> None
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.rollout.exact=false",
     )
-    spread = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2")
+    patient = ("trainer.heartbeat_timeout=600", "trainer.startup_timeout=900")  # on a busy machine
+    spread = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2", *patient)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment["OMP_NUM_THREADS"] = "1"
     arguments = [*spread, *small_run(inputs, tmp_path / "two", *keys)]

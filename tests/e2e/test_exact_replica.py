@@ -24,6 +24,8 @@ def test_a_bit_that_changes_in_another_process_stops_the_run(inputs: Inputs, tmp
         "trainer.resource_pools={train: [1], generate: [1]}",
         "trainer.placement={rollout: generate}",
         "ray_kwargs.ray_init.num_cpus=2",
+        "trainer.heartbeat_timeout=600",  # on a busy machine
+        "trainer.startup_timeout=900",
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}

@@ -51,7 +51,9 @@ from hybridflow.trainer.demo.warm_up import WarmUpOptions, warm_up
 from hybridflow.trainer.ppo.build import build
 
 RESULT = Path(__file__).parent / "results" / "cluster_parity.json"
-ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
+ACTOR = "actor_rollout_ref.actor"
+CRITIC = "critic"
+REF = "actor_rollout_ref.ref"
 SPREADS: dict[str, tuple[str, ...]] = {
     "fsdp": (),
     "hsdp": (f"{ACTOR}.fsdp_config.fsdp_size=1", f"{CRITIC}.fsdp_config.fsdp_size=1"),
@@ -90,7 +92,7 @@ SCORE = "critic/score/mean"
 
 @dataclass
 class Run:
-    """What a run left behind."""
+    """The metrics, tokens and weights of a run."""
 
     lines: list[dict[str, float]] = field(default_factory=list)
     """The metrics of each step."""
@@ -133,7 +135,8 @@ def execute(
 
         def rollouts(prompts: Iterator[Any], step: int) -> tuple[DataProto, Metrics]:
             if replay is not None:
-                batch, metrics = DataProto.load_from_disk(replay / str(step)), Metrics()
+                batch = DataProto.load_from_disk(replay / str(step))
+                metrics = Metrics()
             else:
                 batch, metrics = own(prompts, step)
             if record is not None:
@@ -208,8 +211,10 @@ def compare(
         keys = overrides(algorithm, spread, model, folder / f"{algorithm}_{spread}_{name}", steps, 2)
         return execute(algorithm, [*keys, *more], replay=replay)
 
-    first, first64 = two("step", 1, rollouts), two("step64", 1, rollouts, *FLOAT64)
-    replayed, free = two("replay", steps, rollouts, *FLOAT64), two("free", steps, None)
+    first = two("step", 1, rollouts)
+    first64 = two("step64", 1, rollouts, *FLOAT64)
+    replayed = two("replay", steps, rollouts, *FLOAT64)
+    free = two("free", steps, None)
     scores = [[line[SCORE] for line in run.lines] for run in (base["free"], free)]
     return {
         "algorithm": algorithm,
@@ -336,7 +341,8 @@ def main() -> int:
         return write(result)
     setup_logging()
     torch.set_num_threads(1)
-    rows, problems = [], []
+    rows = []
+    problems = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = warm_up(

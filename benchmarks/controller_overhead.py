@@ -17,8 +17,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +35,7 @@ from controller_workers import (
     make_work,
     run_step,
 )
+from side_by_side import machine
 
 from hybridflow.config.cluster import RayConfig, RayInitConfig
 from hybridflow.controller import Backend, LocalBackend, MeshInfo, Placement
@@ -47,7 +46,9 @@ ROLES = ("actor", "rollout", "reference")
 WORKLOAD = Workload(1.0, 1e-4)
 WORKERS = (1, 2, 4)
 RANKS = (1, 8, 64, 256, 1024)
-PROMPTS, PROMPT_WIDTH, RESPONSE_WIDTH = 32, 128, 384
+PROMPTS = 32
+PROMPT_WIDTH = 128
+RESPONSE_WIDTH = 384
 """Measured: 256 rows of up to 512 tokens."""
 PROMPTS_A_RANK = 2
 """Simulated: 16 rows a rank, so 16,384 for 1,024 ranks, each with hardly more than its length."""
@@ -86,13 +87,17 @@ above, with as small rows. That counts the encoding twice, so it is an upper bou
 def measure(backend: Backend, work: Work, steps: int) -> dict[str, Any]:
     """Seconds a step outside the workers, over `steps` steps after one of warm-up."""
     groups = {role: TinyGroup(backend, role) for role in ROLES}
-    overhead, total, cpu = [], [], []
+    overhead = []
+    total = []
+    cpu = []
     for step in range(steps + 1):
         for group in groups.values():
             group.call_list(TinyWorker.take_seconds)
-        began, cpu_began = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu_began = time.process_time()
         run_step(groups, work, step)
-        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+        seconds = time.perf_counter() - began
+        cpu_seconds = time.process_time() - cpu_began
         worked = [group.call_list(TinyWorker.take_seconds) for group in groups.values()]
         busiest = max(sum(of_rank) for of_rank in zip(*worked, strict=True))
         if step:
@@ -107,7 +112,8 @@ def simulate(ranks: int, steps: int) -> dict[str, Any]:
     work = make_work(PROMPTS_A_RANK * ranks, 8, 56)
     backend = Simulated(MeshInfo(ranks, workload=WORKLOAD))
     groups = {role: TinyGroup(backend, role) for role in ROLES}
-    driver, phases = [], []
+    driver = []
+    phases = []
     for step in range(steps + 1):
         backend.reset()
         began = time.process_time()
@@ -161,11 +167,9 @@ def on_ray(most: int) -> Iterator[Callable[[int], Backend]]:
 
 def measured_rows(only: set[str], steps: int) -> list[dict[str, Any]]:
     """One row for each backend and number of workers."""
-    work, metadata, rows = (
-        make_work(PROMPTS, PROMPT_WIDTH, RESPONSE_WIDTH),
-        make_work(PROMPTS_A_RANK * max(WORKERS), 8, 56),
-        [],
-    )
+    work = make_work(PROMPTS, PROMPT_WIDTH, RESPONSE_WIDTH)
+    metadata = make_work(PROMPTS_A_RANK * max(WORKERS), 8, 56)
+    rows = []
     calls = 3 + MINI_BATCHES
     if "local" in only:
         rows.append(
@@ -197,7 +201,8 @@ def message_seconds(rows: list[dict[str, Any]]) -> float:
     ray = [row for row in rows if row["backend"] == "ray"]
     if len(ray) < 2:
         return 0.0
-    fewest, most = ray[0], ray[-1]
+    fewest = ray[0]
+    most = ray[-1]
     more: float = most["metadata_cpu_s"]["median"] - fewest["metadata_cpu_s"]["median"]
     return more / (most["messages"] - fewest["messages"])
 
@@ -224,9 +229,10 @@ def simulated_line(row: dict[str, Any], message_s: float) -> str:
 
 
 def breaks(simulated: list[dict[str, Any]], message_s: float) -> str:
-    """What gives way first when the cluster grows, by the figures of this run."""
+    """Describe what limits a larger cluster first, by the figures of this run."""
     most = simulated[-1]
-    own, messages = most["driver_s"]["median"], most["messages"] * message_s
+    own = most["driver_s"]["median"]
+    messages = most["messages"] * message_s
     coding = (most["encode_s"] + most["decode_s"]) / own
     many = (own + messages) * 67 / (3 + MINI_BATCHES)
     # bytes of a row of 16k tokens on its way to log-probs: ids, mask, responses
@@ -279,10 +285,7 @@ def main() -> int:
     facts = {
         "command": f"python benchmarks/controller_overhead.py --steps {arguments.steps}",
         "date": datetime.date.today().isoformat(),
-        "machine": (
-            f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, ray "
-            f"{ray_version()}, one thread a process"
-        ),
+        "machine": (f"{machine()}, torch {torch.__version__}, ray {ray_version()}, one thread a process"),
     }
     RESULT.parent.mkdir(exist_ok=True)
     result = {**facts, "measured": rows, "ray_message_s": message_s, "simulated": simulated}
@@ -306,7 +309,7 @@ def main() -> int:
 
 
 def ray_version() -> str:
-    """Of the Ray that was measured."""
+    """Version of the Ray that was measured."""
     import ray
 
     return str(ray.__version__)

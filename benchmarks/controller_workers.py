@@ -1,5 +1,5 @@
-"""What `controller_overhead.py` measures: the calls of a GRPO step on workers that compute nothing, and ranks
-without processes.
+"""The workload of `controller_overhead.py`: the calls of a GRPO step on workers that compute nothing, and
+ranks without processes.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class TinyWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def take_seconds(self) -> float:
-        """What the calls since the last time took."""
-        seconds, self.seconds = self.seconds, 0.0
+        """Return the time of the calls since the last time."""
+        seconds = self.seconds
+        self.seconds = 0.0
         return seconds
 
     def _timed(self, work: Callable[[], R]) -> R:
@@ -122,7 +123,7 @@ def make_tiny(host: WorkerHost) -> Factories:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is given: prompts, and the rows that generation would make of them."""
+    """Return the data of a step: prompts, and the rows that generation would make of them."""
 
     requests: list[Request]
     batch: DataProto
@@ -174,7 +175,9 @@ class Simulated:
     def __init__(self, mesh: MeshInfo) -> None:
         from hybridflow.controller.ray.transport import decode, encode
 
-        self._encode, self._decode, self._mesh = encode, decode, mesh
+        self._encode = encode
+        self._decode = decode
+        self._mesh = mesh
         self._worker = TinyWorker()
         self.reset()
 
@@ -217,4 +220,4 @@ class Simulated:
         raise AssertionError("a step of this benchmark waits for each of its calls")
 
     def shutdown(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

@@ -1,6 +1,6 @@
 """The demo on three seeds, by PPO, and with random rewards: does it learn, and does the control not?
 
-    python benchmarks/demo_seeds.py [--jobs 2]        (`make demo-seeds`; about 10 minutes on 2 cores)
+    python benchmarks/demo_seeds.py [--jobs 2]        (`make demo-seeds`; about half an hour on 2 cores)
 
 Each run is a `hybridflow demo` in a process of its own, two side by side. Prints a table, writes
 `benchmarks/results/demo_seeds.json` and ends with status 1 where a bar is missed: greedy accuracy up by 0.20
@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from side_by_side import machine
 
 RESULT = Path(__file__).parent / "results" / "demo_seeds.json"
 DEADLINE = 1800
@@ -115,10 +115,7 @@ def main() -> int:
             {
                 "command": f"python benchmarks/demo_seeds.py --jobs {jobs}",
                 "date": datetime.date.today().isoformat(),
-                "machine": (
-                    f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one "
-                    "thread a run"
-                ),
+                "machine": (f"{machine()}, torch {torch.__version__}, one thread a run"),
                 "runs": rows,
                 "missed": problems,
             },

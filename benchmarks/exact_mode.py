@@ -16,7 +16,6 @@ import datetime
 import hashlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 from exact_price import policy_of, price
+from side_by_side import machine, verdict
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
@@ -41,9 +41,9 @@ from hybridflow.trainer.ppo.build import build
 RESULT = Path(__file__).parent / "results" / "exact_mode"
 PARTS = ("run", "company", "resume", "bit", "price")
 LONGEST = 80
+"""Tokens of the tiny task's longest row."""
 PLANTS = Path(__file__).parents[1] / "tests" / "e2e"
 """Where `plant_a_bit` is, which flips the bit."""
-"""Tokens of the tiny task's longest row."""
 PAGE = """# Exact mode
 
 {date} · `{command}` · {machine}
@@ -71,7 +71,7 @@ response together; all rows have the same length, and nothing stops early. `forw
 
 
 def keys(model: Path, run: Path, *overrides: str, steps: int) -> list[str]:
-    """The tiny task's GRPO; one mini-batch, so that each update looks at all rows before anything is learned."""
+    """Return the keys of the tiny task's GRPO, with one mini-batch: an update first looks at all rows."""
     return [
         f"actor_rollout_ref.model.path='{model}'",
         "actor_rollout_ref.actor.ppo_mini_batch_size=64",
@@ -147,7 +147,7 @@ def check_run(steps: dict[str, Any], wanted: int) -> list[tuple[str, Any, Any]]:
 
 
 def _share(lines: list[dict[str, Any]], section: str) -> float:
-    """Of the time of whole steps."""
+    """Share of the time of whole steps."""
     return float(
         sum(line[f"timing_s/{section}"] for line in lines) / sum(line["timing_s/step"] for line in lines)
     )
@@ -216,7 +216,8 @@ def company(model: Path) -> list[tuple[str, Any, Any]]:
 
 def requests(count: int, vocabulary: int) -> list[GenerationRequest]:
     """Eight responses to each prompt, of different lengths."""
-    draw, made = torch.Generator().manual_seed(5), []
+    draw = torch.Generator().manual_seed(5)
+    made = []
     for row in range(count):
         if row % 8 == 0:
             prompt = tuple(torch.randint(3, vocabulary, (1 + (row * 5) % 32,), generator=draw).tolist())
@@ -233,7 +234,9 @@ def joining(
     engine: NativeEngine, asked: Sequence[GenerationRequest]
 ) -> dict[int, tuple[list[int], list[float]]]:
     """Rows that enter while others run."""
-    session, left, outputs = engine.open(), list(asked[:128]), []
+    session = engine.open()
+    left = list(asked[:128])
+    outputs = []
     while left or not session.idle:
         session.add(left[:2])
         left = left[2:]
@@ -243,8 +246,8 @@ def joining(
 
 
 def flipped_bit(model: Path, folder: Path) -> str:
-    """What a run says whose replica, in a process of its own, has one bit flipped after its first push of
-    weights.
+    """Return the error of a run whose replica, in a process of its own, has one bit flipped after its first
+    push of weights.
     """
     more = [
         "actor_rollout_ref.model.external_lib=plant_a_bit",
@@ -270,7 +273,7 @@ def flipped_bit(model: Path, folder: Path) -> str:
 
 
 def measure(parts: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
-    """What the chosen parts find."""
+    """Measure the chosen parts."""
     tiny = create_tiny_model(folder / "model", seed=0)
     model = warm_up(
         tiny, folder / "sft", seed=0, options=WarmUpOptions(first_check=10**6, max_steps=90)
@@ -313,7 +316,11 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--train", nargs=2, metavar=("MODEL", "RUN"), help="only this run, to --out")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", action="store_true", help="only write the page again, from the result")
     options = parser.parse_args()
+    if options.page:
+        RESULT.with_suffix(".md").write_text(write_page(json.loads(RESULT.with_suffix(".json").read_text())))
+        return 0
     torch.set_num_threads(1)
     if options.train:
         model, run = map(Path, options.train)
@@ -326,7 +333,7 @@ def main() -> int:
     result = {
         "command": " ".join(["python", "benchmarks/exact_mode.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread",
+        "machine": f"{machine()}, torch {torch.__version__}, one thread",
         **result,
     }
     page = write_page(result)
@@ -341,7 +348,7 @@ def write_page(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     facts = [
         f"| {fact['what']} | {fact['measured']} | {fact['wanted']} | "
-        f"{'yes' if fact['measured'] == fact['wanted'] else '**NO**'} |"
+        f"{verdict(fact['measured'] == fact['wanted'])} |"
         for fact in result["facts"]
     ]
     rows = [

@@ -1,5 +1,5 @@
-"""What exact mode costs: generation, forward and update at some lengths, and whole steps of the demo. Read by
-exact_mode.py.
+"""The price of exact mode: generation, forward and update at some lengths, and whole steps of the demo. Read
+by exact_mode.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from hybridflow.rollout.exact import choose_exact_mode
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.trainer.ppo.build import build
 
-LENGTHS, ROWS, PROMPT = (128, 256, 512), 64, 16
+LENGTHS = (128, 256, 512)
+ROWS = 64
+PROMPT = 16
 REPEATS = 5
 STEPS = 6
 

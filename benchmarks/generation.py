@@ -33,6 +33,7 @@ import side_by_side as kit
 
 WORKER = Path(__file__).parent / "generation_vllm.py"
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+TITLE = "Generation on a CPU"
 HEAD = (
     "threads",
     "rows",
@@ -49,7 +50,16 @@ lengths, mean 0.4 of the maximum. "Of the floor": of what the matrix products al
 
 {table}
 
-Goals: at least 2 times (uniform) and 4 times (life) the best rival, and half of the floor at 128 rows."""
+{noise}
+
+Goals:
+
+{goals}"""
+GOALS = {"uniform": 2.0, "life": 4.0}
+"""How many times as fast as the best rival."""
+FLOOR_ROWS = 128
+FLOOR_GOAL = 0.5
+"""At so many rows, this share of the floor."""
 
 
 def make_prompts(rows: int) -> list[list[int]]:
@@ -95,7 +105,8 @@ def transformers(folder: Path) -> Callable[[list[list[int]], list[int]], float]:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> float:
-        ids, most = torch.tensor(prompts), max(lengths)
+        ids = torch.tensor(prompts)
+        most = max(lengths)
         started = time.perf_counter()
         with torch.no_grad():
             out = model.generate(
@@ -181,7 +192,7 @@ def cells(case: dict[str, Any]) -> list[object]:
         name: kit.spread([case["tokens"] / second for second in seconds], ",.0f")
         for name, seconds in case["seconds"].items()
     }
-    best = min(seconds for name, seconds in medians.items() if name != "native")
+    best = min((name for name in medians if name != "native"), key=medians.__getitem__)
     row: list[object] = [
         case["threads"],
         case["rows"],
@@ -190,7 +201,43 @@ def cells(case: dict[str, Any]) -> list[object]:
         speeds["transformers"],
         speeds.get("vllm", "–"),
     ]
-    return [*row, f"{best / medians['native']:.2f}", f"{case['floor_s'] / medians['native']:.2f}"]
+    against = kit.ratio(case["seconds"][best], case["seconds"]["native"])
+    return [*row, against, f"{case['floor_s'] / medians['native']:.2f}"]
+
+
+def goal_of(case: dict[str, Any]) -> str:
+    """Whether a case's goals were met."""
+    medians = {name: statistics.median(seconds) for name, seconds in case["seconds"].items()}
+    own = medians.pop("native")
+    reached = min(medians.values()) / own
+    goal = GOALS[case["lengths"]]
+    text = (
+        f"- {case['threads']} thread(s), {case['rows']} rows, {case['lengths']}: {reached:.2f} times the "
+        "best "
+    )
+    text += f"rival, wanted {goal:.0f}: {kit.verdict(reached >= goal)}"
+    if case["rows"] == FLOOR_ROWS:
+        share = case["floor_s"] / own
+        text += f"; {share:.2f} of the floor, wanted {FLOOR_GOAL}: {kit.verdict(share >= FLOOR_GOAL)}"
+    return text
+
+
+def page_of(found: list[dict[str, Any]]) -> str:
+    """The page's text."""
+    rates = {(case["threads"], case["rows"]): case["rate"] for case in found}
+    return TEXT.format(
+        prompt=kit.PROMPT,
+        group=kit.GROUP,
+        most=kit.MAX_TOKENS,
+        rounds=len(found[0]["seconds"]["native"]),
+        rates=", ".join(
+            f"{rate / 1e9:.0f} GFLOP/s ({threads} threads, {rows} rows)"
+            for (threads, rows), rate in rates.items()
+        ),
+        table=kit.table(HEAD, [cells(case) for case in found]),
+        noise=kit.NOISE,
+        goals="\n".join(map(goal_of, found)),
+    )
 
 
 def main() -> None:
@@ -205,8 +252,13 @@ def main() -> None:
         help="Python of an environment with vLLM (make .venv-vllm/.ready); empty: without",
     )
     options = parser.parse_args()
+    if options.page:
+        result = kit.committed("generation")
+        return kit.write("generation", result, TITLE, page_of(result["cases"]))
     if options.quick:
-        options.rounds, options.rows, options.threads = options.quick, options.rows[:1], options.threads[:1]
+        options.rounds = options.quick
+        options.rows = options.rows[:1]
+        options.threads = options.threads[:1]
     with tempfile.TemporaryDirectory() as name:
         parameters = kit.make_model(Path(name))
         print(kit.line(HEAD), kit.line(["---"] * len(HEAD)), sep="\n", flush=True)
@@ -216,21 +268,9 @@ def main() -> None:
             for rows in options.rows
             for case in measure(Path(name), parameters, rows, threads, options)
         ]
-    rates = {(case["threads"], case["rows"]): case["rate"] for case in found}
-    text = TEXT.format(
-        prompt=kit.PROMPT,
-        group=kit.GROUP,
-        most=kit.MAX_TOKENS,
-        rounds=options.rounds,
-        rates=", ".join(
-            f"{rate / 1e9:.0f} GFLOP/s ({threads} threads, {rows} rows)"
-            for (threads, rows), rate in rates.items()
-        ),
-        table=kit.table(HEAD, [cells(case) for case in found]),
-    )
     facts = kit.facts(["torch", "transformers"])
     facts["machine"] += f", vLLM {found[0]['vllm']}" if options.vllm else ", no vLLM"
-    kit.write("generation", {**facts, "cases": found}, "Generation on a CPU", text, dry=options.quick)
+    kit.write("generation", {**facts, "cases": found}, TITLE, page_of(found), dry=options.quick)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from vllm import LLM, SamplingParams, TokensPrompt, __version__
 
 def main() -> None:
     """Serve until standard input ends."""
-    folder, rows = sys.argv[1], int(sys.argv[2])
+    folder = sys.argv[1]
+    rows = int(sys.argv[2])
     engine = LLM(
         folder,
         dtype="float32",

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: models with random weights, the device's own ceilings, timing, and where
+"""Shared code of the GPU benchmarks: models with random weights, the device's own ceilings, timing, and where
 results go.
 
 `--tiny --device cpu` runs a benchmark end to end in seconds, to see that it works; its figures mean nothing
@@ -125,7 +125,7 @@ def free(device: torch.device) -> None:
 
 @contextmanager
 def told_if_too_large(what: str) -> Any:
-    """Say what did not fit into the memory of the device, and go on."""
+    """Report what did not fit into the memory of the device, and go on."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -133,7 +133,7 @@ def told_if_too_large(what: str) -> Any:
 
 
 def median(values: Sequence[float]) -> float:
-    """Of at least one value."""
+    """Return the median of at least one value."""
     return statistics.median(values)
 
 

@@ -44,7 +44,8 @@ from typing import Any
 import side_by_side as kit
 from letters_reward import reward
 
-PROMPTS, ROWS = 16, 128
+PROMPTS = 16
+ROWS = 128
 SIDES = ("ours", "ours-exact", "trl", "trl-16")
 SHARES = ("generation", "forward", "backward")
 TITLE = "A GRPO step on a CPU"
@@ -65,7 +66,7 @@ class Clock:
         self.began = (time.perf_counter(), time.process_time())
 
     def end(self) -> dict[str, Any]:
-        """What the step took, with the memory of the process by now."""
+        """Return the times of the step and the memory of the process by now."""
         wall, cpu = self.began
         return {
             "seconds": time.perf_counter() - wall,
@@ -85,7 +86,8 @@ class Clock:
         """Forward passes of `module` that are trained on, and all backward passes."""
         import torch
 
-        backward, forward = torch.Tensor.backward, module.forward
+        backward = torch.Tensor.backward
+        forward = module.forward
 
         def timed_backward(*args: Any, **keywords: Any) -> None:
             with self.part("backward"):
@@ -95,7 +97,9 @@ class Clock:
             with self.part("forward" if torch.is_grad_enabled() else "other"):
                 return forward(*args, **keywords)
 
-        torch.Tensor.backward, module.forward = timed_backward, timed_forward  # type: ignore[assignment, method-assign]
+        # type: ignore[assignment, method-assign]
+        torch.Tensor.backward = timed_backward
+        module.forward = timed_forward
 
 
 def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
@@ -208,11 +212,9 @@ def run_trl(options: argparse.Namespace, *, rows: int) -> None:
     baseline = kit.memory()["now"]
     kit.forget_peak()
     torch.set_num_threads(options.threads[0])
-    work, clock, lengths = (
-        Path(options.folder),
-        Clock(),
-        torch.tensor(kit.lengths_of(ROWS, options.patterns[0])),
-    )
+    work = Path(options.folder)
+    clock = Clock()
+    lengths = torch.tensor(kit.lengths_of(ROWS, options.patterns[0]))
 
     class Ends(LogitsProcessor):  # type: ignore[misc]
         """The end token stands where a row's last token is to be, and nowhere before."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -46,6 +45,7 @@ from learn_settings import (
     write_json,
 )
 from learn_table import make_row, missed, page, table_head, table_line
+from side_by_side import machine
 
 DEADLINE = 3600
 """Seconds one job may take before it is ended."""
@@ -55,7 +55,10 @@ class Jobs:
     """Runs jobs of learn_cell.py, a few side by side, and says how each went."""
 
     def __init__(self, work: Path, out: Path, settings: Settings, jobs: int) -> None:
-        self.work, self.out, self.settings, self.jobs = work, out, settings, jobs
+        self.work = work
+        self.out = out
+        self.settings = settings
+        self.jobs = jobs
 
     def run(self, job: str, cells: list[Cell]) -> dict[Cell, str]:
         """The cells that failed, with the last line of their log."""
@@ -123,7 +126,8 @@ def run_cells(cells: list[Cell], jobs: Jobs) -> dict[Cell, str]:
     """Warm starts first, then teachers, then the cells; gives those that failed. A cell whose start could not
     be made failed too.
     """
-    work, settings = jobs.work, jobs.settings
+    work = jobs.work
+    settings = jobs.settings
     warm = [Cell("warm", seed) for seed in sorted({cell.seed for cell in cells})]
     failed = jobs.run(
         "warm",
@@ -240,7 +244,7 @@ def main() -> int:
         facts = {
             "date": datetime.date.today().isoformat(),
             "command": f"python benchmarks/learn.py --jobs {options.jobs}",
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}, {sharing}",
+            "machine": f"{machine()}, torch {version('torch')}, {sharing}",
         }
         write_table(options.out, seeds, settings, facts)
     return 1 if problems else 0

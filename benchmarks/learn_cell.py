@@ -158,7 +158,8 @@ def _measure(trainer: SyncTrainer, seed: int, *, passes: bool) -> dict[str, floa
     """Held-out accuracy, sampled at temperature 1 and greedy; with `passes` also pass@8 on a part of the
     questions.
     """
-    rollout, tokenizer = trainer.trajectories.rollout, trainer.tokenizer
+    rollout = trainer.trajectories.rollout
+    tokenizer = trainer.tokenizer
     questions = held_out_questions(tokenizer, seed=seed)
     sampled = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)
     greedy = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)

@@ -13,7 +13,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 COLUMNS = 6
-LINE, BAND = "#2563a8", "#2563a833"
+LINE = "#2563a8"
+BAND = "#2563a833"
 matplotlib.rcParams.update(
     {
         "svg.hashsalt": "hybridflow",
@@ -26,7 +27,7 @@ matplotlib.rcParams.update(
 
 
 def plot_all(path: Path, curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Small multiples, one a recipe, on the same axes; `curves`: by name, the `curves` of each seed's cell."""
+    """Plot a small figure for each recipe, on the same axes; `curves`: name → the `curves` of each seed."""
     lines = -(-len(curves) // COLUMNS)
     figure, axes = plt.subplots(
         lines,

@@ -1,4 +1,4 @@
-"""What a cell of the learn table is: one recipe, one seed, one budget. Light: imports no torch.
+"""The cells of the learn table: one recipe, one seed, one budget. Light: imports no torch.
 
 Cell(name, seed) + Settings ──digest──► is the result on disk still the result of this?
 """
@@ -20,10 +20,13 @@ CONTROL = "grpo_random"
 TEACHER = "on_policy_distillation"
 JUDGED_BY_PASS = "grpo_passk"
 PASS_MEASURED = ("grpo", JUDGED_BY_PASS)
-NUM_PASS_QUESTIONS, PASS_K = 1024, 8
-BAR, CONTROL_BAR = 0.10, 0.02
+NUM_PASS_QUESTIONS = 1024
+PASS_K = 8
+BAR = 0.10
+CONTROL_BAR = 0.02
 """How much held-out accuracy must rise, on average over the seeds, and how much the control's may."""
-TEACHER_ACCURACY, TEACHER_MAX_STEPS = 0.9, 1500
+TEACHER_ACCURACY = 0.9
+TEACHER_MAX_STEPS = 1500
 NOTES = {
     "spin": "the task's worked answer to each prompt",
     "prime": "its reward model starts from the warm start and trains on the outcomes of the same responses",
@@ -33,7 +36,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cells share."""
+    """Keys that all cells share."""
 
     budget: int = 437_000
     """Tokens that a run may generate: 40 steps of 64 x 8 responses of 21.3 tokens, the mean length of the
@@ -63,7 +66,7 @@ class Cell:
         return f"{self.name}_{self.seed}"
 
     def own_overrides(self) -> list[str]:
-        """What the cell sets besides what all cells set."""
+        """Return the keys that the cell sets besides the shared ones."""
         return ["reward.function=random"] if self.name == CONTROL else []
 
     def digest(self, settings: Settings) -> str:

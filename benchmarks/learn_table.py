@@ -125,7 +125,7 @@ def page(rows: list[dict[str, Any]], facts: dict[str, str], settings: Settings, 
 
 
 def _outside(name: str, cells: list[dict[str, Any]]) -> str:
-    """What the recipe had besides the budget."""
+    """Describe what the recipe had besides the budget."""
     found = []
     if steps := cells[0]["critic_steps"]:
         found.append(

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def reward(text: str) -> float:
-    """What all sides learn: to write different letters."""
+    """The reward that all sides learn from: to write different letters."""
     return len(set(text)) / max(1, len(text))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import torch
+from side_by_side import machine
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "benchmarks" / "results" / "sglang_conformance.md"
@@ -74,7 +74,7 @@ def run(target: str, folder: Path) -> list[tuple[str, str, float]]:
 
 
 def label() -> str:
-    """What kind of SGLang this is."""
+    """Return which kind of SGLang this is."""
     import sgl_kernel
 
     return (
@@ -98,7 +98,7 @@ def main() -> int:
         TEXT.format(
             date=datetime.date.today().isoformat(),
             command="python benchmarks/sglang_conformance.py",
-            machine=f"{platform.machine()}, {os.cpu_count()} cores",
+            machine=machine(),
             sglang=importlib.metadata.version("sglang"),
             torch=torch.__version__,
             transformers=importlib.metadata.version("transformers"),

@@ -1,5 +1,5 @@
-"""What the benchmarks share: the model, the lengths, sides in processes of their own that are asked in turn,
-and how a result is written.
+"""Shared code of the benchmarks: the model, the lengths, sides in processes of their own that are asked in
+turn, and how a result is written.
 
 parent ──asks side A, side B, side A, …──► a process each, idle between two questions ──answers (seconds,
 …)──► medians, table, page
@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PROMPT, GROUP, MAX_TOKENS = 15, 8, 64
+PROMPT = 15
+GROUP = 8
+MAX_TOKENS = 64
 SIZES = {
     "vocab_size": 262,
     "hidden_size": 256,
@@ -34,7 +36,8 @@ SIZES = {
 LENGTHS = {"uniform": (MAX_TOKENS, 0.0), "life": (0.4 * MAX_TOKENS, 0.7)}
 RESULTS = Path(__file__).parent / "results"
 MARK = "@@ "
-PAD, END = 0, 1
+PAD = 0
+END = 1
 
 
 def lengths_of(rows: int, pattern: str) -> list[int]:
@@ -103,8 +106,8 @@ def make_prompts(count: int) -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What a process that is measured runs in: spinning threads take many times as long where cores are
-    shared.
+    """Return the environment of a process that is measured: spinning threads take many times as long where
+    cores are shared.
     """
     own = {
         "OMP_NUM_THREADS": str(threads),
@@ -116,7 +119,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 class Side:
-    """A process that is asked by a line of JSON and answers with one; between two questions it does nothing."""
+    """A process that answers a line of JSON with another, and does nothing between two questions."""
 
     first: Mapping[str, Any]
     """What it said when it was ready."""
@@ -184,8 +187,9 @@ def next_question() -> Any:
 
 
 def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int) -> dict[str, list[Any]]:
-    """What each way gives in `rounds` rounds after `warm_up` ones, in an order that turns."""
-    names, found = list(ways), {name: list[Any]() for name in ways}
+    """Run each way in `rounds` rounds after `warm_up` ones, in an order that turns; return what each gives."""
+    names = list(ways)
+    found = {name: list[Any]() for name in ways}
     for turn in range(warm_up + rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:

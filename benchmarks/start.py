@@ -25,12 +25,14 @@ from typing import Any
 import side_by_side as kit
 from letters_reward import reward
 
-PROMPTS, GROUP, TOKENS = 8, 4, 16
+PROMPTS = 8
+GROUP = 4
+TOKENS = 16
 HEAD = ("threads", "side", "s to the first step", "CPU s", "against TRL")
 
 
 def run_trl(folder: Path) -> None:
-    """What a user of TRL writes; it ends after its first step."""
+    """Run the program of a TRL user, up to its first step."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -93,7 +95,9 @@ def timed(command: list[str], threads: int, metrics: Path | None) -> tuple[float
     """Seconds until the first step is told, on standard output or by a line in the file `metrics`; and CPU
     seconds in all.
     """
-    before, began, told = os.times(), time.perf_counter(), 0.0
+    before = os.times()
+    began = time.perf_counter()
+    told = 0.0
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=kit.environment(threads)

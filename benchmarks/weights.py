@@ -45,7 +45,8 @@ def receive(megabytes: int, *, summed: bool) -> None:
     from hybridflow.rollout.push import receiver
     from hybridflow.rollout.push.transports import SharedMemoryReader
 
-    own, taker = make_weights(megabytes), receiver.Receiver()
+    own = make_weights(megabytes)
+    taker = receiver.Receiver()
     if not summed:
         receiver.bit_sum = no_sum  # type: ignore[assignment]
 
@@ -79,7 +80,8 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
     from hybridflow.rollout.push import sender
     from hybridflow.rollout.push.transports import SharedMemoryWriter
 
-    weights, bit_sum = make_weights(options.megabytes), sender.bit_sum
+    weights = make_weights(options.megabytes)
+    bit_sum = sender.bit_sum
     size = sum(tensor.numel() * 4 for tensor in weights.values())
     commands = {
         name: kit.own_command(__file__, "--receive", name, "--megabytes", options.megabytes)
@@ -99,7 +101,8 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
             return time.perf_counter() - began
 
         def plain() -> float:
-            began, offset = time.perf_counter(), 0
+            began = time.perf_counter()
+            offset = 0
             for tensor in weights.values():
                 flat = tensor.view(-1).view(torch.uint8)
                 writer.buffer[offset : offset + len(flat)].copy_(flat)
@@ -119,7 +122,7 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def colocated(rounds: int) -> dict[str, Any]:
-    """What an update of the rollout does where it shares the actor's process."""
+    """Measure an update of the rollout where it shares the actor's process."""
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.trainer.ppo.build import build
@@ -153,7 +156,8 @@ def colocated(rounds: int) -> dict[str, Any]:
 
 
 def _compared(trainer: Any, rounds: int) -> dict[str, Any]:
-    actor, rollout = trainer.step.roles.actor, trainer.trajectories.rollout
+    actor = trainer.step.roles.actor
+    rollout = trainer.trajectories.rollout
     trained = dict(actor.backend.worker("actor").engine.module.named_parameters())
     generating = dict(rollout.backend.worker("rollout").engine.policy.named_parameters())
     target = {name: parameter.detach().clone() for name, parameter in trained.items()}
@@ -210,7 +214,9 @@ def main() -> None:
 
 def page_of(result: dict[str, Any]) -> str:
     """The page's text."""
-    shared, seconds, size = result["colocated"], result["across"], result["bytes"]
+    shared = result["colocated"]
+    seconds = result["across"]
+    size = result["bytes"]
     transport = statistics.median(seconds["transport"])
     shares = {way: transport / statistics.median(times) for way, times in seconds.items()}
     lines = [

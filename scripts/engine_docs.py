@@ -18,7 +18,8 @@ PAGE = ROOT / "docs" / "rollout" / "engines.md"
 
 def main(arguments: list[str]) -> int:
     """Exit status 0, or 1 where --check finds the page stale."""
-    old, new = PAGE.read_text(encoding="utf-8"), render()
+    old = PAGE.read_text(encoding="utf-8")
+    new = render()
     if "--check" in arguments:
         if old != new:
             sys.stderr.write("docs/rollout/engines.md is not fresh: run python scripts/engine_docs.py\n")

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make .venv-sglang, on a CPU: SGLang's own Python engine with its kernel package stubbed, on top of .venv-vllm (scripts/setup_vllm.sh).
 # No CPU build of SGLang's kernels (sglang-kernel) is published, so `sgl_kernel` is a stub whose every function raises when it is called, and
-# `torchvision` one that text models import and do not use. Plain models (Llama, Qwen2) call no such kernel; others may. Once, 2 GB.
+# `torchvision` one that text models import and do not use. Plain models (Llama, Qwen2) call no such kernel; others may. It takes 2 GB, once.
 # On CUDA use an ordinary environment with sglang instead: pip install -e '.[sglang]'.
 set -eu
 cd "$(dirname "$0")/.."

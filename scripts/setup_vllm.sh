@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make .venv-vllm: vLLM's CPU build and this project, in an environment of their own. Once, about five minutes and 3 GB.
+# Make .venv-vllm, an environment with vLLM's CPU build and this project. It takes about five minutes and 3 GB, once.
 # On CUDA use an ordinary environment with vllm instead: pip install -e '.[vllm]'.
 set -eu
 cd "$(dirname "$0")/.."

@@ -14,9 +14,11 @@ from ranks import Ranks
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Commands that run inside the test's process add a handler, whose stream pytest closes, and set levels."""
-    root, own = logging.getLogger(), logging.getLogger("hybridflow")
-    handlers, levels = list(root.handlers), (root.level, own.level)
+    """Undo what a command inside the test's process did to logging: its handler and its levels."""
+    root = logging.getLogger()
+    own = logging.getLogger("hybridflow")
+    handlers = list(root.handlers)
+    levels = (root.level, own.level)
     yield
     for handler in [
         handler for handler in root.handlers if handler.name == "hybridflow" and handler not in handlers

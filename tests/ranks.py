@@ -1,4 +1,5 @@
-"""A few processes that are ranks of one gloo group, for tests of what happens between ranks.
+"""A few processes that are ranks of one gloo group, for tests of what happens between ranks; commands in
+processes of their own.
 
     def gather(rank: int, number: int) -> list[int]: ...      # a function of a module, so that the other
     process finds it
@@ -13,16 +14,20 @@ this package and has done nothing else, so that starting them, also again after 
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 900.0
-IMPORTED = ("torch.distributed.tensor", "hybridflow.workers.rollout", "hybridflow.engines.fsdp.engine")
+IMPORTED = ("torch.distributed.tensor", "hybridflow.workers.rollout", "hybridflow.trainer.ppo.build")
 """What processes of `forked()` find imported."""
 
 
@@ -31,6 +36,63 @@ def forked() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     return context
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The exit code and the output of a command."""
+
+    returncode: int
+    output: str
+    """Standard output and standard error, in turn."""
+
+
+class Command:
+    """A command of this package in a process of its own that need not import anything.
+
+    It runs `main(arguments)` of a module, as `python -m MODULE` would, with this environment and standard
+    input; what it prints goes to the file `log`.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str],
+        typed: str = "",
+    ) -> None:
+        self._log = log
+        given = (module, list(arguments), str(log), dict(environment), typed)
+        self._process = forked().Process(target=_be_command, args=given)
+        self._process.start()
+
+    def wait(self) -> Ended:
+        """Wait for its end."""
+        self._process.join()
+        return Ended(self._process.exitcode, self._log.read_text())
+
+    def kill(self) -> None:
+        """End it, if it still runs."""
+        self._process.kill()
+        self._process.join()
+
+
+def _be_command(module: str, arguments: list[str], log: str, environment: dict[str, str], typed: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    reading, writing = os.pipe()
+    os.write(writing, typed.encode())
+    os.close(writing)
+    os.dup2(reading, 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  (multiprocessing has closed it)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [module, *arguments]
+    sys.exit(importlib.import_module(module).main(arguments))
 
 
 class Ranks:
@@ -51,7 +113,8 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        results, failures = [], []
+        results = []
+        failures = []
         for rank, pipe in enumerate(self._pipes):
             # a rank that failed leaves the others waiting for it: after the first failure they get a moment,
             # not the whole deadline
@@ -61,7 +124,8 @@ class Ranks:
             try:
                 done, result = pipe.recv()
             except EOFError:
-                done, result = False, "its process died"
+                done = False
+                result = "its process died"
             (results if done else failures).append(result if done else f"rank {rank}: {result}")
         if failures:
             self.stop()
@@ -73,7 +137,8 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
-        self._pipes, self._processes = [], []
+        self._pipes = []
+        self._processes = []
 
     def _start(self) -> None:
         context = forked()

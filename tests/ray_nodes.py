@@ -50,7 +50,8 @@ class RayNodes:
         for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
             self._env.pop(name, None)
         self._nodes: list[subprocess.Popen[bytes]] = []
-        port, client_port = _free_port(), _free_port()
+        port = _free_port()
+        client_port = _free_port()
         self.address = f"127.0.0.1:{port}"
         dashboard = [f"--include-dashboard={dashboard_port is not None}"]
         if dashboard_port is not None:
@@ -153,7 +154,8 @@ def descendants(pid: int) -> list[int]:
             children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
                 int(stat.parent.name)
             )
-    found, waiting = [], [pid]
+    found = []
+    waiting = [pid]
     while waiting:
         started = children.get(waiting.pop(), [])
         found += started

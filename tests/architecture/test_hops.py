@@ -18,7 +18,9 @@ from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.trainer.main_ppo import main
 
-MAX_HOPS, MAX_FILES, MAX_LINES = 10, 7, 450
+MAX_HOPS = 10
+MAX_FILES = 7
+MAX_LINES = 450
 ROW = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 
 
@@ -30,7 +32,8 @@ def listing() -> list[tuple[str, str]]:
 
 def stack() -> list[tuple[str, str, int]]:
     """(file, qualified name, lines of the definition) of our own frames, the outermost first."""
-    found, frame = [], sys._getframe(1)
+    found = []
+    frame = sys._getframe(1)
     while frame:
         code = frame.f_code
         if PACKAGE in Path(code.co_filename).parents:
@@ -44,7 +47,8 @@ def stack() -> list[tuple[str, str, int]]:
 
 
 def test_the_way_from_the_command_to_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vanilla, seen = POLICY_LOSSES["vanilla"], []
+    vanilla = POLICY_LOSSES["vanilla"]
+    seen = []
 
     def recorded(*arguments: Any, **keys: Any) -> Any:
         seen.append(stack())

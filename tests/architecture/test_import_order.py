@@ -52,7 +52,8 @@ def test_every_room_has_its_line() -> None:
 def test_a_room_imports_only_from_lines_above() -> None:
     wrong = []
     for found in imports():
-        room, target = found.module.split(".")[0], own(found.target)
+        room = found.module.split(".")[0]
+        target = own(found.target)
         if target is None or room == "__init__" or found.module == "":
             continue
         other = target.split(".")[0]
@@ -88,7 +89,8 @@ def test_light_rooms_stay_light() -> None:
 def test_own_imports_inside_functions_only_in_builders_and_entries() -> None:
     wrong = []
     for found in imports():
-        room, name = found.module.split(".")[0], found.module.split(".")[-1]
+        room = found.module.split(".")[0]
+        name = found.module.split(".")[-1]
         # entries: they check before they load
         allowed = room == "cli" or name in ("build", "main_ppo", "main_sft")
         if found.in_function and own(found.target) and not allowed:

@@ -1,4 +1,4 @@
-"""Names that `config` checks without importing torch are those of the tables that the run looks them up in."""
+"""The names that `config` checks without importing torch are those that the run finds in its tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_estimators_and_what_they_need() -> None:
 def test_losses_and_the_defaults_of_their_papers() -> None:
     assert list(algorithm_names.POLICY_LOSSES) == list(POLICY_LOSSES)
     for name, record in POLICY_LOSSES.items():
-        facts, defaults = algorithm_names.POLICY_LOSSES[name], inspect.signature(record.function).parameters
+        facts = algorithm_names.POLICY_LOSSES[name]
+        defaults = inspect.signature(record.function).parameters
         assert record.agg_mode == facts.agg_mode and record.agg_mode in get_args(LossAggMode), name
         assert facts.reference == ("ref_log_prob" in record.keywords), name
         if "clip_low" in defaults:
@@ -62,7 +63,8 @@ def test_a_loss_gets_all_that_it_asks_for(name: str) -> None:
     """Its parameters come from the configuration under the same names, the rest are columns; and only what no
     key sets has no default.
     """
-    record, parameters = POLICY_LOSSES[name], loss_parameters(PPO)
+    record = POLICY_LOSSES[name]
+    parameters = loss_parameters(PPO)
     assert {"loss_agg_mode", "loss_scale_factor"} <= set(record.keywords)
     columns = set(record.keywords) - set(parameters)
     assert columns == {"dpo": {"ref_log_prob", "group_ids"}}.get(
@@ -107,7 +109,8 @@ def test_no_name_is_both_there_and_refused() -> None:
 
 
 def test_the_defaults_are_in_the_tables() -> None:
-    ppo, sft = PPOConfig(), SFTConfig()
+    ppo = PPOConfig()
+    sft = SFTConfig()
     assert ppo.algorithm.adv_estimator in ADVANTAGE_ESTIMATORS
     assert ppo.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSSES
     assert {*ppo.trainer.logger, *sft.trainer.logger} <= set(TRACKERS)

@@ -19,7 +19,7 @@ print(used.ru_utime + used.ru_stime, *sys.modules)
 
 
 class Process(NamedTuple):
-    """What a fresh process had done by its end."""
+    """CPU time and modules of a fresh process at its end."""
 
     seconds: float
     """Its CPU time."""

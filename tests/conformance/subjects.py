@@ -220,19 +220,19 @@ def _openai(folder: Path) -> Subject:
 
     service = build_service(ServeSettings(str(folder), "tiny", dtype="float32", max_num_seqs=MAX_ROWS))
     bound = listen("127.0.0.1", 0)
-    server = DrainingServer(service, token="a-token", grace_s=5)
+    server = DrainingServer(service, token="a-token", grace_s=600)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
 
     def close() -> None:
         server.should_exit = True
-        thread.join(10)
+        thread.join(600)
         bound.close()
         for replica in service.client.replicas:
             replica.close()
 
     url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
-    engine = OpenAIEngine(url, model="tiny", api_key="a-token", deadline=60)
+    engine = OpenAIEngine(url, model="tiny", api_key="a-token", deadline=600)
     return Subject("openai", engine, load(folder), decoder(folder), close=close)
 
 

@@ -29,7 +29,9 @@ from tiny_run import Inputs, metrics_of, small_run, write_inputs
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.trainer.main_ppo import main as main_ppo
 
-STEPS, SAVE_EVERY, KILL_STEP = 6, 2, 4
+STEPS = 6
+SAVE_EVERY = 2
+KILL_STEP = 4
 """Three steps to an epoch, so that the data position, too, is somewhere inside one."""
 
 
@@ -154,19 +156,22 @@ def wait(child: int) -> int:
 
 
 def differences(run: Path, reference: Path) -> list[str]:
-    """What differs between two finished runs; empty where nothing does."""
+    """Return the differences between two finished runs."""
     found = []
-    got, wanted = metrics_of(run), metrics_of(reference)
+    got = metrics_of(run)
+    wanted = metrics_of(reference)
     if sorted(got) != sorted(wanted):
         found.append(f"steps {sorted(got)}, wanted {sorted(wanted)}")
     for step in sorted(set(got) & set(wanted)):
         for name in sorted(set(got[step]) | set(wanted[step])):
-            mine, other = got[step].get(name), wanted[step].get(name)
+            mine = got[step].get(name)
+            other = wanted[step].get(name)
             if repr(mine) != repr(other):
                 found.append(f"step {step} {name}: {mine!r}, wanted {other!r}")
     last = f"global_step_{STEPS}"
     if (run / last).is_dir():
-        files, others = read_manifest(run / last).files, read_manifest(reference / last).files
+        files = read_manifest(run / last).files
+        others = read_manifest(reference / last).files
         found += [
             f"{last}/{name} differs"
             for name in sorted(set(files) | set(others))
@@ -181,7 +186,9 @@ class Trial:
     """The runs of one algorithm in one folder."""
 
     def __init__(self, algorithm: str, inputs: Inputs, folder: Path) -> None:
-        self.algorithm, self.inputs, self.folder = algorithm, inputs, folder
+        self.algorithm = algorithm
+        self.inputs = inputs
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.reference = folder / "uninterrupted"
         started = time.monotonic()
@@ -220,7 +227,8 @@ class Trial:
         """Kill again and again at random times until the run ends by itself or was killed `times` times; what
         went wrong, and kills.
         """
-        draw, kills = random.Random(seed), 0
+        draw = random.Random(seed)
+        kills = 0
         out = self.folder / f"random_{seed}"
         log = out.with_suffix(".log")
         while kills < times:

@@ -70,7 +70,8 @@ class LosingRun:
 
     def __init__(self, folder: Path, losses: Sequence[Loss], arguments: Sequence[str]) -> None:
         folder.mkdir(parents=True)
-        self.events, self._log = folder / "events.jsonl", folder / "log.txt"
+        self.events = folder / "events.jsonl"
+        self._log = folder / "log.txt"
         plan = json.dumps([[loss.step, loss.call, loss.nodes] for loss in losses])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with self._log.open("wb") as log:
@@ -125,7 +126,8 @@ def install(losses: list[Loss], say: Callable[..., None]) -> None:
     from hybridflow.controller.ray.backend import RayBackend
     from hybridflow.trainer.ppo.sync import SyncTrainer
 
-    one, submit = SyncTrainer._one, RayBackend.submit
+    one = SyncTrainer._one
+    submit = RayBackend.submit
     now = {"step": 0}
 
     def counted(self: Any, prompts: Any, step: int, *rest: Any) -> Any:
@@ -144,7 +146,9 @@ def install(losses: list[Loss], say: Callable[..., None]) -> None:
                 os.kill(victim.pid, signal.SIGKILL)
         return parts
 
-    SyncTrainer._one, RayBackend.submit = counted, losing  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    SyncTrainer._one = counted
+    RayBackend.submit = losing
 
 
 def main(plan: str, events: str, *arguments: str) -> int:

@@ -1,4 +1,4 @@
-"""What users get wrong, at the level of the command: one clear message, and a status that is not 0."""
+"""Mistakes of users, at the level of the command: one clear message, and a status that is not 0."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def test_a_run_spans_two_nodes_then_three(
     nodes.add(1)
     three = begun(tmp_path / "three", num_nodes=3, steps=1).outcome(PATIENCE)
     assert three.status == 0 and "3 worker processes on" in three.log, three.log
-    alike, first = metrics_of(undisturbed)[1], metrics_of(tmp_path / "three")[1]
+    alike = metrics_of(undisturbed)[1]
+    first = metrics_of(tmp_path / "three")[1]
     for name in ("actor/pg_loss", "actor/grad_norm", "critic/rewards/mean", "response_length/mean"):
         assert first[name] == pytest.approx(alike[name], rel=1e-3, abs=1e-4), name
 
@@ -129,7 +130,8 @@ def test_with_restarts_the_run_goes_on_as_if_nothing_had_been(
     assert len(resumed) == 3 and resumed[0] in (1, 2) and resumed[1] in (1, 2) and resumed[2] in (2, 3), (
         resumed
     )
-    got, wanted = metrics_of(out), metrics_of(undisturbed)
+    got = metrics_of(out)
+    wanted = metrics_of(undisturbed)
     assert sorted(got) == list(range(1, STEPS + 1)) and got == wanted  # to the bit
     assert len(step_folders(out)) == STEPS and not list(out.glob(".tmp_*"))
     for folder in step_folders(out):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tiny_run import Inputs, metrics_of, small_run
 
 from hybridflow.trainer.main_ppo import main
+from ranks import Command
 
 OF_EACH_PROCESS = {"rollout/decode_steps", "rollout/max_rows"}
 """Metrics of how the work was done: two processes take their steps side by side, each with half of the rows.
@@ -26,31 +25,24 @@ def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path) -> None
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.rollout.exact=false",
     )
-    command = [
-        sys.executable,
-        "-m",
-        "hybridflow.trainer.main_ppo",
-        "trainer.n_gpus_per_node=2",
-        "ray_kwargs.ray_init.num_cpus=2",
-    ]
+    patient = ("trainer.heartbeat_timeout=600", "trainer.startup_timeout=900")  # on a busy machine
+    spread = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2", *patient)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    with (tmp_path / "log").open("wb") as log:  # a process of its own: this one may be in another test's Ray
-        two = subprocess.Popen(
-            [*command, *small_run(inputs, tmp_path / "two", *keys)],
-            env={**environment, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    environment["OMP_NUM_THREADS"] = "1"
+    arguments = [*spread, *small_run(inputs, tmp_path / "two", *keys)]
+    # a process of its own: this one may be in another test's Ray
+    two = Command("hybridflow.trainer.main_ppo", arguments, tmp_path / "log", environment=environment)
     try:
         assert main(small_run(inputs, tmp_path / "one", *keys)) == 0
-        assert two.wait(timeout=1700) == 0, (tmp_path / "log").read_text()
+        done = two.wait()
+        assert done.returncode == 0, done.output
     finally:
         two.kill()
-        two.wait()
-    one, got = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
+    one = metrics_of(tmp_path / "one")
+    got = metrics_of(tmp_path / "two")
     assert sorted(got) == sorted(one) == [1, 2]
     for step, metrics in one.items():
         assert sorted(got[step]) == sorted(metrics)
         for name in sorted(metrics.keys() - OF_EACH_PROCESS):
             assert got[step][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), (step, name)
-    assert "2 worker processes on" in (tmp_path / "log").read_text()
+    assert "2 worker processes on" in done.output

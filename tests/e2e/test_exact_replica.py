@@ -5,12 +5,12 @@ message names the weight.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tiny_run import Inputs, metrics_of, small_run
+
+from ranks import Command
 
 
 @pytest.mark.timeout(1800)
@@ -24,21 +24,17 @@ def test_a_bit_that_changes_in_another_process_stops_the_run(inputs: Inputs, tmp
         "trainer.resource_pools={train: [1], generate: [1]}",
         "trainer.placement={rollout: generate}",
         "ray_kwargs.ray_init.num_cpus=2",
+        "trainer.heartbeat_timeout=600",  # on a busy machine
+        "trainer.startup_timeout=900",
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [
-        sys.executable,
-        "-m",
-        "hybridflow.trainer.main_ppo",
-        *small_run(inputs, tmp_path / "run", *keys),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
-    assert done.returncode == 1
-    said = done.stdout + done.stderr
+    arguments = small_run(inputs, tmp_path / "run", *keys)
+    done = Command("hybridflow.trainer.main_ppo", arguments, tmp_path / "log", environment=environment).wait()
+    assert done.returncode == 1, done.output
     assert (
         "exact mode, step 2: rollout rank 0 has generated with another model.layers.0.mlp.down_proj.weight"
-        in said
+        in done.output
     )
     first = metrics_of(tmp_path / "run")
     assert sorted(first) == [1] and first[1]["training/rollout_log_probs_diff_max"] == 0.0

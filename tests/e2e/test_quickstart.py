@@ -194,7 +194,8 @@ def test_supervised_run_resumes_to_the_bit(inputs: Inputs, tmp_path: Path) -> No
         "trainer.save_freq=3",
         "trainer.logger=[]",
     ]
-    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    whole = tmp_path / "whole"
+    rest = tmp_path / "rest"
     assert hybridflow(["sft", *keys, f"trainer.default_local_dir={whole}"]) == 0
     where = [
         f"trainer.default_local_dir={rest}",
@@ -212,7 +213,8 @@ def test_supervised_run_resumes_to_the_bit(inputs: Inputs, tmp_path: Path) -> No
 
 
 def test_export_of_a_checkpoint_starts_another_run(inputs: Inputs, tmp_path: Path) -> None:
-    first, merged = tmp_path / "first", tmp_path / "merged"
+    first = tmp_path / "first"
+    merged = tmp_path / "merged"
     assert main_ppo(small_run(inputs, first, "trainer.save_freq=1", steps=1)) == 0
     assert hybridflow(["merge", str(first / "global_step_1"), str(merged)]) == 0
     assert (

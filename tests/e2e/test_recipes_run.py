@@ -1,4 +1,4 @@
-"""Every recipe of the tiny task runs as it stands: one small step of each, with finite numbers and an update."""
+"""Every recipe of the tiny task runs as it is: two small steps, with finite numbers and an update."""
 
 from __future__ import annotations
 

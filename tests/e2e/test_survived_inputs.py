@@ -1,4 +1,4 @@
-"""What is wrong but need not end a run: it goes on where the key says so, and counts or says what happened."""
+"""Faults that need not end a run: it goes on where the key says so, and counts or reports what happened."""
 
 from __future__ import annotations
 
@@ -132,10 +132,8 @@ def test_steps_that_are_not_finite_are_skipped_and_kept(inputs: Inputs, tmp_path
     assert [line["actor/num_skipped_steps"] for line in metrics_of(tmp_path / "run").values()] == [2, 2]
     dumped = DataProto.load_from_disk(tmp_path / "run" / "nonfinite" / "actor_after_update_0_1")
     assert len(dumped) == 4 and dumped.batch["advantages"].isnan().any()
-    policy, start = (
-        read_tensors(tmp_path / "run" / "global_step_2" / "actor", "model"),
-        load_file(inputs.model / "model.safetensors"),
-    )
+    policy = read_tensors(tmp_path / "run" / "global_step_2" / "actor", "model")
+    start = load_file(inputs.model / "model.safetensors")
     assert all(policy[f"hf.{name}"].equal(tensor) for name, tensor in start.items())
 
 

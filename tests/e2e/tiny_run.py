@@ -1,4 +1,4 @@
-"""What the end-to-end tests run on: a tiny model folder, parquet files in gsm8k's schema, a reward that
+"""The inputs of the end-to-end tests: a tiny model folder, parquet files in gsm8k's schema, a reward that
 varies, and the keys for them.
 
 Questions are short sums, written as rows of `openai/gsm8k`. A model of random weights cannot answer them, so
@@ -20,10 +20,11 @@ import pyarrow.parquet as pq
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.trackers.jsonl import read_metrics
 
-MAX_PROMPT, MAX_RESPONSE = 40, 12
+MAX_PROMPT = 40
+MAX_RESPONSE = 12
 TIMINGS = ("timing_s/", "perf/", "reward/seconds")
 """Metrics that no two runs share."""
-DIGIT_SHARE = '''"""A reward that any text gets some of: the share of its characters that are digits or spaces."""
+DIGIT_SHARE = '''"""A reward between 0 and 1: the share of the characters that are digits or spaces."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -59,8 +60,10 @@ def gsm8k_rows(number: int, *, split: str) -> list[dict[str, Any]]:
     draw = random.Random(split)
     rows = []
     for index in range(number):
-        a, b = draw.randint(1, 9), draw.randint(1, 9)
-        question, answer = f"{a} + {b} = ?", f"{a} + {b} = {a + b} . #### {a + b}"
+        a = draw.randint(1, 9)
+        b = draw.randint(1, 9)
+        question = f"{a} + {b} = ?"
+        answer = f"{a} + {b} = {a + b} . #### {a + b}"
         rows.append(
             {
                 "data_source": "openai/gsm8k",
@@ -86,7 +89,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def small_run(inputs: Inputs, out: Path, *overrides: str, steps: int = 2) -> list[str]:
-    """Overrides of a run of a few seconds with two responses of each of four prompts; later `overrides` win."""
+    """Return the overrides of a short run: two responses to each of four prompts; `overrides` come last."""
     return [
         f"data.train_files={inputs.train}",
         f"data.max_prompt_length={MAX_PROMPT}",

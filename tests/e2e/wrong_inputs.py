@@ -19,7 +19,8 @@ from tiny_run import Inputs, gsm8k_rows, small_run, write_jsonl, write_parquet
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.trainer.main_ppo import main as main_ppo
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 Make = Callable[[Inputs, Path], list[str]]
 Case = tuple[str, Make, tuple[str, ...]]
 """(name, what goes wrong, what the message must hold)"""
@@ -151,9 +152,7 @@ def other_seed(inputs: Inputs, tmp: Path) -> list[str]:
 def other_size(inputs: Inputs, tmp: Path) -> list[str]:
     """Resume, with another model, a run that has a checkpoint."""
     assert main_ppo(small_run(inputs, tmp / "run", "trainer.save_freq=1", steps=1)) == 0
-    return [
-        f"actor_rollout_ref.model.path={create_tiny_model(tmp / 'other', hidden=16, layers=2, heads=2, kv_heads=1, intermediate=64)}"
-    ]
+    return [f"actor_rollout_ref.model.path={_other_model(tmp)}"]
 
 
 def other_vocabulary(*more: str) -> Make:
@@ -171,6 +170,10 @@ def other_vocabulary(*more: str) -> Make:
         return [override.replace("{other}", str(folder)) for override in more]
 
     return make
+
+
+def _other_model(tmp: Path) -> Path:
+    return create_tiny_model(tmp / "other", hidden=16, layers=2, heads=2, kv_heads=1, intermediate=64)
 
 
 TWO_ROWS = ("data.train_max_samples=2", "data.shuffle=false", "data.train_batch_size=2", f"{ROLLOUT}.n=1")

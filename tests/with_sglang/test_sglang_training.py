@@ -1,4 +1,4 @@
-"""A run that generates by SGLang: the tokens' log-probs are those that training computes, after each update."""
+"""A run that generates by SGLang: log-probs are those that training computes, after each update."""
 
 from __future__ import annotations
 

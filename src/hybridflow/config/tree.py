@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 C = TypeVar("C")
 
-type_hints = functools.cache(get_type_hints)
-"""The types of a class's fields, worked out once."""
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def type_hints(cls: type) -> dict[str, Any]:
+    """Return the types of a class's fields, worked out once."""
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    return _HINTS[cls]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ EOS = 2
 
 def model(kind: str = "llama", **settings: Any) -> PreTrainedModel:
     sizes: dict[str, Any] = {
-        "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": EOS, "pad_token_id": 0,
+        "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "eos_token_id": EOS, "pad_token_id": 0,
     }  # fmt: skip
     if kind not in ("bloom", "falcon", "mamba", "rwkv"):
         sizes |= {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 128}

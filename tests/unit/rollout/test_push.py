@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import forked
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -26,6 +25,7 @@ from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
 from hybridflow.rollout.push.sender import Transport, address_towards, push
 from hybridflow.rollout.push.tunnel import TunnelEnd
+from ranks import forked
 
 HERE = Receiver()
 HELD: dict[str, Tensor] = {}
@@ -154,7 +154,7 @@ def test_strangers_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silent_strangers_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers that say nothing are waited for side by side with those that have the token, not before them."""
+    """Silent strangers are waited for side by side with those that have the token, not before them."""
     monkeypatch.setattr(channels, "_TOKEN_S", 1e6)  # with one after the other this would never end
     monkeypatch.setattr(channels, "_MAX_PENDING", 8)
     listener = Listener("127.0.0.1")

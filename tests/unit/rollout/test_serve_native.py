@@ -131,7 +131,7 @@ def test_a_weight_swap_in_flight(model: Path) -> None:
 
 
 async def storm(url: str, count: int, seed: int) -> Counter[str]:
-    """What became of `count` requests at once: a third goes away at some time, all have their own conditions."""
+    """Count what became of `count` requests at once; a third goes away at some time."""
     draw = random.Random(seed)
     limits = httpx.Limits(max_connections=count)
     async with httpx.AsyncClient(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import TOKENIZER, ids
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -64,6 +64,7 @@ def test_no_character_is_split(by_bytes: PreTrainedTokenizerFast, text: str) -> 
         assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=60), st.integers(0, 1000))
 def test_any_bytes_give_the_text_of_the_whole(
     by_bytes: PreTrainedTokenizerFast, token_ids: list[int], seed: int
@@ -101,6 +102,7 @@ def test_special_tokens_are_left_out_unless_asked_for() -> None:
     assert Detokenizer(TOKENIZER, skip_special_tokens=False).add(tokens) == "ab<|im_end|>"
 
 
+@settings(deadline=None)
 @given(
     st.text("abc", max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

@@ -200,18 +200,36 @@ def test_a_dropped_push_is_found_at_once() -> None:
         engine.set_version(5)
 
 
-def test_sleep_and_wake() -> None:
+def test_sleep_and_wake_as_the_trainer_calls_them() -> None:
+    """A generation wakes the engine and puts it to sleep again; updates come while it sleeps.
+
+    Nothing is woken twice: vLLM would map the weights' memory again, which fails on a GPU.
+    """
     engine, runner = ready()
-    engine.sleep()
+
+    def generate() -> None:
+        engine.wake_up()
+        assert len(list(engine.generate([request(0)]))) == 1
+        engine.sleep()
+
+    generate()  # awake since it started
+    generate()  # a validation: no update before it
+    engine.update_weights(WEIGHTS, 5)
+    generate()
+    said = [each for each in runner.log if isinstance(each, str)]
+    both = "wake ['weights', 'kv_cache']"
+    assert said == ["sleep 1", both, "sleep 1", "wake ['weights']", "wake ['kv_cache']", "sleep 1"]
     engine.sleep()
     with pytest.raises(RolloutError, match="sleeping engine"):
         engine.generate([request(0)])
-    engine.update_weights(WEIGHTS, 5)
-    engine.wake_up()
-    assert (
-        runner.log == ["sleep 1", "wake ['weights']", "wake None"]
-        and len(list(engine.generate([request(0)]))) == 1
-    )
+    engine.update_weights(WEIGHTS, 6)
+    with pytest.raises(RolloutError, match="sleeping engine"):
+        engine.generate([request(0)])  # its cache still sleeps
+    engine.update_weights(WEIGHTS, 7)
+    engine.wake_up(["kv_cache"])
+    assert len(list(engine.generate([request(0)]))) == 1
+    said = [each for each in runner.log if isinstance(each, str)]
+    assert said[6:] == ["wake ['weights']", "wake ['kv_cache']"]
     on_cpu, cpu_runner = ready(device="cpu")
     on_cpu.sleep(2)
     assert cpu_runner.log == [] and len(list(on_cpu.generate([request(0)]))) == 1

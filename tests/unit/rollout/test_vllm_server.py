@@ -292,7 +292,10 @@ def test_a_server_that_takes_too_long_is_ended() -> None:
 
 STUBBORN = """
 import pathlib, signal, subprocess, sys, time
-worker = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: None); print('ready', flush=True); time.sleep(3600)"
+worker = (
+    "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None); "
+    "print('ready', flush=True); time.sleep(3600)"
+)
 child = subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE)
 child.stdout.readline()
 pathlib.Path(sys.argv[1]).write_text(str(child.pid))

@@ -56,7 +56,7 @@ class Gate:
 
     def write(self, path: Path, tensors: dict[str, Tensor]) -> Any:
         self.reached.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(600)
         if self.fails and self.fails in path.parts:
             raise OSError(28, "No space left on device", str(path))
         digest = write_tensors(path, tensors)
@@ -221,7 +221,7 @@ def test_one_given_up_leaves_nothing_once_its_threads_are_done(
 ) -> None:
     house = House(tmp_path)
     house.save(1)
-    gate.reached.wait(5)
+    gate.reached.wait(600)
     threading.Timer(0.2, gate.opened.set).start()
     with house.saves.given_up_at_the_end(house.store):
         assert hidden(tmp_path) != []
@@ -239,7 +239,7 @@ def test_one_given_up_does_not_wait_for_ever(
     monkeypatch.setattr(saving, "GIVE_UP_SECONDS", 0.1)
     house = House(tmp_path)
     house.save(1)
-    gate.reached.wait(5)
+    gate.reached.wait(600)
     house.saves.abandon(house.store)
     assert hidden(tmp_path) == [] and "is still writing the checkpoint of step 1" in caplog.text
     gate.opened.set()

@@ -1,4 +1,4 @@
-"""Rows that one call of transformers' `generate` decodes together, and what is kept of each.
+"""The rows that one call of transformers' `generate` decodes together.
 
     logits [B, V] ──Batch.__call__──► tokens chosen and recorded ──► scores that leave `generate` no other
     choice ──Batch.ended──► [B] bool
@@ -28,7 +28,7 @@ class Row:
 
     request: GenerationRequest
     ends: frozenset[int]
-    """Tokens that end it."""
+    """Token ids that end the response."""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Row:
     error: str | None = None
 
     def record(self, choice: Choice, version: int, texts: StopTexts | None) -> None:
-        """Take the next token; the row may be finished by it."""
+        """Append the next token, and finish the row where that token ends it."""
         if not abs(choice.log_prob) < float("inf"):
             self.fail(
                 f"the model's logits are not finite at response token {len(self.tokens)}; its weights may "
@@ -51,16 +51,19 @@ class Row:
         self.top.append(choice.top)
         sampling = self.request.sampling
         if choice.token in self.ends:
-            self.finish_reason, self.stop_reason = "stop", choice.token
+            self.finish_reason = "stop"
+            self.stop_reason = choice.token
         elif (text := self._stop_text(texts)) is not None:
-            self.finish_reason, self.stop_reason = "stop", text
+            self.finish_reason = "stop"
+            self.stop_reason = text
         elif len(self.tokens) >= sampling.max_tokens:
             self.finish_reason = "length"
 
     def fail(self, problem: str) -> None:
-        """End the row by an error, unless it has ended."""
+        """End the row with an error, unless it has ended already."""
         if self.finish_reason is None:
-            self.finish_reason, self.error = "error", f"request {self.request.request_id}: {problem}"
+            self.finish_reason = "error"
+            self.error = f"request {self.request.request_id}: {problem}"
 
     def _stop_text(self, texts: StopTexts | None) -> str | None:
         """The stop text that the newest token completed; the tokens of `min_tokens` complete none."""
@@ -70,7 +73,7 @@ class Row:
         return texts.completed(self.tokens, sampling.stop)
 
     def output(self) -> GenerationOutput:
-        """What it came to; a row that has not finished was aborted."""
+        """Return the row as an output; one that has not finished counts as aborted."""
         return GenerationOutput(
             self.request.request_id,
             self.tokens,
@@ -89,14 +92,18 @@ class Batch(LogitsProcessor):
     def __init__(
         self, rows: Sequence[Row], *, version: Callable[[], int], texts: StopTexts | None, filler: int
     ) -> None:
-        self.rows, self._version, self._texts, self._filler = rows, version, texts, filler
+        self.rows = rows
+        self._version = version
+        self._texts = texts
+        self._filler = filler
         self._lock = Lock()
         self.steps = 0
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose the next token of each row that goes on from scores [B, V]; returned are scores whose
-        largest is that token's.
+        """Choose the next token of each unfinished row from its scores [B, V].
+
+        Returns scores [B, V] that leave `generate` only the chosen token.
         """
         with self._lock:
             going = [index for index, row in enumerate(self.rows) if row.finish_reason is None]
@@ -110,7 +117,7 @@ class Batch(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def abort(self, request_ids: set[int]) -> list[Row]:
-        """End these rows before the next token; those that had finished are left alone."""
+        """End these rows before their next token and return them; rows that have finished are left alone."""
         with self._lock:
             ended = [
                 row
@@ -129,7 +136,7 @@ class Ended(StoppingCriteria):
         self.batch = batch
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        """[B] bool."""
+        """Return whether each row has finished, [B] bool."""
         return torch.tensor(
             [row.finish_reason is not None for row in self.batch.rows], device=input_ids.device
         )

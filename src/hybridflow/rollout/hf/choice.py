@@ -1,5 +1,5 @@
-"""The next token of one row at a time, in the order in which the parameters are defined: an oracle for the
-vectorised sampling.
+"""Sampling of one row at a time, each parameter applied in the order in which it is defined. It is the
+reference that the vectorised sampling of the native engine is tested against.
 
 logits [V] ──repetition penalty──► + bias ──► no ending before min_tokens ──/ temperature──► min-p, top-k,
 top-p ──► one token
@@ -34,12 +34,12 @@ class Choice(NamedTuple):
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
-    """The next token of each row from its logits [n, V] float32 or better."""
+    """Choose the next token of each row from its logits [n, V], float32 or float64."""
     return [choose_one(row_logits, row) for row_logits, row in zip(logits, rows)]
 
 
 def choose_one(logits: Tensor, row: Row) -> Choice:
-    """The next token of a row from its logits [V]."""
+    """Choose the next token of a row from its logits [V]."""
     sampling = row.request.sampling
     temperature = 1.0 if sampling.takes_argmax else sampling.temperature
     changed = changed_logits(logits, row)
@@ -54,8 +54,9 @@ def choose_one(logits: Tensor, row: Row) -> Choice:
 
 
 def changed_logits(logits: Tensor, row: Row) -> Tensor:
-    """Logits [V] after bias, repetition penalty and `min_tokens`."""
-    sampling, changed = row.request.sampling, logits.clone()
+    """Return the logits [V] after bias, repetition penalty and `min_tokens`."""
+    sampling = row.request.sampling
+    changed = logits.clone()
     for token, bias in sampling.logit_bias:
         changed[token] += bias
     if sampling.repetition_penalty != 1:
@@ -70,23 +71,28 @@ def changed_logits(logits: Tensor, row: Row) -> Tensor:
 
 
 def kept_weights(scaled: Tensor, sampling: SamplingParams) -> Tensor:
-    """Unnormalised probabilities [V] of the tokens that min-p, then top-k, then top-p leave, 0 for the
-    others; equal ones stay together.
+    """Return unnormalised probabilities [V] after min-p, top-k and top-p, in that order.
+
+    Tokens that are filtered out have 0; tokens of equal probability are kept or dropped together.
     """
     weights = (scaled - scaled.max()).exp()
     weights[weights < sampling.min_p] = 0
     if sampling.top_k > 0 or sampling.top_p < 1:
-        most = min(sampling.top_k, len(weights)) if sampling.top_k > 0 else len(weights)
-        ordered = weights.sort(descending=True).values[:most]
-        before = ordered.cumsum(-1) - ordered
-        number = int((before < sampling.top_p * ordered.sum()).sum()) if sampling.top_p < 1 else len(ordered)
+        ordered = weights.sort(descending=True).values
+        if sampling.top_k > 0:
+            ordered = ordered[: sampling.top_k]
+        number = len(ordered)
+        if sampling.top_p < 1:
+            before = ordered.cumsum(-1) - ordered
+            number = int((before < sampling.top_p * ordered.sum()).sum())
         weights[weights < ordered[max(number, 1) - 1]] = 0
     return weights
 
 
 def uniform_of(row: Row, logits: Tensor) -> Tensor:
-    """The random number [1] in [0, 1) that decides the row's next token: a function of its seed and the
-    place.
+    """Return the random number [1] in [0, 1) that decides the row's next token.
+
+    It is a function of the request's seed and of the number of tokens so far.
     """
     key = stream_keys(torch.tensor([row.request.seed & SEED_BITS], device=logits.device))
     number: Tensor = uniforms(key, torch.tensor([len(row.tokens)], device=logits.device), logits.dtype)
@@ -94,7 +100,7 @@ def uniform_of(row: Row, logits: Tensor) -> Tensor:
 
 
 def most_probable(scaled: Tensor, count: int) -> list[tuple[int, float]]:
-    """(id, log-prob) of the `count` most probable tokens of scaled logits [V], the most probable first."""
+    """Return (id, log-prob) of the `count` most probable tokens of scaled logits [V], best first."""
     if not count:
         return []
     values, ids = scaled.log_softmax(-1).topk(count)

@@ -1,5 +1,5 @@
-"""The hf engine: transformers' `generate` behind the protocol of all engines. Slow and plain: what the others
-are held to.
+"""The hf engine: transformers' `generate` behind the protocol of all engines. It is slow and simple, and the
+other engines are tested against it.
 
     requests ──check──► errors (that request only)
         └──► batches of `max_num_seqs`, left-padded ──generate──► outputs, when a batch is done
@@ -50,12 +50,13 @@ class HFEngine:
         decode: Decode | None = None,
         source: WeightSource | None = None,
     ) -> None:
-        self.model, self.source, self.max_num_seqs = model, source, max_num_seqs
-        self.eos_token_ids, self._texts = (
-            tuple(dict.fromkeys(eos_token_ids)),
-            StopTexts(decode) if decode else None,
-        )
-        self._version, self._stats = 0, RolloutStats()
+        self.model = model
+        self.source = source
+        self.max_num_seqs = max_num_seqs
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self._texts = StopTexts(decode) if decode else None
+        self._version = 0
+        self._stats = RolloutStats()
         self._asleep = source is not None
         self._running = False
         self._batch: Batch | None = None
@@ -64,22 +65,23 @@ class HFEngine:
 
     @property
     def policy_version(self) -> int:
-        """Version that tokens sampled now carry."""
+        """Version of the weights that sampled tokens carry."""
         return self._version
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the newest `generate`, up to now."""
+        """Statistics of the newest `generate`, up to now."""
         return self._stats
 
     def set_version(self, version: int) -> None:
-        """Say that the shared weights now have this version."""
+        """Set the version of the weights, which the engine shares with the trainer."""
         self._version = version
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights into the module, by Hugging Face name; RolloutError for a name or shape the model does
-        not have.
+        """Copy weights into the model by their Hugging Face names.
+
+        Raises RolloutError for a name or shape that the model does not have.
         """
         own = self.model.state_dict()
         for name, weight in weights:
@@ -108,7 +110,7 @@ class HFEngine:
         give_back(self.model.device)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Fetch the weights where they have a source, and allow generation."""
+        """Fetch the weights from their source, if they have one, and allow generation."""
         if self._asleep and self.source is not None:
             self.source.acquire(self._version)
         self._asleep = False
@@ -121,10 +123,12 @@ class HFEngine:
         waiting = [request for request in self._waiting if request.request_id in wanted]
         self._waiting = [request for request in self._waiting if request.request_id not in wanted]
         outputs = [GenerationOutput(request.request_id, [], [], "abort", []) for request in waiting]
-        return outputs + ([] if self._batch is None else [row.output() for row in self._batch.abort(wanted)])
+        if self._batch is not None:
+            outputs += [row.output() for row in self._batch.abort(wanted)]
+        return outputs
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One output per request, batch by batch.
+        """Yield one output for each request, batch by batch.
 
         A request that cannot be served gives reason "error" and the others go on; where the model fails, all
         of its batch that had not finished do. RolloutError for a repeated request id, when asleep, and for a
@@ -155,14 +159,18 @@ class HFEngine:
             while self._waiting:
                 yield from self._run(self._next())
         finally:
-            self._running, self._waiting = False, []
+            self._running = False
+            self._waiting = []
 
     def _next(self) -> list[GenerationRequest]:
-        """Take the requests of the next batch from those that wait."""
+        """Remove the next batch from the waiting requests and return it."""
         if self._batches is None and len(self._waiting) > 1 and self.max_num_seqs > 1:
             self._batches = batches_well(self.model)
-        number = self.max_num_seqs if self._batches else 1
-        taken, self._waiting = self._waiting[:number], self._waiting[number:]
+        number = 1
+        if self._batches:
+            number = self.max_num_seqs
+        taken = self._waiting[:number]
+        self._waiting = self._waiting[number:]
         return taken
 
     def _problem(self, request: GenerationRequest) -> str | None:
@@ -176,7 +184,7 @@ class HFEngine:
         )
 
     def _run(self, requests: list[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One batch through `generate`; the outputs of rows that were aborted are with who aborted them."""
+        """Generate one batch; outputs of aborted rows were returned by `abort` already."""
         started = perf_counter()
         rows = [Row(request, self._ends(request)) for request in requests]
         config = self.model.generation_config
@@ -206,9 +214,10 @@ class HFEngine:
         yield from [row.output() for row in rows if row.finish_reason != "abort"]
 
     def _ends(self, request: GenerationRequest) -> frozenset[int]:
-        return frozenset(
-            request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else self.eos_token_ids)
-        )
+        ends = request.sampling.stop_token_ids
+        if not request.sampling.ignore_eos:
+            ends += self.eos_token_ids
+        return frozenset(ends)
 
     def _count(self, batch: Batch, seconds: float) -> None:
         self._stats.generated_tokens += sum(len(row.tokens) for row in batch.rows)
@@ -219,7 +228,7 @@ class HFEngine:
 
 
 def padded(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) -> dict[str, Tensor]:
-    """input_ids and attention_mask, each [B, longest] int64, prompts at the right."""
+    """Return left-padded input_ids and attention_mask, each [B, longest prompt] int64."""
     longest = max(len(prompt) for prompt in prompts)
     return {
         "input_ids": torch.tensor(
@@ -233,9 +242,7 @@ def padded(prompts: Sequence[Sequence[int]], filler: int, device: torch.device) 
 
 @torch.no_grad()
 def batches_well(model: PreTrainedModel) -> bool:
-    """Whether `generate` gives a prompt left-padded beside a longer one the log-probs that it has alone;
-    asked with a few tokens.
-    """
+    """Return whether a left-padded prompt gets the log-probs that it gets alone, tried with a few tokens."""
     vocabulary = model.get_output_embeddings().weight.shape[0]
     long = [(7 * place + 5) % vocabulary for place in range(9)]
     either: Any = model
@@ -262,10 +269,9 @@ def batches_well(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Transformers' eager attention, no dropout and no habits of the model's generation_config, inside the
-    block; then all as it was.
-    """
-    attention, habits = model.config._attn_implementation, model.generation_config
+    """Use transformers' eager attention, no dropout and a default generation_config inside the block."""
+    attention = model.config._attn_implementation
+    habits = model.generation_config
     training = [module for module in model.modules() if module.training]
     model.eval()
     model.generation_config = GenerationConfig()

@@ -1,4 +1,4 @@
-"""HTTP calls that run together on an event loop in a thread of their own; results come out as they finish."""
+"""HTTP calls that run concurrently on an event loop in a thread, and yield results as they finish."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ class Calls(Generic[T]):
         connect: Callable[[], httpx.AsyncClient],
         max_concurrent: int,
     ) -> None:
-        self._jobs, self._connect, self._max_concurrent = jobs, connect, max_concurrent
+        self._jobs = jobs
+        self._connect = connect
+        self._max_concurrent = max_concurrent
         self._done: queue.SimpleQueue[tuple[int | None, T | BaseException | None]] = queue.SimpleQueue()
-        self._open, self._cancelled = set(jobs), set[int]()
+        self._open = set(jobs)
+        self._cancelled = set[int]()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="openai-engine", daemon=True)
         self._thread.start()
 
     def results(self) -> Iterator[T]:
-        """Each job's, but for those that were cancelled; what a job raised is raised here."""
+        """Yield the result of each job that was not cancelled; an exception of a job is raised here."""
         while self._open:
             name, result = self._done.get()
             if isinstance(result, BaseException):
@@ -45,7 +48,7 @@ class Calls(Generic[T]):
                     yield result
 
     def cancel(self, names: set[int]) -> list[int]:
-        """End these jobs; those that had given no result."""
+        """Cancel these jobs; returns those that had given no result."""
         ended = sorted(names & self._open)
         self._open -= names
         self._cancelled |= set(ended)

@@ -4,7 +4,7 @@ judges.
     requests ──at most `max_concurrent` at a time──► POST /completions, again after a failure until the
     deadline ──► outputs, as they come
 
-Its weights are the endpoint's: what would change them is refused.
+The weights are the endpoint's, so every call that would change them is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class TextAnswer:
-    """What a chat came to. Text alone: no token ids and no log-probs, so it cannot be trained on."""
+    """An answer to a conversation, as text: without token ids and log-probs it cannot be trained on."""
 
     text: str
     finish_reason: FinishReason
@@ -75,20 +75,25 @@ class OpenAIEngine:
         max_concurrent: int = 32,
         deadline: float = 600.0,
     ) -> None:
-        self.base_url, self.model = base_url.rstrip("/"), model
-        self.extended, self.max_concurrent, self.deadline = extended, max_concurrent, deadline
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.base_url = base_url.rstrip("/")
+        self.model = model
+        self.extended = extended
+        self.max_concurrent = max_concurrent
+        self.deadline = deadline
+        self._headers: dict[str, str] = {}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._stats = RolloutStats()
         self._calls: Calls[GenerationOutput] | None = None
 
     @property
     def policy_version(self) -> int:
-        """0: the endpoint's weights are not ours to count."""
+        """Always 0: the versions of the endpoint's weights are not known."""
         return 0
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the newest `generate`, up to now; the endpoint's steps are not known."""
+        """Statistics of the newest `generate`, up to now; the endpoint does not report its steps."""
         return self._stats
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -106,25 +111,27 @@ class OpenAIEngine:
             self.update_weights((), version)
 
     def sleep(self, level: int = 1) -> None:
-        """Nothing to give back: there is no memory of the endpoint here. RolloutError while generating."""
+        """Do nothing, because the endpoint's memory is its own; RolloutError while generating."""
         if self._calls is not None:
             raise RolloutError(
                 "sleep() was called while generate() is running: read its outputs to the end first"
             )
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End requests of the running `generate` by closing their connections; what they had so far is the
         server's and is lost.
         """
-        ended = [] if self._calls is None else self._calls.cancel(set(request_ids))
+        if self._calls is None:
+            return []
+        ended = self._calls.cancel(set(request_ids))
         return [GenerationOutput(request_id, [], [], "abort", []) for request_id in ended]
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One output per request, as they come; a request that fails for good gives reason "error" and the
-        others go on.
+        """Yield one output for each request, as they finish; a request that fails for good has the finish
+        reason "error" and the others go on.
 
         RolloutError for a repeated request id and for a second call while one is running.
         """
@@ -154,13 +161,14 @@ class OpenAIEngine:
             self._calls = None
 
     async def generate_one(self, request: GenerationRequest) -> GenerationOutput:
-        """The output of one request."""
+        """Return the output of one request."""
         async with self._client() as client:
             return await self._one(request, client)
 
     def chat(self, conversations: Sequence[Sequence[Message]], sampling: SamplingParams) -> list[TextAnswer]:
-        """An answer to each conversation ({role, content} each), in their order: text alone, which any
-        endpoint gives.
+        """Return an answer to each conversation (messages of {role, content}), in their order.
+
+        Answers are text, which any endpoint gives.
         """
         jobs = {
             place: partial(self._chat, place, messages, sampling)
@@ -213,8 +221,10 @@ class OpenAIEngine:
         return f"openai engine at {self.base_url} (model {self.model}): {what}"
 
     async def _post(self, client: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request; EndpointError when it is refused, or still fails at the deadline."""
-        ends, tries, last = monotonic() + self.deadline, 0, "no answer"
+        """Return the answer to one request; EndpointError when it is refused or fails until the deadline."""
+        ends = monotonic() + self.deadline
+        tries = 0
+        last = "no answer"
         while (left := ends - monotonic()) > 0:
             tries += 1
             pause = min(LONGEST_PAUSE, 0.1 * 2**tries)
@@ -239,7 +249,7 @@ class OpenAIEngine:
 
 
 def reason_of(answer: httpx.Response) -> str:
-    """What an answer that is no success says, in a line."""
+    """Return the error message of an unsuccessful answer, in one line."""
     try:
         payload = answer.json()
         said = payload.get("error", payload)
@@ -250,7 +260,7 @@ def reason_of(answer: httpx.Response) -> str:
 
 
 def seconds_to_wait(answer: httpx.Response) -> float:
-    """What the server asks to wait before the next try, in seconds; 0 where it does not say."""
+    """Return the seconds to wait before the next try that the server asks for, or 0."""
     try:
         return float(answer.headers.get("Retry-After", 0))
     except ValueError:
@@ -258,7 +268,7 @@ def seconds_to_wait(answer: httpx.Response) -> float:
 
 
 def _size(body: dict[str, Any]) -> str:
-    """How long it is, which servers that refuse it for that do not always say."""
+    """Describe the length of a request: servers that refuse one for its length do not always say so."""
     prompt = body.get("prompt")
     return (
         f" ({len(prompt)} prompt tokens, max_tokens={body.get('max_tokens')})"

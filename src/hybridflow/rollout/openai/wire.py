@@ -1,4 +1,4 @@
-"""What goes to an OpenAI-compatible endpoint and what comes back, as plain data.
+"""Requests to an OpenAI-compatible endpoint and its answers, as plain data.
 
 The fields beyond OpenAI's own (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`, …) are vLLM's, which
 `hybridflow serve` has too.
@@ -19,8 +19,9 @@ _FINISH = ("stop", "length", "abort")
 
 
 def sampling_fields(sampling: SamplingParams, *, extended: bool) -> dict[str, Any]:
-    """The fields of a body that say how tokens are chosen; RolloutError for what OpenAI's own API has no
-    field for.
+    """Return the sampling fields of a request body.
+
+    Raises RolloutError for a setting that OpenAI's own API has no field for, unless `extended`.
     """
     fields: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -52,7 +53,7 @@ def sampling_fields(sampling: SamplingParams, *, extended: bool) -> dict[str, An
 
 
 def completion_body(request: GenerationRequest, model: str, *, extended: bool) -> dict[str, Any]:
-    """The body of POST /completions for one response to one prompt of token ids."""
+    """Return the body of POST /completions for one response to a prompt of token ids."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": model,
@@ -69,10 +70,10 @@ def completion_body(request: GenerationRequest, model: str, *, extended: bool) -
 
 
 def read_completion(payload: dict[str, Any], request: GenerationRequest, version: int) -> GenerationOutput:
-    """The output of the one choice in an answer; RolloutError where it holds no token ids, or lists of
-    different length.
+    """Return the output of the one choice in an answer.
 
-    Log-probs are what the server calls so, nan where it gives none.
+    Log-probs are the server's own, nan where it gives none. Raises RolloutError where the answer has no token
+    ids, or lists of different lengths.
     """
     choice = payload["choices"][0]
     log_probs = choice.get("logprobs") or {}
@@ -97,7 +98,8 @@ def read_completion(payload: dict[str, Any], request: GenerationRequest, version
                 f"the server's answer has {len(ids)} tokens and top log-probs of {len(top)}: set "
                 "top_log_probs=0"
             )
-    reason, stop = finish_of(choice), choice.get("stop_reason")
+    reason = finish_of(choice)
+    stop = choice.get("stop_reason")
     if reason == "stop" and stop is None and ids:
         stop = int(ids[-1])  # vLLM says so of the model's end token
     return GenerationOutput(
@@ -112,7 +114,7 @@ def read_completion(payload: dict[str, Any], request: GenerationRequest, version
 
 
 def finish_of(choice: dict[str, Any]) -> FinishReason:
-    """Why a choice ended; RolloutError for a reason that is none of ours."""
+    """Return why a choice ended; RolloutError for an unknown reason."""
     reason = choice.get("finish_reason")
     if reason not in _FINISH:
         raise RolloutError(

@@ -16,7 +16,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,7 @@ class Channel:
             raise RolloutError(f"the other side of a push of weights is gone: {error}") from error
 
     def receive(self) -> Any:
-        """Return the next frame; RolloutError where the other side closes first or stays silent for too long."""
+        """Return the next frame; RolloutError where the other side closes first or is silent for too long."""
         (size,) = _LENGTH.unpack(read_exactly(self._connection, _LENGTH.size))
         return json.loads(read_exactly(self._connection, size))
 
@@ -107,7 +107,7 @@ class Listener:
         arrivals.close()
         return channels
 
-    def arrivals(self, stopped: Callable[[], bool]) -> Iterator[socket.socket]:
+    def arrivals(self, stopped: Callable[[], bool]) -> Generator[socket.socket]:
         """Yield each connection that has sent the token, until `stopped` returns true."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)

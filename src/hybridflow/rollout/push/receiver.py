@@ -1,5 +1,5 @@
-"""The engine's side of a push, in the process that has the engine's weights: takes them in, and knows which
-version they are.
+"""The engine's side of a push, in the process that holds the engine's weights: loads them, compares their
+checksums and keeps their version.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from hybridflow.rollout.push.channel import Channel
 from hybridflow.rollout.push.transports import Entry, Reader, open_reader, unpack
 
 NOTHING = -1
-"""The version of weights that nobody has pushed, or of which only a part came."""
+"""Version of weights that were never pushed, or only in part."""
 
 Part = Literal["whole", "base", "adapters"]
-"""What a push brings: all that the model computes with, or what is below its adapters, or the adapters alone.
-"""
+"""What a push contains: all weights, the base weights without LoRA adapters, or the adapters alone."""
 
 Load = Callable[[Iterator[tuple[str, Tensor]]], object]
-"""Takes weights into the engine's model; reads to the end."""
+"""Function that loads weights into the engine's model, and reads its argument to the end."""
 
 
 class Receiver:
-    """What an engine's worker has received."""
+    """Weights that an engine's worker has received: their version and their checksums."""
 
     def __init__(self) -> None:
         self.version = NOTHING
         self.checksums: dict[str, int] = {}
-        """Of the newest push, each tensor as it arrived."""
+        """Checksum of each tensor of the newest push, as it arrived."""
         self.has_base = False
-        """Whether adapters may come: what is below them came by a push of its own."""
+        """Whether adapters may be pushed: the base weights that they change were pushed before."""
         self._complete = False
         self._names: dict[Part, frozenset[str]] = {}
 
     def forget(self) -> None:
-        """The weights are gone: none of them may generate until they are pushed again."""
-        self.version, self.has_base = NOTHING, False
+        """Forget the weights: the engine may not generate until they are pushed again."""
+        self.version = NOTHING
+        self.has_base = False
 
     def receive(self, load: Load, receipt: dict[str, Any]) -> dict[str, Any]:
-        """Fetch a push from the sender that `receipt` names: {"version": …} or {"error": …}, after which the
-        version is `NOTHING`.
+        """Fetch a push from the sender that `receipt` names.
+
+        Returns {"version": …}, or {"error": …} where it failed; then the version is `NOTHING`.
         """
         try:
             channel = Channel.connect(receipt["host"], receipt["port"], receipt["token"], receipt["timeout"])
@@ -59,20 +60,24 @@ class Receiver:
     def take(
         self, load: Load, weights: Iterable[tuple[str, Tensor, int]], version: int, part: Part = "whole"
     ) -> None:
-        """Load weights that come with the checksums they were sent with; RolloutError for one that is not
-        what was sent.
+        """Load weights, each with the checksum that its sender computed.
 
-        A base alone has no version: nothing is generated before its adapters have come.
+        A base alone has no version: nothing is generated before its adapters have come. Raises RolloutError
+        for a weight whose checksum differs here.
         """
         if part == "adapters" and not self.has_base:
             raise RolloutError("adapters came before the weights that they change")
-        self.version, self.checksums, self._complete = NOTHING, {}, False
+        self.version = NOTHING
+        self.checksums = {}
+        self._complete = False
         self.has_base = part == "adapters"
         load(self._compared(weights, part))
         if not self._complete:
             raise RolloutError(f"the engine stopped taking weights after {len(self.checksums)} tensors")
-        self._names[part], self.has_base = frozenset(self.checksums), part != "whole"
-        self.version = NOTHING if part == "base" else version
+        self._names[part] = frozenset(self.checksums)
+        self.has_base = part != "whole"
+        if part != "base":
+            self.version = version
 
     def _compared(
         self, weights: Iterable[tuple[str, Tensor, int]], part: Part

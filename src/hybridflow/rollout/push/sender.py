@@ -1,10 +1,10 @@
-"""The trainer's side of a push: weights as they come, packed into buckets, to all workers of an engine.
+"""The trainer's side of a push: packs weights into buckets and sends them to all workers of an engine.
 
     weights ──bucket──► Writer ─────────────► Reader ──► engine's worker
                  └─entries, checksums─ Channel ─► compared with what arrived ──ack──► the next bucket
 
-The engine's workers are called by `call`, which comes back when they have taken everything in; so it runs in
-a thread beside the sending.
+`call` asks the engine's workers to receive, and returns when they have everything; so it runs in a thread
+while this one sends.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel, Listener
 from hybridflow.rollout.push.transports import (
     ALIGNMENT,
-    LOOPBACK,
     CudaIpcWriter,
     Entry,
     GroupWriter,
     SharedMemoryWriter,
     Writer,
 )
+from hybridflow.rollout.push.tunnel import LOOPBACK
 
 BUCKET_BYTES = 256 * 2**20
 _CACHED_BYTES = 16 * 2**20
-"""Of a buffer in shared memory, which is written and read again and again: a larger one costs more in page
-faults than it saves.
+"""Largest buffer in shared memory, in bytes: it is used again for each bucket, and a larger one costs more in
+page faults than it saves.
 """
 
 Transport = Literal["shared_memory", "cuda_ipc", "process_group"]
 CallWorkers = Callable[[str, dict[str, Any]], list[Any]]
-"""(method of the workers' extension, its arguments) -> what each worker returns."""
+"""Function that calls a method of the workers' extension with its arguments and returns each worker's answer.
+"""
 Weights = Iterable[tuple[str, Tensor]]
 
 
 def checked(weights: Weights) -> Iterator[tuple[str, Tensor, int]]:
-    """Each weight with its checksum."""
+    """Yield each weight with its checksum."""
     for name, tensor in weights:
         tensor = tensor.detach()
         yield name, tensor, int(bit_sum(tensor, Box.whole(tensor.shape)))
@@ -63,11 +64,10 @@ def push(
     timeout: float = 300.0,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Bring weights, called `version`, to the `workers` processes of an engine, whose `hybridflow_receive` is
-    called.
+    """Send weights, called `version`, to the `workers` processes of an engine, by their `hybridflow_receive`.
 
-    `host`: the address of this machine that the workers reach. `more`: what the workers shall know besides,
-    as JSON. RolloutError where not all arrived as sent: the engine then has no version.
+    `host`: address of this machine that the workers can reach. `more`: further facts for the workers, as
+    JSON. Raises RolloutError where not all weights arrived as sent; then the engine has no version.
     """
     listener = Listener(host)
     receipt = {
@@ -96,11 +96,10 @@ def push(
 
 
 def _judge(job: Future[list[Any]], version: int, broken: RolloutError | None) -> None:
-    said = [answer["error"] for answer in job.result() if "error" in answer]
-    if said or broken is not None:
-        raise RolloutError(
-            f"weights of version {version} did not reach the engine: {said[0] if said else broken}"
-        ) from broken
+    said = (answer["error"] for answer in job.result() if "error" in answer)
+    reason = next(said, broken)
+    if reason is not None:
+        raise RolloutError(f"weights of version {version} did not reach the engine: {reason}") from broken
 
 
 def _send(
@@ -160,14 +159,15 @@ Bucket = list[tuple[str, Tensor, int]]
 
 
 def _buckets(weights: Weights, limit: int) -> Iterator[Bucket]:
-    """Weights in groups of at most `limit` bytes; a larger one is alone."""
+    """Yield weights in groups of at most `limit` bytes; a larger weight is a group of its own."""
     bucket: Bucket = []
     filled = 0
     for name, tensor, checksum in checked(weights):
         size = _padded(tensor)
         if bucket and filled + size > limit:
             yield bucket
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
         bucket.append((name, tensor, checksum))
         filled += size
     if bucket:
@@ -175,7 +175,8 @@ def _buckets(weights: Weights, limit: int) -> Iterator[Bucket]:
 
 
 def _fill(buffer: Tensor, bucket: Bucket) -> list[Entry]:
-    entries, offset = [], 0
+    entries = []
+    offset = 0
     for name, tensor, checksum in bucket:
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
         buffer[offset : offset + len(data)].copy_(data)
@@ -187,12 +188,12 @@ def _fill(buffer: Tensor, bucket: Bucket) -> list[Entry]:
 
 
 def _padded(tensor: Tensor) -> int:
-    """Bytes of a tensor, up to where the next one may begin."""
+    """Return the size of a tensor in bytes, rounded up to where the next one may begin."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine by which `host` reaches it."""
+    """Return the address of this machine that `host` can reach."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""How the bytes of a bucket come from the process that trains into that of an engine.
+"""Ways to move the bytes of a bucket from the trainer's process to an engine's.
 
     shared_memory   a file in memory that both map; any two processes of one machine
     cuda_ipc        a CUDA buffer that the other process opens; two processes that see the same GPU
@@ -31,6 +31,13 @@ MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
 
 
+def memory_folder() -> Path | None:
+    """Return the folder of files in memory, or None where the system has none."""
+    if MEMORY.is_dir():
+        return MEMORY
+    return None
+
+
 class Entry(NamedTuple):
     """Where a tensor lies in a bucket, and its checksum."""
 
@@ -47,15 +54,15 @@ class Writer(Protocol):
     buffer: Tensor
 
     def facts(self, receiver: int) -> dict[str, Any]:
-        """What reader number `receiver` needs to know, as JSON."""
+        """Return what reader number `receiver` needs to know, as JSON."""
         ...
 
     def meet(self) -> None:
-        """Wait for the readers, which have their facts by now."""
+        """Wait for the readers; they have been sent their facts."""
         ...
 
     def publish(self, size: int) -> None:
-        """The first `size` bytes are those of a bucket."""
+        """Let the readers see the first `size` bytes, which hold a bucket."""
         ...
 
     def close(self) -> None: ...
@@ -65,17 +72,17 @@ class Reader(Protocol):
     """The receiver's end."""
 
     def fetch(self, size: int) -> Tensor:
-        """The bucket's bytes [size] uint8, valid until the next one."""
+        """Return the bytes of the bucket, [size] uint8, valid until the next call."""
         ...
 
     def close(self) -> None: ...
 
 
 class SharedMemoryWriter:
-    """A file in memory, which vanishes when both sides have let go."""
+    """A file in memory, freed when both sides have closed it."""
 
     def __init__(self, size: int) -> None:
-        handle, path = tempfile.mkstemp(prefix="hybridflow_", dir=MEMORY if MEMORY.is_dir() else None)
+        handle, path = tempfile.mkstemp(prefix="hybridflow_", dir=memory_folder())
         self._path = Path(path)
         try:
             os.ftruncate(handle, size)
@@ -166,7 +173,7 @@ class CudaIpcReader:
 
 
 def _uuid(device: torch.device) -> str:
-    """Which GPU it is, in any process."""
+    """Return the GPU's uuid, which is the same in every process."""
     properties: Any = torch.cuda.get_device_properties(device)
     return str(properties.uuid)
 
@@ -259,14 +266,15 @@ def _group(store: Any, rank: int, world: int, device: str, timeout: float) -> An
 
 def _broadcast(group: Any, data: Tensor) -> None:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+    options.rootRank = 0
+    options.rootTensor = 0
     group.broadcast([data], options).wait()
     if data.is_cuda:
         torch.cuda.synchronize(data.device)
 
 
 def open_reader(facts: dict[str, Any]) -> Reader:
-    """The reader for what a writer says of itself."""
+    """Return the reader for a writer's facts."""
     readers: dict[str, Callable[[dict[str, Any]], Reader]] = {
         "shared_memory": SharedMemoryReader,
         "cuda_ipc": CudaIpcReader,
@@ -276,7 +284,7 @@ def open_reader(facts: dict[str, Any]) -> Reader:
 
 
 def unpack(data: Tensor, entries: Sequence[Entry]) -> list[Tensor]:
-    """The tensors of a bucket, as copies that outlive it."""
+    """Return copies of the tensors in a bucket."""
     found = []
     for entry in entries:
         dtype = getattr(torch, entry.dtype)

@@ -1,3 +1,3 @@
-"""What engines with weights of their own share: the engine over a `Runner`, HTTP to a server, the process of
-one that we start.
+"""Shared code of the engines with weights of their own: the engine over a `Runner`, HTTP calls to a server,
+and the process of a server that this one starts.
 """

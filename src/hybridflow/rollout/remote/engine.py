@@ -25,10 +25,13 @@ from hybridflow.rollout.requests import check_ids, refused, request_problem
 
 logger = logging.getLogger(__name__)
 
+PARTS = ("weights", "kv_cache")
+"""What an engine's memory holds, by the names that vLLM and SGLang use."""
+
 
 @dataclass
 class _Row:
-    """A response that grows."""
+    """A response so far."""
 
     request: GenerationRequest
     version: int
@@ -44,10 +47,10 @@ class _Row:
             self.top.extend(place[:wanted] for place in piece.top)
 
     def abandoned(self, error: str | None = None) -> GenerationOutput:
-        """What there is so far: aborted, or lost by an error."""
+        """Return the tokens so far, as aborted or, with `error`, as lost."""
         versions = [self.version] * len(self.token_ids)
         reason = self.request.request_id, self.token_ids, self.log_probs
-        top = self.top if self.request.sampling.top_log_probs else None
+        top = self._top()
         if error is None:
             return GenerationOutput(*reason, "abort", versions, top_log_probs=top)
         return GenerationOutput(
@@ -55,11 +58,10 @@ class _Row:
         )
 
     def done(self, piece: Piece) -> GenerationOutput:
-        """The output that its last piece makes."""
+        """Return the whole output, of which `piece` is the last part."""
         if piece.finish == "error":
             return self.abandoned(piece.error)
         assert piece.finish is not None
-        top = self.top if self.request.sampling.top_log_probs else None
         versions = [self.version] * len(self.token_ids)
         return GenerationOutput(
             self.request.request_id,
@@ -69,22 +71,30 @@ class _Row:
             versions,
             None,
             piece.stop_reason,
-            top,
+            self._top(),
         )
+
+    def _top(self) -> list[list[tuple[int, float]]] | None:
+        if self.request.sampling.top_log_probs:
+            return self.top
+        return None
 
 
 class PushedEngine(ABC):
-    """A `RolloutEngine` over a `Runner`; a subclass says how its engine is asked.
+    """A `RolloutEngine` over a `Runner`; a subclass translates requests for its engine.
 
     Its weights come by `update_weights` only; before the first push it refuses to generate.
 
-    `frees_cache`: sleep really sleeps (`rollout.free_cache_engine`). `texts`: the engine has a tokenizer.
+    `frees_cache`: `sleep` gives memory back (`rollout.free_cache_engine`). `texts`: the engine has a
+    tokenizer.
     """
 
     def __init__(
         self, runner: Runner, *, eos_token_ids: Sequence[int], frees_cache: bool = True, texts: bool = True
     ) -> None:
-        self.runner, self.frees_cache, self.texts = runner, frees_cache, texts
+        self.runner = runner
+        self.frees_cache = frees_cache
+        self.texts = texts
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         try:
             self._facts = runner.facts()
@@ -94,23 +104,27 @@ class PushedEngine(ABC):
         self._stats = RolloutStats()
         self._running: dict[int, _Row] = {}
         self._busy = self._pushed = False
-        self._slept = 0
+        self._level = 0
+        self._asleep: tuple[str, ...] = ()
         self._said_nothing_sleeps = False
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights, asked of the engine's own process; -1 before the first whole push, whatever
-        another run has pushed.
+        """Version of the weights, as the engine's own process reports it.
+
+        -1 before this run's first whole push, whatever another run has pushed.
         """
-        return self.runner.version() if self._pushed else NOTHING
+        if not self._pushed:
+            return NOTHING
+        return self.runner.version()
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the newest `generate`, up to now."""
+        """Statistics of the newest `generate`, up to now."""
         return self._stats
 
     def set_version(self, version: int) -> None:
-        """RolloutError: these weights are shared with nobody, so nobody else knows their version."""
+        """Raise RolloutError: only `update_weights` brings a version to an engine with weights of its own."""
         raise RolloutError(
             f"{self.runner.name} has weights of its own: update_weights brings a version, set_version cannot"
         )
@@ -130,8 +144,7 @@ class PushedEngine(ABC):
             raise RolloutError(
                 "update_weights() was called while generate() is running: read its outputs to the end first"
             )
-        if self._slept:
-            self._wake(["weights"])
+        self.wake_up(["weights"])
         self._pushed = True
 
     def _confirm(self, version: int) -> None:
@@ -143,37 +156,39 @@ class PushedEngine(ABC):
             )
 
     def sleep(self, level: int = 1) -> None:
-        """Give back memory: level 1 the cache, with the weights on the CPU meanwhile; level 2 the weights
-        too, to be pushed again.
+        """Give memory back.
+
+        Level 1 frees the cache and moves the weights to the CPU; level 2 drops the weights, which must then
+        be pushed again.
         """
         if self._busy:
             raise RolloutError(
                 "sleep() was called while generate() is running: read its outputs to the end first"
             )
-        if not self.frees_cache or self._slept >= level:
+        if not self.frees_cache or (self._asleep and self._level >= level):
             return
         if str(self._facts["device"]).startswith("cpu"):
             if not self._said_nothing_sleeps:
                 logger.info("%s runs on the CPU, where it cannot sleep: its cache stays", self.runner.name)
             self._said_nothing_sleeps = True
             return
-        # it holds nothing any more, and what it died of is said elsewhere
+        # a dead engine holds no memory, and the next call reports its death
         with contextlib.suppress(EngineDied):
             self.runner.sleep(level)
-            self._slept = level
+            self._level = level
+            self._asleep = PARTS
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Be ready again; `tags`: only some of "weights" and "kv_cache"."""
-        if self._slept:
-            self._wake(tags)
-
-    def _wake(self, tags: Sequence[str] | None) -> None:
-        self.runner.wake_up(tags)
-        if tags is None or "kv_cache" in tags:
-            self._slept = 0
+        """Take memory again; `tags`: only some of `PARTS`. Parts that are awake are left alone: vLLM would
+        map their memory a second time.
+        """
+        wanted = [part for part in self._asleep if tags is None or part in tags]
+        if wanted:
+            self.runner.wake_up(wanted)
+            self._asleep = tuple(part for part in self._asleep if part not in wanted)
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests of the running `generate`; their partial responses come back here and not there."""
+        """End requests of the running `generate` and return their partial responses."""
         rows = [
             row for request_id in set(request_ids) if (row := self._running.pop(request_id, None)) is not None
         ]
@@ -186,7 +201,7 @@ class PushedEngine(ABC):
         self.runner.close()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """One output per request, as they finish.
+        """Yield one output for each request, as they finish.
 
         A request that cannot be served gives reason "error" and the others go on; when the engine dies, so do
         all that are not done, with what they had. RolloutError without weights, when asleep, and for a second
@@ -196,7 +211,7 @@ class PushedEngine(ABC):
             raise RolloutError(
                 "generate() was called while another one is running: read its outputs to the end first"
             )
-        if self._slept:
+        if self._asleep:
             raise RolloutError("generate() was called on a sleeping engine: call wake_up() first")
         check_ids(requests)
         self._stats = RolloutStats()
@@ -237,7 +252,8 @@ class PushedEngine(ABC):
             self._stats.seconds = time.perf_counter() - began
             if self._running:  # the caller read no further
                 self.runner.abort(list(self._running))
-            self._running, self._busy = {}, False
+            self._running = {}
+            self._busy = False
 
     def _answers(self, submissions: Sequence[Submission]) -> Iterator[GenerationOutput]:
         try:
@@ -257,7 +273,8 @@ class PushedEngine(ABC):
                         done.append(row.done(piece))
                 yield from done
         except EngineDied as error:
-            lost, self._running = list(self._running.values()), {}
+            lost = list(self._running.values())
+            self._running = {}
             yield from (row.abandoned(str(error)) for row in lost)
 
     def _problem(self, request: GenerationRequest) -> str | None:
@@ -268,8 +285,8 @@ class PushedEngine(ABC):
 
     @abstractmethod
     def cannot(self, request: GenerationRequest) -> str | None:
-        """Why this engine cannot serve a request that others can; None where it can."""
+        """Return why this engine cannot serve a request that other engines can, or None."""
 
     @abstractmethod
     def params(self, request: GenerationRequest) -> dict[str, Any]:
-        """Its sampling parameters in the engine's own words."""
+        """Return the request's sampling parameters by the engine's own names."""

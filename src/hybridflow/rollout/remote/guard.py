@@ -1,5 +1,5 @@
-"""A process around a server that ends it when the one that started it is gone, even killed: then our standard
-input closes.
+"""A process around a server that ends the server when the process that started it is gone, even killed: then
+this process's standard input closes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STOP_S = 10.0
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the command, in whose process group this is; its exit code."""
+    """Run the command in this process group and return its exit code."""
     child = subprocess.Popen(list(command), stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the group: the child ends, and this after it
     alone = threading.Event()
@@ -38,7 +38,7 @@ def _until_alone(alone: threading.Event) -> None:
 
 
 def _end_group() -> None:
-    """Wait for all others to end, and after a while kill them, and this process with them."""
+    """Wait for the other processes of the group to end, and kill the group after `_STOP_S` seconds."""
     end = time.monotonic() + _STOP_S
     while others(os.getpgrp()):
         if time.monotonic() > end:
@@ -47,7 +47,7 @@ def _end_group() -> None:
 
 
 def others(group: int) -> list[int]:
-    """The processes of a process group but for this one; none where the system has no /proc."""
+    """Return the other processes of a process group; none where the system has no /proc."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended

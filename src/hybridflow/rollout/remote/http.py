@@ -14,26 +14,27 @@ from hybridflow.errors import RolloutError
 
 
 class ServerGone(Exception):
-    """No answer, or one that was cut off."""
+    """The server did not answer, or its answer was cut off."""
 
 
 class Refused(RolloutError):
-    """The server answered that it will not."""
+    """The server refused the request."""
 
 
 class Call(http.client.HTTPConnection):
-    """A call whose answer one thread reads and another may cut off."""
+    """A call whose answer is read by one thread and may be cut off by another."""
 
     _socket: socket.socket | None = None
 
     def connect(self) -> None:
-        """As any connection; the socket is remembered, which a connection forgets once an answer has begun."""
+        """Connect, and remember the socket: a connection forgets it once an answer has begun."""
         super().connect()
         self._socket = self.sock
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What a server streams, event by event; Refused with what it says, ServerGone where it ends before
-        it has said that it is done.
+        """Yield the events that a server streams.
+
+        Raises Refused with the server's message, and ServerGone where the stream ends before "[DONE]".
         """
         try:
             response = self.getresponse()
@@ -56,7 +57,7 @@ class Call(http.client.HTTPConnection):
         raise ServerGone("the stream ended before the response did")
 
     def hang_up(self) -> None:
-        """End it, also while the other thread waits for its next bytes: closing alone would wait with it."""
+        """End the call, also while another thread waits for its next bytes."""
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it has ended by itself
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -64,13 +65,15 @@ class Call(http.client.HTTPConnection):
 
 
 class Address:
-    """Where a server is."""
+    """The host and port of a server."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise RolloutError(f"actor_rollout_ref.rollout.server.address={url!r}: wanted http://HOST:PORT")
-        self.url, self.host, self.port = url, parts.hostname, parts.port or 80
+        self.url = url
+        self.host = parts.hostname
+        self.port = parts.port or 80
 
     def call(
         self,
@@ -81,7 +84,7 @@ class Address:
         method: str = "POST",
         text: bool = False,
     ) -> Any:
-        """The JSON that the server answers, or its text; ServerGone, or Refused with what it says."""
+        """Return the JSON, or the text, that the server answers; raises ServerGone or Refused."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         try:
             connection.request(
@@ -97,10 +100,12 @@ class Address:
             raise Refused(f"{self.url}{path} answered {response.status}: {said(data)}")
         if text:
             return data.decode(errors="replace")
-        return json.loads(data) if data else None
+        if not data:
+            return None
+        return json.loads(data)
 
     def begin(self, path: str, body: dict[str, Any], *, timeout: float) -> Call:
-        """Ask for something whose answer is read piece by piece; ServerGone."""
+        """Begin a call whose answer is read piece by piece; raises ServerGone."""
         connection = Call(self.host, self.port, timeout=timeout)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
@@ -111,5 +116,5 @@ class Address:
 
 
 def said(data: bytes) -> str:
-    """The beginning of an answer, for messages."""
+    """Return the beginning of an answer, for messages."""
     return " ".join(data.decode(errors="replace").split())[:400]

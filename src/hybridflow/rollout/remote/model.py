@@ -18,17 +18,17 @@ class ModelFacts:
     """
     device: torch.device
     dtype: str
-    """That in which the actor computes."""
+    """Data type in which the actor computes."""
     trust_remote_code: bool = False
     override_config: dict[str, Any] | None = None
     tokenizer: str | None = None
-    """None: the model's folder has it, if it is needed."""
+    """Folder of the tokenizer; None where it is the model's."""
     lora_rank: int = 0
-    """Largest rank of the actor's adapters; 0: it has none."""
+    """Rank of the actor's LoRA adapters, 0 without adapters."""
 
 
 def cache_bytes_per_token(shape: Any, dtype: str) -> int:
-    """Bytes of the keys and values of one token; `shape`: the configuration of the text model."""
+    """Return the bytes of one token's keys and values; `shape`: the configuration of the text model."""
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return int(shape.num_hidden_layers * 2 * heads * width * getattr(torch, dtype).itemsize)

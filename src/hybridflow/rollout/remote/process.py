@@ -1,5 +1,5 @@
-"""A server that we start: waited for until it answers, ended with this process, its log kept for its last
-words.
+"""A server that this process starts: it waits until the server answers, ends it with itself, and keeps its
+log for error messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STOP_S = 10.0
 
 
 class ServerProcess:
-    """A running server; `command` is its whole command line. `engine`: what it is called in messages."""
+    """A running server. `command`: its whole command line. `engine`: its name in messages."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, engine: str) -> None:
         self.engine = engine
@@ -44,11 +44,13 @@ class ServerProcess:
         atexit.register(self.stop)
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code, or None while the server runs."""
         return self._process.poll()
 
     def wait_until_ready(self, address: Address, timeout: float) -> None:
-        """Until it answers; RolloutError with its last words where it ends before that, or takes too long."""
+        """Wait until the server answers; RolloutError with the end of its log where it ends or takes too
+        long.
+        """
         end = time.monotonic() + timeout
         while True:
             if self.exit_code() is not None:
@@ -70,17 +72,19 @@ class ServerProcess:
             time.sleep(0.5)
 
     def last_words(self) -> str:
-        """How it ended, if so, and the end of its log."""
+        """Return the exit code, if the server has ended, and the end of its log."""
         try:
             code: int | None = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             code = None
         how = "" if code is None else f" (exit code {code})"
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"{how}; its log {self.log} ends: {' | '.join(lines[-3:])[-500:]}" if lines else how
+        if not lines:
+            return how
+        return f"{how}; its log {self.log} ends: {' | '.join(lines[-3:])[-500:]}"
 
     def stop(self) -> None:
-        """End it and its workers; again, nothing happens."""
+        """End the server and its workers; a second call does nothing."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
             end = time.monotonic() + _STOP_S
@@ -102,7 +106,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """Return a port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What `PushedEngine` needs of an engine, wherever it runs."""
+"""Interface between `PushedEngine` and an engine, wherever the engine runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hybridflow.errors import RolloutError
 
 
 class EngineDied(RolloutError):
-    """The engine is gone; the text says which, and of what."""
+    """The engine is gone; the message names the engine and the cause."""
 
 
 @dataclass
 class Piece:
-    """What is new of one response."""
+    """The new part of one response."""
 
     request_id: int
     token_ids: Sequence[int] = ()
     log_probs: Sequence[float] = ()
-    """Nats, of the tokens."""
+    """Log-prob of each token, in nats."""
     top: Sequence[list[tuple[int, float]]] = ()
-    """For each token, the most probable ones of its place, where asked for."""
+    """For each token the most probable tokens at its place, (id, log-prob), if they were asked for."""
     finish: Literal["stop", "length", "error"] | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Submission:
-    """A request in the engine's own words."""
+    """A request, translated for the engine."""
 
     request_id: int
     prompt: Sequence[int]
@@ -41,35 +41,35 @@ class Submission:
 
 
 class Runner(Protocol):
-    """An engine that answers; one thread calls it, but for `abort`."""
+    """A running engine. One thread calls it; `abort` may come from another."""
 
     @property
     def name(self) -> str:
-        """Which engine this is, for messages."""
+        """The engine's name for messages."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Of the engine: at least "device", "vocabulary" and "positions"."""
+        """Return facts about the engine: at least "device", "vocabulary" and "positions"."""
         ...
 
     def version(self) -> int:
-        """That of the weights in the engine's own process, the least over its workers."""
+        """Return the version of the weights in the engine's own process, the lowest of its workers."""
         ...
 
     def start(self, submissions: Sequence[Submission]) -> None:
-        """Begin these; EngineDied."""
+        """Begin these requests; raises EngineDied."""
         ...
 
     def poll(self) -> list[Piece]:
-        """Wait for what comes next, but not for ever where nothing comes; EngineDied."""
+        """Return the next pieces, or none after a while; raises EngineDied."""
         ...
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Stop these; no piece of theirs comes any more."""
+        """Stop these requests; no piece of theirs comes any more."""
         ...
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Weights to all workers, and the prefix cache emptied; RolloutError where they did not arrive."""
+        """Push weights to all workers and empty the prefix cache; RolloutError where they did not arrive."""
         ...
 
     def sleep(self, level: int) -> None:
@@ -77,9 +77,9 @@ class Runner(Protocol):
         ...
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again."""
+        """Take memory again; `tags` names its parts, None for all."""
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """End the processes that were started for the engine."""
         ...

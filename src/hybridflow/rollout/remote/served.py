@@ -1,4 +1,4 @@
-"""An engine behind an HTTP server: requests that stream back, one connection each, and its death.
+"""An engine behind an HTTP server: requests stream back on one connection each, and its death is noticed.
 
 PushedEngine ──start──► pool of threads ──open──► Stream ──pieces──► queue ──poll──► PushedEngine
 """
@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hybridflow.rollout.push.sender import LOOPBACK, CallWorkers, Transport, address_towards, push
+from hybridflow.rollout.push.sender import CallWorkers, Transport, address_towards, push
+from hybridflow.rollout.push.tunnel import LOOPBACK
 from hybridflow.rollout.remote.http import Address, ServerGone
 from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
@@ -24,27 +25,26 @@ _POLL_S = 0.5
 
 
 class Stream(Protocol):
-    """One response on its way."""
+    """A response that is being streamed."""
 
     def pieces(self) -> Iterator[Piece]:
-        """What comes, to the last; ServerGone where it ends before that."""
+        """Yield the pieces to the last one; ServerGone where the stream ends before it."""
         ...
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         ...
 
 
 class Served(ABC):
-    """What runners over a server share. `process`: the one that was started for it, None: it was there
-    already.
+    """Base class of runners over a server. `process`: the server's process, None where it ran already.
 
     `max_streams`: connections at a time. `timeout`: seconds for one call. `transport`: None to choose by
     where the server is.
     """
 
     engine = ""
-    """What it is called in messages."""
+    """The engine's name in messages."""
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class Served(ABC):
         transport: Transport | None = None,
         bucket_bytes: int,
     ) -> None:
-        self.address, self.process, self.timeout, self.bucket_bytes = address, process, timeout, bucket_bytes
+        self.address = address
+        self.process = process
+        self.timeout = timeout
+        self.bucket_bytes = bucket_bytes
         local = address.host in _LOCAL
         self.transport: Transport = transport or ("shared_memory" if local else "process_group")
         self._pool = ThreadPoolExecutor(max_streams, thread_name_prefix=self.engine)
@@ -67,24 +70,25 @@ class Served(ABC):
 
     @property
     def name(self) -> str:
-        """Which engine this is, for messages."""
-        return f"{self.engine} server {self.address.url}" + (
-            f" (process {self.process.pid})" if self.process else ""
-        )
+        """The engine's name for messages."""
+        name = f"{self.engine} server {self.address.url}"
+        if self.process is not None:
+            name += f" (process {self.process.pid})"
+        return name
 
     @property
     def own_host(self) -> str:
-        """The address of this machine that the server reaches."""
-        return (
-            LOOPBACK if self.address.host in _LOCAL else address_towards(self.address.host, self.address.port)
-        )
+        """Address of this machine that the server can reach."""
+        if self.address.host in _LOCAL:
+            return LOOPBACK
+        return address_towards(self.address.host, self.address.port)
 
     @abstractmethod
     def open(self, submission: Submission) -> Stream:
-        """Begin a response; ServerGone."""
+        """Begin a response; raises ServerGone."""
 
     def start(self, submissions: Sequence[Submission]) -> None:
-        """Queue these; EngineDied."""
+        """Queue these requests; raises EngineDied."""
         self._alive()
         self._pieces = queue.SimpleQueue()
         with self._lock:
@@ -93,7 +97,7 @@ class Served(ABC):
             self._pool.submit(self._stream, submission, self._pieces)
 
     def poll(self) -> list[Piece]:
-        """What has come, perhaps nothing: another thread may have aborted all that could; EngineDied."""
+        """Return the pieces that have come, none where another thread aborted them all; raises EngineDied."""
         try:
             found = [self._pieces.get(timeout=_POLL_S)]
         except queue.Empty:
@@ -110,7 +114,7 @@ class Served(ABC):
         return pieces
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Hang up on these; what comes of them later is dropped."""
+        """Close the connections of these requests; pieces that come later are dropped."""
         with self._lock:
             streams = [self._streams.pop(request_id, None) for request_id in request_ids]
         for stream in streams:
@@ -118,7 +122,7 @@ class Served(ABC):
                 stream.close()
 
     def close(self) -> None:
-        """End the server where it was started here."""
+        """End the server if it was started here."""
         self._death = self._death or "it was closed"
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self.process is not None:
@@ -156,7 +160,7 @@ class Served(ABC):
         workers: int,
         **more: Any,
     ) -> None:
-        """Weights to all workers, which `call` asks to receive them; RolloutError where they did not arrive."""
+        """Push weights to all workers, which `call` asks to receive; RolloutError where they are lost."""
         push(
             call,
             weights,
@@ -183,6 +187,7 @@ class Served(ABC):
             raise self._died("its process ended")
 
     def _died(self, reason: str) -> EngineDied:
-        how = self.process.last_words() if self.process is not None else ""
-        self._death = f"{reason}{how}"
+        self._death = reason
+        if self.process is not None:
+            self._death += self.process.last_words()
         return EngineDied(f"{self.name} died: {self._death}")

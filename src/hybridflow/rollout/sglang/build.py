@@ -1,4 +1,4 @@
-"""From the configuration to an SGLang engine."""
+"""Builds an SGLang engine from the configuration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ logger = logging.getLogger(__name__)
 def build_sglang_engine(
     config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int
 ) -> SGLangEngine:
-    """The engine of rank `rank` of those that generate, each with a server of its own; RolloutError where it
-    does not come up.
+    """Return the engine of rollout rank `rank`, with a server of its own; RolloutError where it does not
+    start.
     """
-    server, arguments = config.server, server_arguments(config, model)
+    server = config.server
+    arguments = server_arguments(config, model)
     process = None
     if server.address is None:
         logger.info("an sglang server starts, which may take minutes")

@@ -13,9 +13,9 @@ class SGLangEngine(PushedEngine):
     """An SGLang server with weights that are pushed."""
 
     def cannot(self, request: GenerationRequest) -> str | None:
-        """Why SGLang cannot serve it."""
+        """Return why SGLang cannot serve the request, or None."""
         return sglang_problem(request.sampling, vocabulary=self._facts["vocabulary"], texts=self.texts)
 
     def params(self, request: GenerationRequest) -> dict[str, Any]:
-        """What /generate takes beside the prompt."""
+        """Return the fields of /generate besides the prompt."""
         return sglang_params(request, self.eos_token_ids)

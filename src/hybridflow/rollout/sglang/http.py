@@ -1,4 +1,4 @@
-"""What we say to SGLang's HTTP server: /generate, whose tokens stream back."""
+"""Requests to SGLang's HTTP server: /generate, whose tokens stream back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def open_stream(
     end: Callable[[], None],
     timeout: float,
 ) -> Stream:
-    """Begin a response whose tokens must come from weights of that version; ServerGone. `end`: makes SGLang
-    stop it.
+    """Begin a response whose tokens must come from weights of version `version`; raises ServerGone.
+
+    `end`: function that makes SGLang stop the response.
     """
     params = submission.params
     body = {
@@ -35,21 +36,19 @@ def open_stream(
 
 
 class Stream:
-    """One response on its way. `cuts`: tokens that end it here, whatever SGLang thinks of them."""
+    """A response that is being streamed. `cuts`: tokens that end it here, though SGLang would go on."""
 
     def __init__(
         self, request_id: int, call: Call, *, cuts: frozenset[int], version: str, end: Callable[[], None]
     ) -> None:
-        self.request_id, self._call, self._cuts, self._version, self._end = (
-            request_id,
-            call,
-            cuts,
-            version,
-            end,
-        )
+        self.request_id = request_id
+        self._call = call
+        self._cuts = cuts
+        self._version = version
+        self._end = end
 
     def pieces(self) -> Iterator[Piece]:
-        """What comes, to the last; ServerGone where it ends before that."""
+        """Yield the pieces to the last one; ServerGone where the stream ends before it."""
         try:
             for event in self._call.events():
                 piece = self._piece(event)
@@ -62,7 +61,7 @@ class Stream:
         raise ServerGone("the stream ended before the response did")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._call.hang_up()
 
     def _piece(self, event: dict[str, Any]) -> Piece:
@@ -73,7 +72,8 @@ class Stream:
                 error=f"sglang refused it: {event['error'].get('message', event['error'])}",
             )
         meta = event["meta_info"]
-        ids, scores = event["output_ids"], meta.get("output_token_logprobs") or []
+        ids = event["output_ids"]
+        scores = meta.get("output_token_logprobs") or []
         if [token for _, token, _ in scores] != ids:
             return Piece(
                 self.request_id,

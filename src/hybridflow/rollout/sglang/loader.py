@@ -1,5 +1,5 @@
-"""What SGLang's workers get from us (`--custom-weight-loader`): it takes weights in, and knows which version
-they are.
+"""The weight loader of SGLang's workers (`--custom-weight-loader`): it receives pushes and keeps their
+version.
 
 /update_weights_from_tensor ──receipt, as a tensor of bytes──► load ──► Receiver ◄──weights── push
                                                                 └──answer──► the `Listener` that the receipt
@@ -28,12 +28,13 @@ logger = logging.getLogger(__name__)
 
 QUALIFIED_NAME = f"{__name__}.load"
 _RECEIVED = Receiver()
-"""Of the model of this process."""
+"""Weights of this process's model."""
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Fetch the push that the receipt names into SGLang's model, and say how it went; raises nothing, which
-    would end SGLang's worker.
+    """Load the push that the receipt names into SGLang's model and report the result to its sender.
+
+    It never raises, because an exception would end SGLang's worker.
     """
     receipt = json.loads(bytes(named_tensors[0][1].tolist()))
     try:
@@ -52,6 +53,6 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def packed(receipt: dict[str, Any]) -> str:
-    """A receipt in the form in which SGLang's HTTP takes tensors."""
+    """Return a receipt in the form in which SGLang's HTTP API takes tensors."""
     data = torch.tensor(list(json.dumps(receipt).encode()), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([("receipt", data)])).decode()

@@ -1,5 +1,5 @@
-"""How SGLang's workers draw with us: by each request's own seed, with log-probs of the whole distribution at
-the temperature alone.
+"""Changes to the sampler of SGLang's workers: tokens are drawn by each request's own seed, and log-probs are
+those of the whole distribution at the temperature alone.
 
 SGLang itself draws from one stream for all rows (its seeds need a mode that few attention kernels have),
 takes log-probs after biases and penalties, and does not count the prompt's tokens as repeated. Only what is
@@ -19,12 +19,12 @@ from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.sampling import draw, probability_floor
 
 KNOWN = "0.5.23"
-"""The SGLang whose sampler this was written for."""
+"""Version of SGLang that these changes were written for."""
 
 
 def install() -> None:
-    """Change the sampler of this process, once or again; RolloutError where it is another than the one known
-    here.
+    """Change the sampler of this process; RolloutError where it is not the known one. A second call does
+    nothing.
     """
     import sglang
     from sglang.srt.layers import sampler as layer
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def give_seeds(batch_info: Any) -> None:
-    """Every batch knows the seeds of its rows; SGLang's own give it only in its deterministic mode."""
+    """Let every batch hold the seeds of its rows, which SGLang sets only in its deterministic mode."""
     plain = batch_info.from_schedule_batch.__func__
 
     def from_schedule_batch(cls: Any, batch: Any, vocab_size: int) -> Any:
@@ -65,8 +65,9 @@ def give_seeds(batch_info: Any) -> None:
 
 
 def keep_bare_logits(batch_info: Any, sampler: Any) -> None:
-    """Log-probs are of the logits before biases and penalties."""
-    shift, forward = batch_info.apply_logits_bias, sampler.forward
+    """Compute log-probs of the logits before biases and penalties."""
+    shift = batch_info.apply_logits_bias
+    forward = sampler.forward
 
     def apply_logits_bias(self: Any, logits: Tensor) -> None:
         orchestrator = self.penalizer_orchestrator
@@ -87,11 +88,12 @@ def keep_bare_logits(batch_info: Any, sampler: Any) -> None:
                 kwargs["logprob_logits"] = bare
         return forward(self, logits_output, sampling_info, return_logprob, *args, **kwargs)
 
-    batch_info.apply_logits_bias, sampler.forward = apply_logits_bias, with_bare_logits
+    batch_info.apply_logits_bias = apply_logits_bias
+    sampler.forward = with_bare_logits
 
 
 def count_prompts(penalizer: Any) -> None:
-    """The repetition penalty knows the tokens of the prompt."""
+    """Count the prompt's tokens as repeated in the repetition penalty."""
     plain = penalizer._prepare
 
     def prepare(self: Any) -> None:
@@ -108,8 +110,9 @@ def count_prompts(penalizer: Any) -> None:
 
 
 def draw_by_seeds(sampler: Any) -> None:
-    """One number for each (seed, place), as the native engine draws; rows that ask for a sampling mask are
-    left to SGLang.
+    """Draw by one random number for each (seed, position), as the native engine does.
+
+    Rows with a sampling mask are left to SGLang.
     """
     plain = sampler._sample_from_probs
 
@@ -122,7 +125,7 @@ def draw_by_seeds(sampler: Any) -> None:
 
 
 def drawn(probs: Tensor, info: Any, positions: Tensor, *, simple: bool) -> Tensor:
-    """Tokens [B] for probabilities [B, V], which stay as they are; `simple`: no row limits its tokens."""
+    """Draw tokens [B] from probabilities [B, V]; `simple`: no row limits its tokens."""
     weights = probs.float()
     if not simple:
         if info.need_min_p_sampling:

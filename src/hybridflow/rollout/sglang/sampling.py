@@ -1,4 +1,4 @@
-"""Our sampling parameters in SGLang's words, or why SGLang cannot serve them."""
+"""Translation of sampling parameters for SGLang, or why it cannot serve them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 
 LOWEST_TEMPERATURE = 1e-6
-"""Below it SGLang is greedy."""
+"""SGLang treats lower temperatures as greedy."""
 LARGEST_PENALTY = 2.0
 _SEEDS = 1 << 63
 
 
 def sglang_problem(sampling: SamplingParams, *, vocabulary: int, texts: bool) -> str | None:
-    """Why SGLang cannot serve this; None where it can. `texts`: it has a tokenizer."""
+    """Return why SGLang cannot serve these parameters, or None. `texts`: it has a tokenizer."""
     if not sampling.takes_argmax and sampling.temperature < LOWEST_TEMPERATURE:
         return (
             f"temperature={sampling.temperature}: sglang has none between 0 and {LOWEST_TEMPERATURE}; "
@@ -39,10 +39,10 @@ def sglang_problem(sampling: SamplingParams, *, vocabulary: int, texts: bool) ->
 
 
 def sglang_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """The `sampling_params` of /generate, with the number of log-probs beside them.
+    """Return the `sampling_params` of /generate and the number of log-probs.
 
-    With `ignore_eos` SGLang minds no stop token at all: those of the request are looked for here, in what
-    streams back.
+    With `ignore_eos` SGLang ignores every stop token, so those of the request are looked for in the stream
+    here.
     """
     sampling = request.sampling
     params: dict[str, Any] = {

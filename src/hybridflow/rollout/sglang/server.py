@@ -1,4 +1,4 @@
-"""SGLang's server: a process of its own, started here and ended with this one, or one that runs already.
+"""A runner over SGLang's server, which was started here or runs already.
 
 SGLangEngine ──requests, one connection each──► /generate
              ──version────────────────────────► /model_info, /update_weight_version
@@ -60,14 +60,15 @@ class Server(Served):
             bucket_bytes=bucket_bytes,
         )
         self._model = {"vocabulary": vocabulary, "positions": positions}
-        self._run, self._runs = "", itertools.count(1)
+        self._run = ""
+        self._runs = itertools.count(1)
         self._prefix = secrets.token_hex(4)
         self._version = ""
         self._workers = 1
         self._released: set[str] = set()
 
     def facts(self) -> dict[str, Any]:
-        """What the server says of itself; RolloutError where it lacks what we need."""
+        """Return the server's facts; RolloutError where it was started without an option that is needed."""
         told = self._get("/server_info")
         if QUALIFIED_NAME not in (told.get("custom_weight_loader") or ()) or not told.get(
             "incremental_streaming_output"
@@ -90,32 +91,34 @@ class Server(Served):
         }
 
     def version(self) -> int:
-        """That of the weights in the server."""
+        """Return the version of the weights in the server."""
         label = str(self._get("/model_info")["weight_version"])
-        return int(label.removeprefix(_LABEL)) if label.startswith(_LABEL) else NOTHING
+        if not label.startswith(_LABEL):
+            return NOTHING
+        return int(label.removeprefix(_LABEL))
 
     def start(self, submissions: Sequence[Submission]) -> None:
-        """Queue these; EngineDied."""
+        """Queue these requests; raises EngineDied."""
         self._run = f"{self._prefix}-{next(self._runs)}"
         self._version = f"{_LABEL}{self.version()}"
         super().start(submissions)
 
     def open(self, submission: Submission) -> Stream:
-        """Begin a response; ServerGone."""
+        """Begin a response; raises ServerGone."""
         rid = f"{self._run}-{submission.request_id}"
         return open_stream(
             self.address, submission, rid, self._version, end=lambda: self._end(rid), timeout=self.timeout
         )
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Hang up on these, and let SGLang know: it would notice seconds later."""
+        """Close the connections of these requests and tell SGLang, which would notice only seconds later."""
         ended = list(request_ids)
         super().abort(ended)
         for request_id in ended:
             self._end(f"{self._run}-{request_id}")
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not
+        """Push weights to all workers in buckets and empty the prefix cache; RolloutError where they did not
         arrive.
         """
         self._alive()
@@ -135,8 +138,9 @@ class Server(Served):
         self._name_weights(version)
 
     def sleep(self, level: int) -> None:
-        """Give memory back: the cache, and the weights, which stay on the CPU (--enable-weights-cpu-backup)
-        unless the level is above 1.
+        """Give back the memory of the cache and of the weights.
+
+        The weights stay on the CPU (--enable-weights-cpu-backup) unless the level is above 1.
         """
         if level > 1:
             self._name_weights(NOTHING)
@@ -146,8 +150,10 @@ class Server(Served):
         self._released |= set(tags)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again."""
-        wanted = sorted(self._released if tags is None else self._released & set(tags))
+        """Take memory again; `tags` names its parts, None for all."""
+        wanted = sorted(self._released)
+        if tags is not None:
+            wanted = [tag for tag in wanted if tag in tags]
         if wanted:
             self._post("/resume_memory_occupation", {"tags": wanted})
         self._released -= set(wanted)
@@ -162,7 +168,7 @@ class Server(Served):
         )
 
     def _call(self, method: str, receipt: dict[str, Any]) -> list[dict[str, Any]]:
-        """Hand the receipt of a push to `loader.load` in each worker: what each answers."""
+        """Hand the receipt of a push to `loader.load` in each worker and return their answers."""
         listener = Listener(receipt["host"])
         try:
             named = packed({**receipt, "report_port": listener.port, "report_token": listener.token})

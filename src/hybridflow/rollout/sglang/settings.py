@@ -19,8 +19,8 @@ from hybridflow.rollout.remote.process import ServerProcess, free_port
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
 
 ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-"""What SGLang reads from the environment. A health check that generates would do so with weights that are not
-there yet.
+"""Environment variables of SGLang. Its health check must not generate, because weights have not been pushed
+yet.
 """
 _ON_CPU = {
     "device": "cpu",
@@ -28,20 +28,20 @@ _ON_CPU = {
     "disable_overlap_schedule": True,
     "grammar_backend": "none",
 }
-"""What its Python engine needs where there are no kernels of SGLang."""
+"""Options that SGLang's Python engine needs on a CPU."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a request must fit into."""
+    """Limits of a request."""
 
     vocabulary: int
     positions: int
-    """Prompt and response together."""
+    """Largest number of tokens of prompt and response together."""
 
 
 def shape_of(config: RolloutConfig, model: ModelFacts) -> Shape:
-    """Of the model as SGLang will run it."""
+    """Return the limits of the model as SGLang will run it."""
     found = _config(model)
     return Shape(
         int(found.vocab_size), config.max_model_len or int(getattr(found, "max_position_embeddings", 4096))
@@ -49,7 +49,7 @@ def shape_of(config: RolloutConfig, model: ModelFacts) -> Shape:
 
 
 def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
-    """Options of `python -m sglang.launch_server` by name; `engine_kwargs.sglang` overrules them."""
+    """Return the options of `sglang.launch_server` by name; `engine_kwargs.sglang` overrides them."""
     on_cpu = model.device.type == "cpu"
     arguments: dict[str, Any] = {
         "model_path": model.path,
@@ -85,7 +85,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
-    """The arguments as options of SGLang's server, whose switches are only ever turned on."""
+    """Return the arguments as options of SGLang's server, which has no option to turn a switch off."""
     options = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -101,8 +101,8 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 def start_server(
     arguments: dict[str, Any], *, python: str | None, timeout: float
 ) -> tuple[Address, ServerProcess]:
-    """Start SGLang's server on a free port of this machine, closed to others; RolloutError where it does not
-    come up.
+    """Start SGLang's server on a free port that only this machine reaches; RolloutError where it does not
+    start.
     """
     port = free_port()
     command = [
@@ -124,8 +124,8 @@ def _config(model: ModelFacts) -> Any:
 
 
 def _cache_tokens(config: RolloutConfig, model: ModelFacts, dtype: str) -> int:
-    """Tokens of `max_num_seqs` rows of full length, at most `gpu_memory_utilization` of the memory that is
-    free.
+    """Return the tokens of `max_num_seqs` rows of full length, within `gpu_memory_utilization` of free
+    memory.
     """
     each = cache_bytes_per_token(_config(model), dtype)
     wanted = config.max_num_seqs * (shape_of(config, model).positions + 1)

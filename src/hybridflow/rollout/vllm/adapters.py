@@ -1,4 +1,4 @@
-"""What a vLLM runner can beside others: take LoRA adapters by themselves, over a base that was pushed before."""
+"""Interface of a vLLM runner, which also takes LoRA adapters alone, over base weights pushed before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AdapterRunner(Runner, Protocol):
     """A `Runner` of vLLM."""
 
     def has_base(self) -> bool:
-        """Whether all workers have a base that waits for adapters, or has them."""
+        """Return whether all workers have base weights, with or without adapters."""
         ...
 
     def push(
@@ -25,8 +25,8 @@ class AdapterRunner(Runner, Protocol):
         part: Part = "whole",
         adapter: dict[str, Any] | None = None,
     ) -> None:
-        """Weights to all workers, and the prefix cache emptied; RolloutError where they did not arrive.
+        """Push weights to all workers and empty the prefix cache; RolloutError where they did not arrive.
 
-        `adapter`: the content of adapter_config.json, of adapters.
+        `adapter`: the content of adapter_config.json, for adapters.
         """
         ...

@@ -1,4 +1,4 @@
-"""From the configuration to a vLLM engine, in this process or by a server."""
+"""Builds a vLLM engine from the configuration, in this process or over a server."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ logger = logging.getLogger(__name__)
 def build_vllm_engine(
     config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int, ranks: int
 ) -> VLLMEngine:
-    """The engine of rank `rank` of the `ranks` that generate, each with one of its own; RolloutError where it
-    does not come up.
-    """
-    server, arguments = config.server, engine_arguments(config, model)
+    """Return the engine of rank `rank` of the `ranks` that generate; RolloutError where it does not start."""
+    server = config.server
+    arguments = engine_arguments(config, model)
     runner: Runner
     beside = (ranks > 1 or server.python is not None) if server.enable is None else server.enable
     if server.address is None and not beside:

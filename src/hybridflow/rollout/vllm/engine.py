@@ -21,7 +21,7 @@ class VLLMEngine(PushedEngine):
     runner: AdapterRunner
 
     def must_be_quantized(self, method: str) -> None:
-        """RolloutError where no layer computes with quantised weights."""
+        """Raise RolloutError where no layer computes with quantised weights."""
         if not self._facts["quantized"]:
             raise RolloutError(
                 f"actor_rollout_ref.rollout.quantization={method}: {self.runner.name} quantises no layer of "
@@ -31,11 +31,11 @@ class VLLMEngine(PushedEngine):
 
     @property
     def has_base(self) -> bool:
-        """Whether adapters may be pushed: what is below them was, by `update_base`, and is still there."""
+        """Whether adapters may be pushed: the base came by `update_base` and is still there."""
         return self.runner.has_base()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As `PushedEngine`; RolloutError where it was started to take adapters."""
+        """Push all weights as `PushedEngine` does; RolloutError where the engine takes adapters."""
         if self._facts["adapters"]:
             raise RolloutError(
                 f"{self.runner.name} was started for adapters (rollout.lora_as_adapters): update_base, then "
@@ -44,8 +44,9 @@ class VLLMEngine(PushedEngine):
         super().update_weights(weights, version)
 
     def update_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Push what is below the adapters; nothing is generated before these have come. RolloutError where it
-        did not arrive as sent.
+        """Push the base weights; nothing is generated before adapters have come.
+
+        Raises RolloutError where the weights did not arrive as sent.
         """
         self._ready_for_weights()
         self.runner.push(weights, NOTHING, "base")
@@ -63,7 +64,7 @@ class VLLMEngine(PushedEngine):
         self._confirm(version)
 
     def cannot(self, request: GenerationRequest) -> str | None:
-        """Why vLLM cannot serve it."""
+        """Return why vLLM cannot serve the request, or None."""
         facts = self._facts
         return vllm_problem(
             request.sampling,
@@ -73,5 +74,5 @@ class VLLMEngine(PushedEngine):
         )
 
     def params(self, request: GenerationRequest) -> dict[str, Any]:
-        """Keyword arguments of vllm's SamplingParams."""
+        """Return the keyword arguments of vLLM's SamplingParams."""
         return vllm_params(request, self.eos_token_ids)

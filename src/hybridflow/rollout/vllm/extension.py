@@ -1,4 +1,4 @@
-"""What vLLM's worker gets from us (`worker_extension_cls`): it takes weights in, and keeps log-probs of the
+"""The extension of vLLM's workers (`worker_extension_cls`): it receives weights, and keeps log-probs of the
 whole distribution.
 
 vLLM mixes this class into its own worker, so `self` has `reload_weights`, `add_lora`, `model_runner` and
@@ -22,27 +22,29 @@ from torch import Tensor
 from hybridflow.errors import RolloutError
 from hybridflow.models.adapter_folder import CONFIG, write_adapter_weights
 from hybridflow.rollout.push.receiver import Load, Part, Receiver
-from hybridflow.rollout.push.transports import MEMORY
+from hybridflow.rollout.push.transports import memory_folder
 
 QUALIFIED_NAME = f"{__name__}.Extension"
 ADAPTER_NAME = "policy-adapter"
-"""What requests ask for where adapters are pushed as such."""
+"""Name of the pushed adapter, by which requests ask for it."""
 ADAPTER_ID = 1
-"""vLLM's number of the adapter, where no server gives it another."""
+"""vLLM's id of the adapter, where no server gives it another."""
 _GREEDY_BELOW = 1e-5
-"""Temperatures that vLLM takes for greedy."""
+"""Temperatures below it are greedy for vLLM."""
 
 
 class Extension:
-    """Methods that `collective_rpc` calls on each worker; their names are ours alone."""
+    """Methods that `collective_rpc` calls on each worker; the prefix of their names keeps them apart from
+    vLLM's.
+    """
 
     vllm_config: Any
     model_runner: Any
     _hybridflow_folder: Path
-    """Of the adapter that changes nothing; each worker has its own."""
+    """Folder of the worker's adapter that changes nothing."""
 
     def hybridflow_begin(self) -> dict[str, Any]:
-        """Prepare the worker, once or again; what the driver must know of it."""
+        """Prepare the worker and return the facts that the driver needs; a second call changes nothing."""
         config = self.vllm_config
         return {
             "pid": os.getpid(),
@@ -56,8 +58,9 @@ class Extension:
         }
 
     def _hybridflow_quantized(self) -> bool:
-        """Whether any layer computes with quantised weights: vLLM takes some methods without a word and
-        leaves all layers as they are.
+        """Return whether any layer computes with quantised weights.
+
+        vLLM accepts some quantisation methods silently and leaves all layers as they are.
         """
         methods = (getattr(module, "quant_method", None) for module in self.model_runner.model.modules())
         return any(
@@ -65,8 +68,9 @@ class Extension:
         )
 
     def hybridflow_version(self) -> dict[str, Any]:
-        """The version of the weights in this worker, `NOTHING` before the first whole push; whether it waits
-        for adapters alone.
+        """Return the version of this worker's weights, and whether it has a base that takes adapters.
+
+        The version is `NOTHING` before the first whole push.
         """
         return {
             "version": self._hybridflow_receiver().version,
@@ -74,14 +78,14 @@ class Extension:
         }
 
     def hybridflow_checksums(self) -> dict[str, Any]:
-        """Of each tensor of the newest push as it arrived here."""
+        """Return the checksum of each tensor of the newest push, as it arrived here."""
         return {
             "version": self._hybridflow_receiver().version,
             "checksums": self._hybridflow_receiver().checksums,
         }
 
     def hybridflow_forget(self) -> dict[str, Any]:
-        """The weights are gone (sleep of level 2): none of them may generate until they are pushed again."""
+        """Forget the weights (sleep of level 2): nothing is generated until they are pushed again."""
         self._hybridflow_receiver().forget()
         return {}
 
@@ -96,14 +100,16 @@ class Extension:
         part: Part = "whole",
         adapter: dict[str, Any] | None = None,
     ) -> None:
-        """Take a push of this process: (name, tensor, its checksum); `adapter`: the content of
-        adapter_config.json, of adapters.
+        """Load weights of this process, each as (name, tensor, checksum).
+
+        `adapter`: the content of adapter_config.json, for adapters.
         """
         self._hybridflow_receiver().take(self._hybridflow_loader(adapter), weights, version, part)
 
     def hybridflow_empty_adapter(self) -> dict[str, Any]:
-        """Make a folder with an adapter that changes nothing, so that a server knows the adapter's name
-        before its weights come.
+        """Write an adapter that changes nothing to a folder and return it.
+
+        By it a server learns the adapter's name before its weights are pushed.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         single = (
@@ -123,9 +129,7 @@ class Extension:
         return {"folder": str(folder)}
 
     def hybridflow_adapter_ready(self) -> dict[str, Any]:
-        """Delete that folder: who asks for an adapter that has not been pushed gets an error. The number that
-        vLLM gave the adapter.
-        """
+        """Delete that folder, so that requests before the first push fail; returns the adapter's id."""
         shutil.rmtree(self._hybridflow_folder, ignore_errors=True)
         worker: Any = self
         self._hybridflow_adapter_id = max(worker.list_loras(), default=ADAPTER_ID)
@@ -141,13 +145,11 @@ class Extension:
     def _hybridflow_load_adapter(
         self, weights: Iterable[tuple[str, Tensor]], adapter: dict[str, Any]
     ) -> None:
-        """By vLLM's own loader, with all that it checks."""
+        """Load adapters by vLLM's own loader, which checks them."""
         from vllm.lora.request import LoRARequest
 
         worker: Any = self
-        with tempfile.TemporaryDirectory(
-            prefix="hybridflow_adapter_", dir=MEMORY if MEMORY.is_dir() else None
-        ) as folder:
+        with tempfile.TemporaryDirectory(prefix="hybridflow_adapter_", dir=memory_folder()) as folder:
             _write_adapter(Path(folder), adapter, dict(weights))
             number = getattr(self, "_hybridflow_adapter_id", ADAPTER_ID)
             try:
@@ -167,8 +169,10 @@ class Extension:
         failed: list[Exception] = []
 
         def to_the_end() -> Iterator[tuple[str, Tensor]]:
-            """An error in the middle would leave vLLM's layers taken apart, and the next push could not put
-            them together.
+            """Yield all weights and keep an error for later.
+
+            An exception in the middle would leave vLLM's layers incomplete, and the next push could not mend
+            them.
             """
             try:
                 yield from weights
@@ -181,8 +185,8 @@ class Extension:
             raise failed[0]
 
     def _hybridflow_whole_distribution(self) -> bool:
-        """Make the sampler keep log-probs at the temperature alone; False where this vLLM's sampler is
-        another than the one known here.
+        """Make the sampler keep log-probs at the temperature alone; returns False where the sampler is
+        unknown.
         """
         sampler = getattr(self.model_runner, "sampler", None)
         if getattr(sampler, "hybridflow_whole", False):
@@ -200,16 +204,17 @@ class Extension:
 
 
 def _write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """A folder in peft's format."""
+    """Write an adapter folder in peft's format."""
     (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", **config}), encoding="utf-8")
     write_adapter_weights(folder, tensors)
 
 
 def keep_whole_distribution(sampler: Any) -> None:
-    """Change a vLLM sampler so that its log-probs are those of logits / temperature (greedy rows: of the
-    logits), as training computes.
+    """Change a vLLM sampler so that its log-probs are those of logits / temperature, as training computes
+    them.
 
-    Its own are either of the bare logits, or of what top-k, top-p, penalties and biases leave of them.
+    Greedy rows have those of the logits. vLLM's own are either of the bare logits, or of the logits after
+    top-k, top-p, penalties and biases.
     """
     plain = sampler.forward
     temperatures: list[Tensor | None] = [None]
@@ -219,11 +224,14 @@ def keep_whole_distribution(sampler: Any) -> None:
         return plain(logits, sampling_metadata, *args, **kwargs)
 
     def compute_logprobs(logits: Tensor) -> Tensor:
-        scaled, temperature = logits.float(), temperatures[0]
+        scaled = logits.float()
+        temperature = temperatures[0]
         if temperature is not None:
             scaled = scaled / torch.where(temperature < _GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
         return scaled.log_softmax(-1)
 
     # computed first, before logits are processed
     sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
-    sampler.forward, sampler.compute_logprobs, sampler.hybridflow_whole = forward, compute_logprobs, True
+    sampler.forward = forward
+    sampler.compute_logprobs = compute_logprobs
+    sampler.hybridflow_whole = True

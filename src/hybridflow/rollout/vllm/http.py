@@ -1,4 +1,4 @@
-"""What we say to vLLM's HTTP server: completions whose tokens stream back."""
+"""Requests to vLLM's HTTP server: completions whose tokens stream back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone
 from hybridflow.rollout.remote.runner import Piece, Submission
 
 MODEL = "policy"
-"""The name under which a server that we start has its model."""
+"""Name of the model in a server that is started here."""
 
 
 def open_stream(address: Address, submission: Submission, model: str, *, timeout: float) -> Stream:
-    """Begin a completion; ServerGone."""
+    """Begin a completion; raises ServerGone."""
     body = {
         **submission.params,
         "model": model,
@@ -29,13 +29,15 @@ def open_stream(address: Address, submission: Submission, model: str, *, timeout
 
 
 class Stream:
-    """One completion on its way."""
+    """A completion that is being streamed."""
 
     def __init__(self, request_id: int, call: Call, *, wants_top: bool) -> None:
-        self.request_id, self._call, self._wants_top = request_id, call, wants_top
+        self.request_id = request_id
+        self._call = call
+        self._wants_top = wants_top
 
     def pieces(self) -> Iterator[Piece]:
-        """What comes, to the last; ServerGone where it ends before that."""
+        """Yield the pieces to the last one; ServerGone where the stream ends before it."""
         try:
             for event in self._call.events():
                 piece = self._piece(event)
@@ -50,7 +52,7 @@ class Stream:
         raise ServerGone("the stream ended before the response did")
 
     def close(self) -> None:
-        """Hang up, which makes vLLM drop the request."""
+        """Close the connection, which makes vLLM drop the request."""
         self._call.hang_up()
 
     def _piece(self, event: dict[str, Any]) -> Piece | None:
@@ -63,7 +65,8 @@ class Stream:
         if not event["choices"]:
             return None
         choice = event["choices"][0]
-        finish, scores = choice.get("finish_reason"), choice.get("logprobs") or {}
+        finish = choice.get("finish_reason")
+        scores = choice.get("logprobs") or {}
         ids = choice.get("token_ids") or []
         log_probs = scores.get("token_logprobs") or []
         if len(ids) != len(log_probs):
@@ -81,6 +84,6 @@ class Stream:
 
 
 def _ranked(place: dict[str, float]) -> list[tuple[int, float]]:
-    """{"token_id:17": -0.1, …}, the most probable first."""
+    """Return {"token_id:17": -0.1, …} as pairs, the most probable first."""
     found = [(int(name.removeprefix("token_id:")), value) for name, value in place.items()]
     return sorted(found, key=lambda each: -each[1])

@@ -1,5 +1,5 @@
-"""vLLM's engine in this process: no server, no copy of what is pushed. For one process that generates by
-itself.
+"""vLLM's engine in this process, without a server and without copies of pushed weights. It is for a run in
+which one process generates.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ class InProcess:
                 f"vllm could not start with model {arguments['model']!r}: {_first_lines(error)}"
             ) from error
         self._names: dict[str, int] = {}
-        """Our request ids by vLLM's, which names requests itself."""
+        """Request ids by vLLM's names of the requests."""
         self._death: str | None = None
         self._adapter: Any = None
-        """What each request asks for, where adapters are pushed."""
+        """Adapter that each request asks for, where adapters are pushed."""
         if arguments.get("enable_lora"):
             nowhere = "no folder: it was pushed"  # where vLLM would look for an adapter that it does not have
             self._adapter = vllm.lora.request.LoRARequest(ADAPTER_NAME, ADAPTER_ID, nowhere)
 
     @property
     def name(self) -> str:
-        """Which engine this is, for messages."""
+        """The engine's name for messages."""
         return f"vllm {self._vllm.__version__} in process {os.getpid()}"
 
     def facts(self) -> dict[str, Any]:
-        """What the worker says of itself."""
+        """Return the worker's facts."""
         facts: dict[str, Any] = self._call("hybridflow_begin")[0]
         return facts
 
     def version(self) -> int:
-        """That of the weights in the worker."""
+        """Return the version of the weights in the worker."""
         return min(int(answer["version"]) for answer in self._call("hybridflow_version"))
 
     def start(self, submissions: Sequence[Submission]) -> None:
-        """Queue these; EngineDied."""
+        """Queue these requests; raises EngineDied."""
         self._alive()
         self._names = {}
         for submission in submissions:
@@ -91,7 +91,7 @@ class InProcess:
             self._names[str(submission.request_id)] = submission.request_id
 
     def poll(self) -> list[Piece]:
-        """One step of the engine; EngineDied."""
+        """Run one step of the engine; raises EngineDied."""
         self._alive()
         try:
             outputs = self._engine.step()
@@ -104,7 +104,7 @@ class InProcess:
         ]
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Stop these."""
+        """Stop these requests."""
         names = [str(request_id) for request_id in request_ids]
         for name in names:
             self._names.pop(name, None)
@@ -112,7 +112,7 @@ class InProcess:
             self._engine.abort_request(names)
 
     def has_base(self) -> bool:
-        """Whether adapters may be pushed."""
+        """Return whether adapters may be pushed."""
         return all(answer["has_base"] for answer in self._call("hybridflow_version"))
 
     def push(
@@ -122,7 +122,7 @@ class InProcess:
         part: Part = "whole",
         adapter: dict[str, Any] | None = None,
     ) -> None:
-        """Weights to the worker one by one, and the prefix cache emptied; RolloutError where they did not
+        """Push weights to the worker one by one and empty the prefix cache; RolloutError where they did not
         arrive.
         """
         self._alive()
@@ -144,11 +144,11 @@ class InProcess:
         self._engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again."""
+        """Take memory again; `tags` names its parts, None for all."""
         self._engine.wake_up(list(tags) if tags is not None else None)
 
     def close(self) -> None:
-        """Let the engine go."""
+        """End the engine."""
         if self._death is None:
             self._death = "it was closed"
             self._engine.engine_core.shutdown()
@@ -168,11 +168,11 @@ class InProcess:
 
 @contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """vLLM's worker seeds the random numbers of the whole process, and takes the setting of threads away from
-    it.
-    """
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    randoms, numpy_randoms = random.getstate(), np.random.get_state()
+    """Restore random states and the number of threads, which vLLM's worker changes for the whole process."""
+    set_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
+    randoms = random.getstate()
+    numpy_randoms = np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices):
@@ -189,9 +189,10 @@ def _numbered(bias: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def _piece(request_id: int, new: Any) -> Piece:
-    """What a step brought of one request."""
+    """Return the new part of one request's response."""
     ids = list(new.token_ids)
-    log_probs, top = [], []
+    log_probs = []
+    top = []
     for token, place in zip(ids, new.logprobs or ()):
         log_probs.append(place[token].logprob)
         ranked = sorted(place.items(), key=lambda item: item[1].rank)

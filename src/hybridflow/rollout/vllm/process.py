@@ -1,4 +1,4 @@
-"""vLLM's own server, as a process that we start."""
+"""vLLM's own server as a process that is started here."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hybridflow.rollout.vllm.settings import ENVIRONMENT, command_line
 def start_server(
     arguments: dict[str, Any], *, python: str | None, timeout: float
 ) -> tuple[Address, ServerProcess]:
-    """Start vLLM's OpenAI server on a free port of this machine, closed to others; RolloutError where it does
-    not come up.
+    """Start vLLM's OpenAI server on a free port that only this machine reaches; RolloutError where it does
+    not start.
     """
     port = free_port()
     command = [

@@ -1,4 +1,4 @@
-"""Our sampling parameters in vLLM's words, or why vLLM cannot serve them."""
+"""Translation of sampling parameters for vLLM, or why it cannot serve them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 
 LOWEST_TEMPERATURE = 0.01
-"""Below it vLLM takes another temperature than the one asked for."""
+"""vLLM replaces lower temperatures by others."""
 LARGEST_BIAS = 100.0
 _SEEDS = 1 << 63
 
@@ -16,10 +16,10 @@ _SEEDS = 1 << 63
 def vllm_problem(
     sampling: SamplingParams, *, max_log_probs: int, temperature_only: bool, texts: bool
 ) -> str | None:
-    """Why an engine that gives so many log-probs a token cannot serve this; None where it can.
+    """Return why a vLLM engine cannot serve these parameters, or None.
 
-    `temperature_only`: its log-probs are those of the whole distribution, whatever limits or shifts it.
-    `texts`: it has a tokenizer.
+    `max_log_probs`: how many log-probs it gives for a token. `temperature_only`: its log-probs are those of
+    the whole distribution, whatever limits or shifts it. `texts`: it has a tokenizer.
     """
     if not sampling.takes_argmax and sampling.temperature < LOWEST_TEMPERATURE:
         return (
@@ -54,8 +54,9 @@ def vllm_problem(
 
 
 def vllm_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments of vllm's SamplingParams; end tokens are ours, and vLLM's own (of the model's folder)
-    do not count.
+    """Return the keyword arguments of vLLM's SamplingParams.
+
+    End tokens are those of the run; vLLM's own, of the model's folder, do not count.
     """
     sampling = request.sampling
     ends = () if sampling.ignore_eos else tuple(eos_token_ids)

@@ -1,4 +1,4 @@
-"""vLLM as a server: a process of its own, started here and ended with this one, or one that runs already.
+"""A runner over vLLM's server, which was started here or runs already.
 
 VLLMEngine ──requests, one connection each──► /v1/completions
            ──version, begin, receive────────► /collective_rpc ──► `Extension` in the server's workers
@@ -53,7 +53,7 @@ class Server(Served):
         self._adapters = adapters
 
     def facts(self) -> dict[str, Any]:
-        """What the workers say of themselves; RolloutError where they lack our extension."""
+        """Return the workers' facts; RolloutError where they lack the extension."""
         try:
             found = self._call("hybridflow_begin", {})
         except Refused as error:
@@ -70,9 +70,7 @@ class Server(Served):
         return facts
 
     def _name_adapter(self) -> None:
-        """Let the server know the adapter by its name; its weights, and what is below them, will be pushed
-        into the workers.
-        """
+        """Let the server know the adapter's name; its weights and the base are pushed later."""
         self._call("hybridflow_forget", {})  # what is below those of an earlier run may be another model
         body = {
             "lora_name": ADAPTER_NAME,
@@ -103,15 +101,15 @@ class Server(Served):
         )
 
     def version(self) -> int:
-        """That of the weights in the server's workers."""
+        """Return the version of the weights in the server's workers."""
         return min(int(answer["version"]) for answer in self._call("hybridflow_version", {}))
 
     def open(self, submission: Submission) -> Stream:
-        """Begin a completion; ServerGone."""
+        """Begin a completion; raises ServerGone."""
         return open_stream(self.address, submission, self._model, timeout=self.timeout)
 
     def has_base(self) -> bool:
-        """Whether adapters may be pushed."""
+        """Return whether adapters may be pushed."""
         return all(answer["has_base"] for answer in self._call("hybridflow_version", {}))
 
     def push(
@@ -121,7 +119,7 @@ class Server(Served):
         part: Part = "whole",
         adapter: dict[str, Any] | None = None,
     ) -> None:
-        """Weights to all workers in buckets, and the prefix cache emptied; RolloutError where they did not
+        """Push weights to all workers in buckets and empty the prefix cache; RolloutError where they did not
         arrive.
         """
         self._alive()
@@ -140,7 +138,7 @@ class Server(Served):
         self._guarded(lambda: self.address.call(f"/sleep?level={level}", timeout=self.timeout))
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory again."""
+        """Take memory again; `tags` names its parts, None for all."""
         query = "?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""
         self._guarded(lambda: self.address.call(f"/wake_up{query}", timeout=self.timeout))
 

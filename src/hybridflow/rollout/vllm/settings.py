@@ -1,5 +1,5 @@
-"""Keys of the run as arguments of vLLM's engine: the same for an engine in this process and for a server's
-command line.
+"""Arguments of vLLM's engine from the keys of the run, the same for an engine in this process and for a
+server.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is not the one whose log-probs `Extension` corrects
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound threads would fight with those of the trainer
 }
-"""What vLLM reads from the environment, unless the user has set it."""
+"""Environment variables of vLLM; those that the user has set are kept."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's max_lora_rank may be."""
+"""Values that vLLM's max_lora_rank may have."""
 _CPU_BLOCK = 128
-"""Tokens of a block of vLLM's cache on CPU."""
+"""Number of tokens of a block of vLLM's cache on a CPU."""
 
 
 def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
-    """Arguments of vLLM's engine by name; `engine_kwargs.vllm` overrules them."""
+    """Return the arguments of vLLM's engine by name; `engine_kwargs.vllm` overrides them."""
     on_cpu = model.device.type == "cpu"
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     shape = load_config(
@@ -76,8 +76,8 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
 
 
 def _cache_bytes(config: RolloutConfig, shape: Any, dtype: str, longest: int) -> int:
-    """Memory for the keys and values of `max_num_seqs` rows of full length, at most `gpu_memory_utilization`
-    of what is free.
+    """Return the bytes of keys and values of `max_num_seqs` rows of full length, within
+    `gpu_memory_utilization` of free memory.
     """
     blocks = (config.max_num_seqs + 1) * math.ceil(longest / _CPU_BLOCK)
     wanted = blocks * _CPU_BLOCK * cache_bytes_per_token(shape, dtype)
@@ -85,7 +85,7 @@ def _cache_bytes(config: RolloutConfig, shape: Any, dtype: str, longest: int) ->
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
-    """The arguments as options of vLLM's server."""
+    """Return the arguments as options of vLLM's server."""
     options = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")

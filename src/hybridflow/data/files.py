@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast, overload
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hybridflow.data.messages import MEDIA, media_message
@@ -147,6 +146,8 @@ def first_filled(table: pa.Table, column: str) -> int | None:
     """The first row of an Arrow table whose value in `column` is neither null nor empty; None without such a row."""
     if column not in table.column_names:
         return None
+    import pyarrow.compute as pc  # here: it takes longer to import than pyarrow itself
+
     values = table.column(column)
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         filled = pc.greater(pc.fill_null(pc.list_value_length(values), 0), 0)

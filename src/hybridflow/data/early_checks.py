@@ -1,4 +1,4 @@
-"""The checks of the data files that need neither torch nor a tokenizer, in about a second, before a run begins.
+"""Checks of the data files that need neither torch nor a tokenizer, made in about a second before a run begins.
 
     data.train_files, data.val_files ──schema, first rows, sources──► check_data ──► DataError, or SplitFacts
 
@@ -31,7 +31,7 @@ from hybridflow.data.files import (
 )
 from hybridflow.data.messages import check_messages, choose_column, messages_column, prompt_of
 from hybridflow.data.remote import local_file
-from hybridflow.data.row_schema import UNKNOWN_SOURCE, complete_row
+from hybridflow.data.row_schema import complete_row, source_of
 from hybridflow.errors import DataError
 
 FIRST_ROWS = 64
@@ -46,7 +46,7 @@ SOURCE_ROWS = 2_000_000
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What the files of one split hold, as far as it could be told quickly."""
+    """The facts about the files of one split, as far as they can be told quickly."""
 
     key: str
     """data.train_files, data.val_files, or data.task.name"""
@@ -96,7 +96,7 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
 
 
 def _task_facts(task: TaskConfig) -> list[SplitFacts]:
-    """What the built-in tasks give; nothing is known of a user's own."""
+    """Facts of the built-in tasks; nothing is known of a user's own."""
     name = str(task.name)
     if name != "arithmetic_chain" and not name.startswith("reasoning_gym:"):
         return []
@@ -148,8 +148,7 @@ def _sources(rows: Rows, data: DataConfig | SFTDataConfig) -> list[str]:
     """The different data sources of the rows, as `complete_row` names them."""
     if isinstance(data, SFTDataConfig):
         return []
-    values = (row.get(data.reward_fn_key) for row in rows)
-    return list(dict.fromkeys(UNKNOWN_SOURCE if value is None else str(value) for value in values))
+    return list(dict.fromkeys(source_of(row, data) for row in rows))
 
 
 def _check_columns(rows: Rows, data: DataConfig | SFTDataConfig) -> None:

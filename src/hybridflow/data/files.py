@@ -176,13 +176,22 @@ def _why_unreadable(table: pa.Table, place: int) -> str:
     return ""
 
 
+def as_rows(rows: Rows | Sequence[Row]) -> Rows:
+    """Return rows from anywhere as Rows."""
+    if isinstance(rows, Rows):
+        return rows
+    return Rows([rows])
+
+
 def as_list(files: str | Sequence[str]) -> list[str]:
-    """One address or several as a list."""
-    return [files] if isinstance(files, (str, Path)) else [str(file) for file in files]
+    """Return one address or several as a list."""
+    if isinstance(files, (str, Path)):
+        return [str(files)]
+    return [str(file) for file in files]
 
 
 def load_rows(files: str | Sequence[str], cache_dir: str | Path | None = None) -> Rows:
-    """The rows of parquet, json (a list of objects) and jsonl files, in the order given.
+    """Read the rows of parquet, json (a list of objects) and jsonl files, in the order given.
 
     Raises DataError for a missing, empty or malformed file, naming it (and the line).
     """
@@ -199,8 +208,7 @@ def load_rows(files: str | Sequence[str], cache_dir: str | Path | None = None) -
 
 
 def count_rows(files: str | Sequence[str]) -> int | None:
-    """How many rows the files hold, from a parquet file's footer alone; None where a file would have to be
-    fetched first.
+    """Count the rows of the files, of parquet by its footer alone; None where a file would have to be fetched first.
 
     Raises DataError as `load_rows` does.
     """

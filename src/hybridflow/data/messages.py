@@ -120,7 +120,9 @@ def prompt_of(value: object, *, wrap: bool) -> str | list[Message]:
     if isinstance(value, str):
         if not value:
             raise ValueError("the prompt is an empty string")
-        return [{"role": "user", "content": value}] if wrap else value
+        if wrap:
+            return [{"role": "user", "content": value}]
+        return value
     messages = check_messages(value)
     if is_sharegpt(value) and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -130,7 +132,7 @@ def prompt_of(value: object, *, wrap: bool) -> str | list[Message]:
 
 
 def media_message(source: str, column: str, row: int) -> str:
-    """What to say of data that is not text alone."""
+    """The message for data that is not text alone."""
     return (
         f"{source} has a column {column}, filled in row {row}: {TEXT_ONLY}; use another data set, or take the "
         "column out to train on the text without it"

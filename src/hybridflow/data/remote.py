@@ -1,9 +1,10 @@
-"""Files and folders that live elsewhere: an address in, a local path out, copied once.
+"""Remote files and folders: an address in, a local path out, copied once.
 
 "s3://bucket/train.parquet" ──local_file──► ~/.cache/hybridflow/files/<key>/train.parquet
-"modelscope://owner/name/train.parquet" ──► what the ModelScope client downloaded
-"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the folder that ModelScope
-downloaded
+"modelscope://owner/name/train.parquet" ──► the file that the ModelScope client downloaded
+"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the folder from ModelScope
+
+verl's VERL_USE_MODELSCOPE works as HYBRIDFLOW_USE_MODELSCOPE does.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def is_remote(address: str) -> bool:
 
 
 def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
-    """A local path with the content of `address`; a remote file is copied once for each of its versions.
+    """Return a local path with the content of `address`; a remote file is copied once for each of its versions.
 
     Raises DataError if there is no such file or the copy came out short, ConfigError if the file system needs
     a package.
@@ -62,9 +63,10 @@ def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
         if path.is_dir():
             raise DataError(f"{address} is a folder; name the parquet, json or jsonl file(s) in it")
         if not path.is_file():
-            raise DataError(
-                f"no file {address}" + ("" if path.is_absolute() else f" (looked in {Path.cwd()})")
-            )
+            text = f"no file {address}"
+            if not path.is_absolute():
+                text += f" (looked in {Path.cwd()})"
+            raise DataError(text)
         return path
     try:
         filesystem, path_there = fsspec.core.url_to_fs(address)
@@ -119,14 +121,12 @@ def _copy_once(filesystem: Any, path_there: str, address: str, info: dict[str, A
 
 
 def hub_folder(name: str) -> str:
-    """`name` itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the local folder of that ModelScope model.
+    """Return `name` itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the local folder of that ModelScope model.
 
     Raises ConfigError if ModelScope is asked for and not installed, ModelError if it has no such model.
     """
-    if (
-        os.environ.get("HYBRIDFLOW_USE_MODELSCOPE", "").lower() not in ("1", "true", "yes")
-        or Path(name).expanduser().exists()
-    ):
+    variable = _modelscope_variable()
+    if variable is None or Path(name).expanduser().exists():
         return name
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
         return name
@@ -134,12 +134,20 @@ def hub_folder(name: str) -> str:
         from modelscope import snapshot_download
     except ImportError as error:
         raise ConfigError(
-            f"HYBRIDFLOW_USE_MODELSCOPE is set and {name} is no folder: {install_extra('remote')} or unset it"
+            f"{variable} is set and {name} is no folder: {install_extra('remote')} or unset it"
         ) from error
     try:
         return str(snapshot_download(name))
     except Exception as error:  # the client raises many kinds for one fact: no such model, or no way to it
         raise ModelError(f"ModelScope could not give {name}: {type(error).__name__}: {error}") from error
+
+
+def _modelscope_variable() -> str | None:
+    """The environment variable that asks for ModelScope in place of the hub, ours or verl's; None where none does."""
+    for variable in ("HYBRIDFLOW_USE_MODELSCOPE", "VERL_USE_MODELSCOPE"):
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes"):
+            return variable
+    return None
 
 
 def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:
@@ -151,9 +159,10 @@ def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:
     except ImportError as error:
         raise ConfigError(f"{address} needs the ModelScope client: {install_extra('remote')}") from error
     try:
-        file = dataset_file_download(
-            "/".join(parts[:2]), "/".join(parts[2:]), cache_dir=str(cache_dir) if cache_dir else None
-        )
+        options = {}
+        if cache_dir:
+            options["cache_dir"] = str(cache_dir)
+        file = dataset_file_download("/".join(parts[:2]), "/".join(parts[2:]), **options)
     except Exception as error:  # as above
         raise DataError(f"ModelScope could not give {address}: {type(error).__name__}: {error}") from error
     return Path(file)

@@ -1,4 +1,6 @@
-"""Trajectories to a DataProto, with the new columns `response_mask`, `uid`, `row_id` and the rollout's log-probs."""
+"""Trajectories to a DataProto, with the new columns `response_mask`, `uid`, `row_id` and the rollout's
+log-probs.
+"""
 
 from __future__ import annotations
 

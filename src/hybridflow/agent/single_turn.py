@@ -20,7 +20,7 @@ Generate = Callable[[Sequence[GenerationRequest]], list[GenerationOutput]]
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """Requests and, for each, its prompt row and `uid`; rows of one prompt are neighbours and share a `uid`."""
+    """Requests with their prompt rows and `uid`s; rows of one prompt are neighbours and share a `uid`."""
 
     requests: list[GenerationRequest]
     rows: list[PromptRow]
@@ -78,8 +78,8 @@ def one_more_each(batch: RequestBatch, sampling: SamplingParams, *, first_row: i
 def demonstration_outputs(batch: RequestBatch) -> list[GenerationOutput]:
     """Return the data's own answers as if they had been generated.
 
-    Their log-probs are 0, the version of their weights is -1, and they finish by "stop". Raises DataError for a
-    prompt row without an answer.
+    Their log-probs are 0, the version of their weights is -1, and they finish by "stop". Raises DataError for
+    a prompt row without an answer.
     """
     outputs = []
     for request, row in zip(batch.requests, batch.rows, strict=True):

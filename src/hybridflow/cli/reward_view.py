@@ -1,4 +1,4 @@
-"""How `hybridflow reward-test` gets its rows and shows their scores; needs no torch unless a model answers."""
+"""The rows and the tables of `hybridflow reward-test`; torch is needed only where a model answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
         chosen, texts = generate_responses(config, rows)
         console.print(Text(f"Fed as the response: what {config.actor_rollout_ref.model.path} answers."))
     else:
-        chosen, texts = first_rows(config, rows), []
+        chosen = first_rows(config, rows)
+        texts = []
         console.print(Text(f"Fed as the response: {describe_response(response, chosen, config.reward)}."))
     # one process suffices for a few rows, and starts faster than several
     reward = replace(config.reward, num_workers=min(config.reward.num_workers, 1))

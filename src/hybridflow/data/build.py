@@ -1,4 +1,4 @@
-"""The builders of datasets and loaders: the one place where the `data.*` keys meet the classes they choose."""
+"""Builders of datasets and loaders: the one place where the `data.*` keys meet the classes they choose."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PromptData:
     val_dataset: MapDataset[PromptRow] | None
 
     def finish_batch(self, batch: Any) -> None:
-        """Give a finished training batch (a DataProto) to a curriculum sampler; other samplers do not see it."""
+        """Give a finished training batch (a DataProto) to a curriculum sampler; others do not see it."""
         if self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler):
             with blaming(f"data.sampler: {type(self.train_loader.sampler).__name__}.update"):
                 self.train_loader.sampler.update(batch)
@@ -55,7 +55,8 @@ def build_prompt_data(
     dynamic_sampling: bool = False,
     demonstrations: bool = False,
 ) -> PromptData:
-    """Build the loader of training prompts and the dataset of validation prompts; `data.seed` goes before `seed`.
+    """Build the loader of training prompts and the dataset of validation prompts; `data.seed` goes before
+    `seed`.
 
     With `dynamic_sampling` the loader gives `data.gen_batch_size` prompts at a time (null:
     `data.train_batch_size`). With `demonstrations` each training prompt has the data's own answer with it,
@@ -157,7 +158,8 @@ def _custom_dataset(
 
 
 def _rows(config: DataConfig | SFTDataConfig, split: Split, seed: int) -> Rows | None:
-    """Read the rows of one split from its files or its task, at most `*_max_samples` of them; None without either.
+    """Read the rows of one split from its files or its task, at most `*_max_samples` of them; None without
+    either.
 
     `validation_shuffle` decides the order of the validation rows; training rows stay in the data's order.
     """

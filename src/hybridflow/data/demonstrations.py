@@ -63,7 +63,8 @@ class DemonstratedPrompts:
 
 
 def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataConfig) -> list[int]:
-    """Return the token ids of the answer in column `data.demonstration_key`, which SFT would learn, end token included.
+    """Return the token ids of the answer in column `data.demonstration_key`, which SFT would learn, end token
+    included.
 
     The column holds the answer's text, or messages that end in it and begin with the prompt's. Raises
     TypeError or ValueError where it holds neither, or other messages than the prompt's.

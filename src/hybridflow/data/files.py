@@ -34,7 +34,8 @@ READ_ROWS = 1024
 
 
 class Rows(Sequence[Row]):
-    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change it.
+    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change
+    it.
 
     `columns` are the names that any of the files has; a row holds those of its own file. `source` says where
     the rows came from. Raises DataError for a row whose values cannot be read.
@@ -143,7 +144,9 @@ def _column_names(part: pa.Table | Sequence[Mapping[str, Any]]) -> Iterable[str]
 
 
 def first_filled(table: pa.Table, column: str) -> int | None:
-    """The first row of an Arrow table whose value in `column` is neither null nor empty; None without such a row."""
+    """The first row of an Arrow table whose value in `column` is neither null nor empty; None without such a
+    row.
+    """
     if column not in table.column_names:
         return None
     import pyarrow.compute as pc  # here: it takes longer to import than pyarrow itself
@@ -168,7 +171,8 @@ def _why_unreadable(table: pa.Table, place: int) -> str:
             table.column(name).slice(place, 1).to_pylist()
         except UnicodeDecodeError as error:
             return (
-                f"column {name} holds text that is not UTF-8 ({error.reason} at byte {error.start}): the file is "
+                f"column {name} holds text that is not UTF-8 ({error.reason} at byte {error.start}): the "
+                "file is "
                 "damaged, write it anew"
             )
         except _UNREADABLE as error:
@@ -208,7 +212,8 @@ def load_rows(files: str | Sequence[str], cache_dir: str | Path | None = None) -
 
 
 def count_rows(files: str | Sequence[str]) -> int | None:
-    """Count the rows of the files, of parquet by its footer alone; None where a file would have to be fetched first.
+    """Count the rows of the files, of parquet by its footer alone; None where a file would have to be fetched
+    first.
 
     Raises DataError as `load_rows` does.
     """

@@ -1,4 +1,5 @@
-"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, with the position as plain data.
+"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, with the position as plain
+data.
 
     sampler ──indices──► StatefulLoader ──[row] * batch_size──► trainer
     state_dict = {epoch, position in rows, the sampler's own state}
@@ -86,7 +87,9 @@ class StatefulLoader(Generic[Item]):
         return (len(self.sampler) + self.batch_size - self._least) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Item]]:
-        """Give the batches that are left of the current epoch; `state_dict` between two counts the first as done."""
+        """Give the batches that are left of the current epoch; `state_dict` between two counts the first as
+        done.
+        """
         batches = self._index_batches()
         if self.num_workers:
             yield from self._read_ahead(list(batches))
@@ -97,7 +100,9 @@ class StatefulLoader(Generic[Item]):
                 yield rows
 
     def endless(self) -> Iterator[list[Item]]:
-        """Give the batches of this epoch and of all that follow. Raises DataError for an epoch without a batch."""
+        """Give the batches of this epoch and of all that follow. Raises DataError for an epoch without a
+        batch.
+        """
         while True:
             batches = 0
             for batch in self:
@@ -120,8 +125,8 @@ class StatefulLoader(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
 
-        Raises CheckpointError where one of the checkpoint's and this run's samplers keeps a state and the other
-        does not.
+        Raises CheckpointError where one of the checkpoint's and this run's samplers keeps a state and the
+        other does not.
         """
         stateful = isinstance(self.sampler, StatefulSampler)
         if stateful != ("sampler" in state):

@@ -112,7 +112,8 @@ class PromptDataset:
             require_chat_template(self.tokenizer)
         elif has_unused_template(self.tokenizer, first):
             logger.warning(
-                "the prompts of %s are plain text and go to the model as they stand, without the chat template "
+                "the prompts of %s are plain text and go to the model as they stand, without the chat "
+                "template "
                 "of the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
                 "each a user's message",
                 self.rows.source,
@@ -174,7 +175,7 @@ def truncate_middle(ids: list[int], limit: int) -> list[int]:
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """The tokens that `data.truncation` leaves where it is left, right or middle; left loses the first ones."""
+    """Return the tokens that `data.truncation` leaves: left, right or middle says which are cut."""
     if side == "middle":
         return truncate_middle(ids, limit)
     if side == "left":

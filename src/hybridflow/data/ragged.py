@@ -1,4 +1,4 @@
-"""Lists of token ids in four bytes a token, in which datasets keep the rows that they tokenised when built."""
+"""Lists of token ids in four bytes a token, in which datasets keep the rows that they tokenised."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def is_remote(address: str) -> bool:
 
 
 def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
-    """Return a local path with the content of `address`; a remote file is copied once for each of its versions.
+    """Return a local path with the content of `address`; a remote file is copied once for each of its
+    versions.
 
     Raises DataError if there is no such file or the copy came out short, ConfigError if the file system needs
     a package.
@@ -143,7 +144,9 @@ def hub_folder(name: str) -> str:
 
 
 def _modelscope_variable() -> str | None:
-    """The environment variable that asks for ModelScope in place of the hub, ours or verl's; None where none does."""
+    """The environment variable that asks for ModelScope in place of the hub, ours or verl's; None where none
+    does.
+    """
     for variable in ("HYBRIDFLOW_USE_MODELSCOPE", "VERL_USE_MODELSCOPE"):
         if os.environ.get(variable, "").lower() in ("1", "true", "yes"):
             return variable

@@ -1,4 +1,6 @@
-"""The report on the rows while a dataset is built: progress, and the rows that cannot be used, counted and shown."""
+"""The report on the rows while a dataset is built: progress, and the rows that cannot be used, counted and
+shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields that every row of prompts has, whatever its file left out; needs neither torch nor transformers."""
+"""The fields that every row of prompts has, whatever its file left out; torch is not needed."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     {messages} or {prompt, response} ──► text and the spans that the assistant wrote
                                      ──► SFTRow(input_ids, loss_mask)
 
-The model learns the tokens that the assistant has to generate: its text and the end token after it, and nothing
-of a template's decoration. Rows are tokenised once, while the dataset is built, so that rows that cannot be used
-are counted and shown before training.
+The model learns the tokens that the assistant has to generate: its text and the end token after it, and
+nothing of a template's decoration. Rows are tokenised once, while the dataset is built, so that rows that
+cannot be used are counted and shown before training.
 """
 
 from __future__ import annotations
@@ -92,8 +92,10 @@ class SFTDataset:
             require_chat_template(self.tokenizer)
         elif has_unused_template(self.tokenizer, first):
             logger.warning(
-                "the prompts of %s are plain text and are learned as they stand, without the chat template of "
-                "the tokenizer: where they are not templated already, set data.wrap_prompts=true to make each "
+                "the prompts of %s are plain text and are learned as they stand, without the chat template "
+                "of "
+                "the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
+                "each "
                 "a user's message",
                 self.rows.source,
             )
@@ -153,7 +155,9 @@ class SFTDataset:
         logger.warning("%s: %s", text, done)
 
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
-        """Return the token ids and the loss mask of one row; TypeError or ValueError where it is no conversation."""
+        """Return the token ids and the loss mask of one row; TypeError or ValueError where it is no
+        conversation.
+        """
         config = self.config
         if self.messages_column is not None:
             messages = check_messages(row[self.messages_column])
@@ -173,7 +177,8 @@ class SFTDataset:
 def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
     """Return the token ids and the loss mask of a templated prompt and its response.
 
-    They are tokenised apart, as in generation, and closed by the end token exactly once. Raises ValueError for an empty response or a tokenizer without an end token.
+    They are tokenised apart, as in generation, and closed by the end token exactly once. Raises ValueError
+    for an empty response or a tokenizer without an end token.
     """
     if not response:
         raise ValueError("the response is empty")
@@ -191,11 +196,12 @@ def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[
 def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], template_options: dict[str, Any] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation by the chat template, and a mask with 1 on the assistant's tokens.
+    """Return the token ids of a conversation by the chat template, and a mask with 1 on the assistant's
+    tokens.
 
     Where the template marks these tokens ({% generation %}) its marks count; else they are the text that each
-    assistant turn adds to the text rendered before it. Raises ValueError where the template rewrites earlier turns, so that
-    this cannot be told.
+    assistant turn adds to the text rendered before it. Raises ValueError where the template rewrites earlier
+    turns, so that this cannot be told.
     """
     template = tokenizer.chat_template
     if isinstance(template, str) and _GENERATION_TAG.search(template):
@@ -220,7 +226,8 @@ def assistant_spans(
     text: str,
     template_options: dict[str, Any] | None = None,
 ) -> list[tuple[int, int]]:
-    """Return (begin, end), in characters, of each of the assistant's turns in `text`, the rendered conversation.
+    """Return (begin, end), in characters, of each of the assistant's turns in `text`, the rendered
+    conversation.
 
     Raises ValueError where the text rendered so far is no beginning of the whole.
     """
@@ -235,7 +242,8 @@ def assistant_spans(
         if not through.startswith(before) or not text.startswith(through):
             raise ValueError(
                 f"the chat template renders the text up to message {number} differently when more messages "
-                "follow, so the assistant's tokens cannot be told apart: split the conversation into one row per "
+                "follow, so the assistant's tokens cannot be told apart: split the conversation into one "
+                "row per "
                 "answer, or use a template with {% generation %} marks"
             )
         spans.append((len(before), len(through)))

@@ -1,4 +1,5 @@
-"""The tokenizer: a folder or hub name in, a tokenizer with a pad token out; and the two ways from text to tokens.
+"""The tokenizer: a folder or hub name in, a tokenizer with a pad token out; and the two ways from text to
+tokens.
 
 messages ──render_chat──► text ──encode_rendered──► token ids    the template writes every special token
 string   ──encode_prompt──────────────────────────► token ids    the first token that the tokenizer wants is
@@ -87,13 +88,16 @@ def require_chat_template(tokenizer: Tokenizer) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path or ''} has no chat template, and the data holds "
-            "messages: use a chat model's tokenizer (data.tokenizer=...), put a chat_template.jinja beside it, or "
+            "messages: use a chat model's tokenizer (data.tokenizer=...), put a chat_template.jinja beside "
+            "it, or "
             "give prompts as strings that are already templated"
         )
 
 
 def has_unused_template(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the tokenizer has a chat template and `text` holds none of the special tokens it could have written."""
+    """Whether the tokenizer has a chat template and `text` holds none of the special tokens it could have
+    written.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return False
     return not any(token and token in text for token in tokenizer.all_special_tokens)
@@ -106,7 +110,9 @@ def render_chat(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """Render a conversation by the tokenizer's chat template; `options` are further arguments of the template."""
+    """Render a conversation by the tokenizer's chat template; `options` are further arguments of the
+    template.
+    """
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tokenize=False,

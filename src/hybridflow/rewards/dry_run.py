@@ -1,4 +1,4 @@
-"""A reward tried on a few rows before a run (`hybridflow reward-test`): rows and responses in, a table out."""
+"""A trial of a reward on a few rows (`hybridflow reward-test`): rows and responses in, a table out."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def dry_run(
 ) -> list[dict[str, Any]]:
     """Score the first `num_rows` rows.
 
-    Returns for each: row, data_source, prompt, response, ground_truth, score, extras, seconds, error. `response`
-    is a list with a response for each row, or a word that `describe_response` explains. `reward.on_error` is not
-    applied: a failing row has score None and its error. Raises DataError for a row without the columns that
-    scoring needs.
+    Returns for each: row, data_source, prompt, response, ground_truth, score, extras, seconds, error.
+    `response` is a list with a response for each row, or a word that `describe_response` explains.
+    `reward.on_error` is not applied: a failing row has score None and its error. Raises DataError for a row
+    without the columns that scoring needs.
     """
     chosen = rows[:num_rows]
     if isinstance(response, str):
@@ -65,15 +65,17 @@ def dry_run(
 
 
 def describe_response(response: str, rows: Sequence[Mapping[str, Any]], config: RewardConfig) -> str:
-    """What is fed as the response for the word `response`, as a sentence.
+    """Describe in words the response that is fed for the word `response`.
 
-    "ground_truth" is the answer itself, written as the row's built-in function wants it (`#### 72` for gsm8k);
-    "empty" is the empty text. Another word is the name of a column, else of a file whose text is the response to
-    every row, else it is that text itself.
+    "ground_truth" is the answer itself, written as the row's built-in function wants it (`#### 72` for
+    gsm8k); "empty" is the empty text. Another word is the name of a column, else of a file whose text is the
+    response to every row, else it is that text itself.
     """
     if response == GROUND_TRUTH:
         forms = sorted({answer_form(config, str(row.get("data_source"))) for row in rows} - {"{}"})
-        written = f", written as {' or '.join(forms).replace('{}', 'ANSWER')}" if forms else ""
+        written = ""
+        if forms:
+            written = f", written as {' or '.join(forms).replace('{}', 'ANSWER')}"
         return f"the ground truth of each row{written}: a right reward scores it as right"
     if response == EMPTY:
         return "the empty text: a right reward scores it as wrong"
@@ -85,14 +87,14 @@ def describe_response(response: str, rows: Sequence[Mapping[str, Any]], config: 
 
 
 def prompt_text(prompt: object) -> str:
-    """A prompt as text for a reader: the string, or each message with its role."""
+    """Return a prompt as text for a reader: the string, or each message with its role."""
     if not isinstance(prompt, (list, tuple)):
         return str(prompt or "")
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
 
 
 def answer_form(config: RewardConfig, data_source: str) -> str:
-    """The text in which the row's built-in function finds a bare answer; {} is the answer."""
+    """Return the text in which the row's built-in function finds a bare answer; {} is the answer."""
     if config.terms or config.custom_reward_function.path:
         return "{}"
     name = config.function

@@ -1,7 +1,7 @@
 """Procedural tasks, which make questions without files: a name and a seed in, rows of one split out.
 
-The rows have the schema of `data.prompts`. A task of one's own is `path.py:factory`: `factory(seed: int, **options)` gives an object with `rows(split,
-size)`.
+The rows have the schema of `data.prompts`. A task of one's own is `path.py:factory`: `factory(seed: int,
+**options)` gives an object with `rows(split, size)`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class ArithmeticChain:
             if terms is None:
                 raise DataError(
                     f"arithmetic_chain with hops={self.hops}, max_number={self.max_number} has about "
-                    f"{index} different {split} questions, {size} were asked for: lower data.task.val_size or "
+                    f"{index} different {split} questions, {size} were asked for: lower data.task.val_size "
+                    "or "
                     "raise hops"
                 )
             if split == "validation":

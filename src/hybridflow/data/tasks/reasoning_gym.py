@@ -45,7 +45,9 @@ class ReasoningGymTask:
             )
 
     def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
-        """Make `size` rows of one split. Raises DataError where too few questions are outside the validation split."""
+        """Make `size` rows of one split. Raises DataError where too few questions are outside the validation
+        split.
+        """
         entries = self._entries(split, size, set())
         if split == "train" and self.val_size:
             held_out = {entry["question"] for entry in self._entries("validation", self.val_size, set())}
@@ -68,7 +70,8 @@ class ReasoningGymTask:
         if len(found) < size:
             raise DataError(
                 f"reasoning_gym:{self.name} gave {len(found)} of {size} training questions apart from the "
-                f"{len(excluded)} validation questions: make the task larger by data.task.options, or lower data.task.val_size"
+                f"{len(excluded)} validation questions: make the task larger by data.task.options, or lower "
+                "data.task.val_size"
             )
         return found
 

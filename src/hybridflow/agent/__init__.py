@@ -1,4 +1,4 @@
-"""From prompts to trajectories: what a prompt row becomes by talking to the policy."""
+"""The agent room: prompt rows become trajectories by talking to the policy."""
 
 from hybridflow.agent.collate import collate
 from hybridflow.agent.single_turn import (

@@ -1,4 +1,6 @@
-"""Trajectories to a DataProto: where `response_mask`, `uid`, `row_id` and the rollout's log-probs are born."""
+"""Trajectories to a DataProto, with the new columns `response_mask`, `uid`, `row_id` and the rollout's
+log-probs.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,20 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
 from hybridflow.rollout.base import GenerationOutput
 
-ROWS_PER_STEP = 1 << 32  # row ids: step * ROWS_PER_STEP + row, unique in a run
+ROWS_PER_STEP = 1 << 32
+"""Row ids are step · ROWS_PER_STEP + row, which is unique in a run."""
 
 
 def collate(
     batch: RequestBatch, outputs: Sequence[GenerationOutput], tokenizer: Tokenizer, *, step: int
 ) -> DataProto:
-    """Rows in the order of the requests.
+    """Make a DataProto with one row for each request, in their order.
 
     Tensors: prompts, responses, input_ids, attention_mask, response_mask, loss_mask, rollout_log_probs [B, R]
     float32 nats, policy_version [B, R] int32, row_id [B]. Object columns: uid, finish_reason, solution_str
     and the prompt row's own fields. RolloutError where a request failed.
     """
-    failed = [o for o in outputs if o.finish_reason == "error"]
+    failed = [output for output in outputs if output.finish_reason == "error"]
     if failed:
         raise RolloutError(
             f"{len(failed)} of {len(outputs)} requests failed; the first, row {failed[0].request_id}: "
@@ -34,7 +37,7 @@ def collate(
     responses = [output.token_ids for output in outputs]
     pad = tokenizer.pad_token_id
     assert pad is not None, "the tokenizer loader sets a pad token"
-    tensors = make_rows([r.prompt_token_ids for r in batch.requests], responses, int(pad))
+    tensors = make_rows([request.prompt_token_ids for request in batch.requests], responses, int(pad))
     count, width = tensors["responses"].shape
     log_probs = torch.zeros(count, width)
     versions = torch.full((count, width), -1, dtype=torch.int32)

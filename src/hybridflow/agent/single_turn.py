@@ -1,8 +1,7 @@
 """The simplest agent: one prompt, `n` responses.
 
 prompt rows ──build_requests──► GenerationRequest × n ──Generate──► GenerationOutput ──collate──► DataProto
-                                     └─one_more_each─► a greedy request, or a row for the data's own answer,
-                                     in each group
+                   └─one_more_each─► one more in each group: a greedy request, or the data's own answer
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 
 Generate = Callable[[Sequence[GenerationRequest]], list[GenerationOutput]]
-"""What an agent needs of an engine: requests in, outputs in the order of the requests."""
+"""The part of an engine that an agent needs: requests in, outputs in the order of the requests."""
 
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """Requests with the prompt row that each stands for; the rows of one prompt are neighbours and share a
-    `uid`.
-    """
+    """Requests with their prompt rows and `uid`s; rows of one prompt are neighbours and share a `uid`."""
 
     requests: list[GenerationRequest]
     rows: list[PromptRow]
@@ -46,12 +43,13 @@ def build_requests(
     step: int,
     first_row: int = 0,
 ) -> RequestBatch:
-    """`n` requests for each prompt, each with a seed of its own that depends on (seed, purpose, step, row)
-    alone.
+    """Make `n` requests for each prompt, each with a seed that depends on (seed, purpose, step, row) alone.
 
     `first_row` is the number of the first row where the prompts are one part of several.
     """
-    requests, rows, uids = [], [], []
+    requests = []
+    rows = []
+    uids = []
     for index, prompt in enumerate(prompts):
         for copy in range(n):
             row = first_row + index * n + copy
@@ -63,7 +61,7 @@ def build_requests(
 
 
 def one_more_each(batch: RequestBatch, sampling: SamplingParams, *, first_row: int) -> RequestBatch:
-    """One request for each group of `batch`, with its prompt and its `uid`, numbered from `first_row`.
+    """Make one request for each group of `batch`, with its prompt and its `uid`, numbered from `first_row`.
 
     It draws nothing (the seed is 0): it is for greedy responses and for rows whose response is known.
     """
@@ -78,18 +76,18 @@ def one_more_each(batch: RequestBatch, sampling: SamplingParams, *, first_row: i
 
 
 def demonstration_outputs(batch: RequestBatch) -> list[GenerationOutput]:
-    """The data's own answers as if they had been generated: log-probs 0, weights' version -1, finished by
-    "stop".
+    """Return the data's own answers as if they had been generated.
 
-    Raises DataError for a prompt row without an answer.
+    Their log-probs are 0, the version of their weights is -1, and they finish by "stop". Raises DataError for
+    a prompt row without an answer.
     """
     outputs = []
     for request, row in zip(batch.requests, batch.rows, strict=True):
         tokens = row.demonstration_token_ids
         if tokens is None:
             raise DataError(
-                f"the prompt row {row.index} has no answer of the data to learn from: build the data with "
-                "demonstrations"
+                f"the prompt row {row.index} has no answer from the data to learn from: build the data with "
+                "demonstrations=True"
             )
         outputs.append(
             GenerationOutput(

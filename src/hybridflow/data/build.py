@@ -1,14 +1,15 @@
-"""From the `data.*` keys to datasets and loaders: the one place where a choice of data meets its class."""
+"""Builders of datasets and loaders: the one place where the `data.*` keys meet the classes they choose."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybridflow.config.data import DataConfig, SamplerConfig, SFTDataConfig, TaskConfig
+from hybridflow.config.data import DataConfig, SamplerConfig, SFTDataConfig
 from hybridflow.data.demonstrations import DemonstratedPrompts
 from hybridflow.data.files import Rows, as_list, load_rows
 from hybridflow.data.loader import MapDataset, StatefulLoader
@@ -26,15 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptData:
-    """What a run of the PPO family reads; either half may be missing."""
+    """The data of a run of the PPO family; either half may be missing."""
 
     train_loader: StatefulLoader[PromptRow] | None
     val_dataset: MapDataset[PromptRow] | None
 
     def finish_batch(self, batch: Any) -> None:
-        """Tell a curriculum sampler about a finished training batch (a DataProto); nothing with any other
-        sampler.
-        """
+        """Give a finished training batch (a DataProto) to a curriculum sampler; others do not see it."""
         if self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler):
             with blaming(f"data.sampler: {type(self.train_loader.sampler).__name__}.update"):
                 self.train_loader.sampler.update(batch)
@@ -42,7 +41,7 @@ class PromptData:
 
 @dataclass(frozen=True)
 class SFTData:
-    """What a supervised run reads; the validation half may be missing."""
+    """The data of a supervised run; the validation half may be missing."""
 
     train_loader: StatefulLoader[SFTRow]
     val_dataset: SFTDataset | None
@@ -56,30 +55,38 @@ def build_prompt_data(
     dynamic_sampling: bool = False,
     demonstrations: bool = False,
 ) -> PromptData:
-    """Loader of training prompts and dataset of validation prompts; `data.seed` goes before `seed`.
+    """Build the loader of training prompts and the dataset of validation prompts; `data.seed` goes before
+    `seed`.
 
     With `dynamic_sampling` the loader gives `data.gen_batch_size` prompts at a time (null:
     `data.train_batch_size`). With `demonstrations` each training prompt has the data's own answer with it,
     and rows without a usable one are left out, counted and shown. Raises DataError for data that cannot be
     used, ConfigError for keys that do not go together.
     """
-    seed = seed if config.seed is None else config.seed
+    if config.seed is not None:
+        seed = config.seed
     train = _prompt_dataset(config, tokenizer, "train", seed)
     loader = None
     if train is not None:
         if demonstrations:
             train = DemonstratedPrompts(train, tokenizer, config)
         sampler = _sampler(config.sampler, train, config.shuffle, seed)
-        key = "gen_batch_size" if dynamic_sampling and config.gen_batch_size else "train_batch_size"
-        workers = config.dataloader_num_workers
+        key = "train_batch_size"
+        if dynamic_sampling and config.gen_batch_size:
+            key = "gen_batch_size"
         loader = StatefulLoader(
-            train, sampler, getattr(config, key), drop_last=True, num_workers=workers, size_key=f"data.{key}"
+            train,
+            sampler,
+            getattr(config, key),
+            drop_last=True,
+            num_workers=config.dataloader_num_workers,
+            size_key=f"data.{key}",
         )
     return PromptData(loader, _prompt_dataset(config, tokenizer, "validation", seed))
 
 
 def build_sft_data(config: SFTDataConfig, tokenizer: Tokenizer, seed: int) -> SFTData:
-    """Loader of training conversations and dataset of validation conversations.
+    """Build the loader of training conversations and the dataset of validation conversations.
 
     Raises DataError for data that cannot be used, ConfigError for keys that do not go together.
     """
@@ -89,28 +96,35 @@ def build_sft_data(config: SFTDataConfig, tokenizer: Tokenizer, seed: int) -> SF
             "data.train_files is empty and data.task.name is not set: there is nothing to train on"
         )
     train = SFTDataset(train_rows, tokenizer, config)
-    sampler: Sampler = ShuffledSampler(train, seed) if config.shuffle else SequentialSampler(train)
     loader = StatefulLoader(
-        train, sampler, config.train_batch_size, drop_last=True, num_workers=config.dataloader_num_workers
+        train,
+        _own_sampler(train, config.shuffle, seed),
+        config.train_batch_size,
+        drop_last=True,
+        num_workers=config.dataloader_num_workers,
     )
     val_rows = _rows(config, "validation", seed)
-    return SFTData(loader, None if val_rows is None else SFTDataset(val_rows, tokenizer, config))
+    if val_rows is None:
+        return SFTData(loader, None)
+    return SFTData(loader, SFTDataset(val_rows, tokenizer, config))
 
 
 def _prompt_dataset(
     config: DataConfig, tokenizer: Tokenizer, split: Split, seed: int
 ) -> MapDataset[PromptRow] | None:
     spec = join_spec(config.custom_cls.path, config.custom_cls.name, key="data.custom_cls")
+    dataset: MapDataset[PromptRow]
     if spec is None:
         rows = _rows(config, split, seed)
-        dataset: MapDataset[PromptRow] | None = (
-            None if rows is None else PromptDataset(rows, tokenizer, config)
-        )
+        if rows is None:
+            return None
+        dataset = PromptDataset(rows, tokenizer, config)
     else:
-        files = as_list(config.train_files if split == "train" else config.val_files)
-        dataset = _custom_dataset(spec, files, tokenizer, config) if files else None
-    if dataset is not None:
-        logger.info("%s: %d prompts", split, len(dataset))
+        files = _keys_of(config, split).files
+        if not files:
+            return None
+        dataset = _custom_dataset(spec, files, tokenizer, config)
+    logger.info("%s: %d prompts", split, len(dataset))
     return dataset
 
 
@@ -144,51 +158,68 @@ def _custom_dataset(
 
 
 def _rows(config: DataConfig | SFTDataConfig, split: Split, seed: int) -> Rows | None:
-    """The rows of one split from files or from the task; at most `*_max_samples` of them, in
-    `validation_shuffle`'s order.
+    """Read the rows of one split from its files or its task, at most `*_max_samples` of them; None without
+    either.
+
+    `validation_shuffle` decides the order of the validation rows; training rows stay in the data's order.
     """
-    files = as_list(config.train_files if split == "train" else config.val_files)
-    short = "train" if split == "train" else "val"
-    if config.task.name is not None:
-        if files:
-            raise ConfigError(
-                f"data.task.name={config.task.name} and data.{short}_files={files} are both set: unset one"
-            )
-        rows = _task_rows(config.task, split)
+    keys = _keys_of(config, split)
+    task = config.task
+    if task.name is None:
+        if not keys.files:
+            return None
+        rows = load_rows(keys.files, config.cache_dir)
     else:
-        rows = load_rows(files, config.cache_dir) if files else None
-    if rows is None:
-        return None
-    limit = config.train_max_samples if split == "train" else config.val_max_samples
-    shuffle = config.shuffle if split == "train" else getattr(config, "validation_shuffle", False)
-    return _subset(rows, limit, shuffle, split, seed)
-
-
-def _task_rows(config: TaskConfig, split: Split) -> Rows | None:
-    size = config.size if split == "train" else config.val_size
-    return Rows([build_task(config).rows(split, size)], source=f"{config.name} ({split})") if size else None
-
-
-def _subset(rows: Rows, limit: int, shuffle: bool, split: Split, seed: int) -> Rows:
-    if 0 <= limit < len(rows) or (split == "validation" and shuffle):
-        if limit == 0:
-            raise DataError(
-                f"data.{'train' if split == 'train' else 'val'}_max_samples=0 leaves no rows; -1 means all"
+        if keys.files:
+            raise ConfigError(
+                f"data.task.name={task.name} and data.{keys.short}_files={keys.files} are both set: unset one"
             )
-        size = min(limit, len(rows)) if limit > 0 else len(rows)
-        chosen = (
-            torch.randperm(len(rows), generator=generator(seed, f"{split}_subset"))[:size].tolist()
-            if shuffle
-            else list(range(size))
+        if not keys.task_size:
+            return None
+        rows = Rows([build_task(task).rows(split, keys.task_size)], source=f"{task.name} ({split})")
+    return _subset(rows, keys, split, seed)
+
+
+@dataclass(frozen=True)
+class _SplitKeys:
+    """The keys of one split, by names that both splits share."""
+
+    short: str
+    files: list[str]
+    limit: int
+    shuffle: bool
+    task_size: int
+
+
+def _keys_of(config: DataConfig | SFTDataConfig, split: Split) -> _SplitKeys:
+    if split == "train":
+        return _SplitKeys(
+            "train", as_list(config.train_files), config.train_max_samples, config.shuffle, config.task.size
         )
-        return rows.take(chosen if split == "validation" else sorted(chosen))
-    return rows
+    shuffle = getattr(config, "validation_shuffle", False)
+    return _SplitKeys("val", as_list(config.val_files), config.val_max_samples, shuffle, config.task.val_size)
+
+
+def _subset(rows: Rows, keys: _SplitKeys, split: Split, seed: int) -> Rows:
+    """The rows that `*_max_samples` leaves, drawn where the split is shuffled, else the first ones."""
+    if not (0 <= keys.limit < len(rows) or (split == "validation" and keys.shuffle)):
+        return rows
+    if keys.limit == 0:
+        raise DataError(f"data.{keys.short}_max_samples=0 leaves no rows; -1 means all")
+    chosen = list(range(len(rows)))
+    if keys.shuffle:
+        chosen = torch.randperm(len(rows), generator=generator(seed, f"{split}_subset")).tolist()
+    if keys.limit > 0:
+        chosen = chosen[: keys.limit]
+    if split == "train":
+        chosen.sort()
+    return rows.take(chosen)
 
 
 def _sampler(config: SamplerConfig, dataset: MapDataset[Any], shuffle: bool, seed: int) -> Sampler:
     spec = join_spec(config.class_path, config.class_name, key="data.sampler")
     if spec is None:
-        return ShuffledSampler(dataset, seed) if shuffle else SequentialSampler(dataset)
+        return _own_sampler(dataset, shuffle, seed)
     sampler = load_function(spec, key="data.sampler")(dataset, seed)
     missing = [name for name in ("__iter__", "__len__", "set_epoch") if not hasattr(sampler, name)]
     if missing:
@@ -197,3 +228,9 @@ def _sampler(config: SamplerConfig, dataset: MapDataset[Any], shuffle: bool, see
             "set_epoch(epoch)"
         )
     return sampler  # type: ignore[no-any-return]
+
+
+def _own_sampler(dataset: Sized, shuffle: bool, seed: int) -> Sampler:
+    if shuffle:
+        return ShuffledSampler(dataset, seed)
+    return SequentialSampler(dataset)

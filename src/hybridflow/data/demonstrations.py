@@ -1,7 +1,6 @@
-"""Prompts with the data's own answers: what SPIN learns from next to the responses it samples.
+"""Prompts with the data's own answers, from which SPIN learns next to the responses that it samples.
 
-    PromptRow + its column data.demonstration_key ──as in supervised fine-tuning──► PromptRow with
-    demonstration_token_ids
+    PromptRow + its column data.demonstration_key ──as in sft.py──► PromptRow with demonstration_token_ids
 
 The answers are tokenised once, while the dataset is built, so that what cannot be used is counted and shown
 before training.
@@ -33,7 +32,8 @@ class DemonstratedPrompts:
         self.dataset = dataset
         self._kept: list[int] = []
         self._answers = RaggedInts()
-        key, limit = config.demonstration_key, config.max_response_length
+        key = config.demonstration_key
+        limit = config.max_response_length
         self.report = RowReport(f"the training data's answers (data.demonstration_key={key})", len(dataset))
         for index in range(len(dataset)):
             self.report.seen(index)
@@ -63,8 +63,8 @@ class DemonstratedPrompts:
 
 
 def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataConfig) -> list[int]:
-    """Token ids of the answer in column `data.demonstration_key`, its end token included: those that SFT
-    would learn.
+    """Return the token ids of the answer in column `data.demonstration_key`, which SFT would learn, end token
+    included.
 
     The column holds the answer's text, or messages that end in it and begin with the prompt's. Raises
     TypeError or ValueError where it holds neither, or other messages than the prompt's.
@@ -89,8 +89,8 @@ def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataCo
             if isinstance(asked, (list, tuple)) and messages[:-1] != check_messages(asked):
                 raise ValueError("the messages before the answer are not the prompt of the row")
         ids, mask = encode_conversation(tokenizer, messages, config.apply_chat_template_kwargs)
-    end = len(mask) - mask[::-1].index(1) if 1 in mask else 0
-    start = next((place + 1 for place in range(end - 1, -1, -1) if not mask[place]), 0)
-    if start == end:
+    if 1 not in mask:
         raise ValueError("the answer is empty")
+    end = len(mask) - mask[::-1].index(1)
+    start = next((place + 1 for place in range(end - 1, -1, -1) if not mask[place]), 0)
     return ids[start:end]

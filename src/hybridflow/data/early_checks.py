@@ -1,9 +1,11 @@
-"""The checks of the data files that need neither torch nor a tokenizer, in about a second, before a run begins.
+"""Checks of the data files that need neither torch nor a tokenizer, made in about a second before a run
+begins.
 
     data.train_files, data.val_files ──schema, first rows, sources──► check_data ──► DataError, or SplitFacts
 
-Whatever takes longer is left to the datasets, which read every row: remote files, large json files, rows beyond
-the first. A user's own dataset class (`data.custom_cls`) reads its files itself, so nothing is checked for it.
+Whatever takes longer is left to the datasets, which read every row: remote files, large json files, rows
+beyond the first. A user's own dataset class (`data.custom_cls`) reads its files itself, so nothing is checked
+for it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from hybridflow.data.files import (
 )
 from hybridflow.data.messages import check_messages, choose_column, messages_column, prompt_of
 from hybridflow.data.remote import local_file
-from hybridflow.data.row_schema import UNKNOWN_SOURCE, complete_row
+from hybridflow.data.row_schema import complete_row, source_of
 from hybridflow.errors import DataError
 
 FIRST_ROWS = 64
@@ -46,7 +48,7 @@ SOURCE_ROWS = 2_000_000
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What the files of one split hold, as far as it could be told quickly."""
+    """The facts about the files of one split, as far as they can be told quickly."""
 
     key: str
     """data.train_files, data.val_files, or data.task.name"""
@@ -69,8 +71,8 @@ class _Look:
 def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
     """Look into the local data files of a run.
 
-    Returns the facts of each split that could be read. Raises DataError for a file that cannot be read, a missing
-    column, first rows that cannot be used, images or videos, or too few rows for one batch.
+    Returns the facts of each split that could be read. Raises DataError for a file that cannot be read, a
+    missing column, first rows that cannot be used, images or videos, or too few rows for one batch.
     """
     data = config.data
     if data.task.name:
@@ -96,7 +98,7 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
 
 
 def _task_facts(task: TaskConfig) -> list[SplitFacts]:
-    """What the built-in tasks give; nothing is known of a user's own."""
+    """Facts of the built-in tasks; nothing is known of a user's own."""
     name = str(task.name)
     if name != "arithmetic_chain" and not name.startswith("reasoning_gym:"):
         return []
@@ -105,7 +107,7 @@ def _task_facts(task: TaskConfig) -> list[SplitFacts]:
 
 
 def _look(address: str, data: DataConfig | SFTDataConfig) -> _Look | None:
-    """The first rows of a file and what is known of the rest; None for a file that would take long to read."""
+    """The first rows of a file and what is known of the rest; None for one that would take long to read."""
     if "://" in address:
         return None
     path = local_file(address)
@@ -148,8 +150,7 @@ def _sources(rows: Rows, data: DataConfig | SFTDataConfig) -> list[str]:
     """The different data sources of the rows, as `complete_row` names them."""
     if isinstance(data, SFTDataConfig):
         return []
-    values = (row.get(data.reward_fn_key) for row in rows)
-    return list(dict.fromkeys(UNKNOWN_SOURCE if value is None else str(value) for value in values))
+    return list(dict.fromkeys(source_of(row, data) for row in rows))
 
 
 def _check_columns(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
@@ -163,7 +164,7 @@ def _check_columns(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
 
 
 def _check_first_rows(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
-    """Raise DataError where none of the first rows can be used; some that cannot are the dataset's to count."""
+    """Raise DataError where none of the first rows can be used; the dataset counts single ones that cannot."""
     reasons = []
     for index, row in enumerate(rows[:FIRST_ROWS]):
         try:
@@ -209,5 +210,6 @@ def _check_number(source: str, looks: list[_Look], config: PPOConfig | SFTConfig
     total = sum(numbers)
     if total < size:
         raise DataError(
-            f"{source}: {total} rows, fewer than data.{key}={size}: set data.{key}={total} or less, or add data"
+            f"{source}: {total} rows, fewer than data.{key}={size}: set data.{key}={total} or less, or add "
+            "data"
         )

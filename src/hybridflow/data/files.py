@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast, overload
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hybridflow.data.messages import MEDIA, media_message
@@ -35,7 +34,8 @@ READ_ROWS = 1024
 
 
 class Rows(Sequence[Row]):
-    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change it.
+    """Rows of one or more files as one sequence; a row is a new dict at each access, so a caller may change
+    it.
 
     `columns` are the names that any of the files has; a row holds those of its own file. `source` says where
     the rows came from. Raises DataError for a row whose values cannot be read.
@@ -144,9 +144,13 @@ def _column_names(part: pa.Table | Sequence[Mapping[str, Any]]) -> Iterable[str]
 
 
 def first_filled(table: pa.Table, column: str) -> int | None:
-    """The first row of an Arrow table whose value in `column` is neither null nor empty; None without such a row."""
+    """The first row of an Arrow table whose value in `column` is neither null nor empty; None without such a
+    row.
+    """
     if column not in table.column_names:
         return None
+    import pyarrow.compute as pc  # here: it takes longer to import than pyarrow itself
+
     values = table.column(column)
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
         filled = pc.greater(pc.fill_null(pc.list_value_length(values), 0), 0)
@@ -167,7 +171,8 @@ def _why_unreadable(table: pa.Table, place: int) -> str:
             table.column(name).slice(place, 1).to_pylist()
         except UnicodeDecodeError as error:
             return (
-                f"column {name} holds text that is not UTF-8 ({error.reason} at byte {error.start}): the file is "
+                f"column {name} holds text that is not UTF-8 ({error.reason} at byte {error.start}): the "
+                "file is "
                 "damaged, write it anew"
             )
         except _UNREADABLE as error:
@@ -175,13 +180,22 @@ def _why_unreadable(table: pa.Table, place: int) -> str:
     return ""
 
 
+def as_rows(rows: Rows | Sequence[Row]) -> Rows:
+    """Return rows from anywhere as Rows."""
+    if isinstance(rows, Rows):
+        return rows
+    return Rows([rows])
+
+
 def as_list(files: str | Sequence[str]) -> list[str]:
-    """One address or several as a list."""
-    return [files] if isinstance(files, (str, Path)) else [str(file) for file in files]
+    """Return one address or several as a list."""
+    if isinstance(files, (str, Path)):
+        return [str(files)]
+    return [str(file) for file in files]
 
 
 def load_rows(files: str | Sequence[str], cache_dir: str | Path | None = None) -> Rows:
-    """The rows of parquet, json (a list of objects) and jsonl files, in the order given.
+    """Read the rows of parquet, json (a list of objects) and jsonl files, in the order given.
 
     Raises DataError for a missing, empty or malformed file, naming it (and the line).
     """
@@ -198,8 +212,8 @@ def load_rows(files: str | Sequence[str], cache_dir: str | Path | None = None) -
 
 
 def count_rows(files: str | Sequence[str]) -> int | None:
-    """How many rows the files hold, from a parquet file's footer alone; None where a file would have to be
-    fetched first.
+    """Count the rows of the files, of parquet by its footer alone; None where a file would have to be fetched
+    first.
 
     Raises DataError as `load_rows` does.
     """

@@ -1,8 +1,9 @@
-"""A procedural task's entry as JSON text and back, with what JSON lacks: tuples, sets and keys that are no
-strings.
+"""A procedural task's entry as JSON text and back, with tuples, sets and keys that are no strings, which JSON
+lacks.
 
-entry ──encode_entry──► text in extra_info, which parquet and a reward's process can hold ──decode_entry──► an
-equal entry
+    entry ──encode_entry──► text in extra_info ──decode_entry──► an equal entry
+
+Parquet files and a reward's process can hold the text.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from typing import Any
 
 
 def encode_entry(entry: Mapping[str, Any]) -> str:
-    """An entry as JSON from which `decode_entry` gets it back: verifiers compare tuples and look up keys that
-    are no strings.
+    """Return the entry as JSON, from which `decode_entry` gets it back.
+
+    Verifiers compare tuples and look up keys that are no strings, so these have to survive.
     """
     return json.dumps(_pack(dict(entry)))
 
 
 def decode_entry(text: str) -> dict[str, Any]:
-    """The entry that `encode_entry` wrote."""
+    """Return the entry that `encode_entry` wrote."""
     entry: dict[str, Any] = json.loads(text, object_hook=_unpack)
     return entry
 
@@ -48,4 +50,6 @@ def _unpack(value: dict[str, Any]) -> Any:
         return dict(value["__items__"])
     if value.keys() == {"__tuple__"}:
         return tuple(value["__tuple__"])
-    return set(value["__set__"]) if value.keys() == {"__set__"} else value
+    if value.keys() == {"__set__"}:
+        return set(value["__set__"])
+    return value

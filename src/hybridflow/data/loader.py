@@ -1,8 +1,8 @@
-"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, and where we stand as plain
+"""Batches of rows that resume exactly: dataset and sampler in, lists of rows out, with the position as plain
 data.
 
-    sampler ──indices──► StatefulLoader ──[row] * batch_size──► trainer;   state_dict = {epoch, position in
-    rows, sampler's own state}
+    sampler ──indices──► StatefulLoader ──[row] * batch_size──► trainer
+    state_dict = {epoch, position in rows, the sampler's own state}
 
 `for batch in loader` gives the rest of the current epoch; the next `for` gives the next epoch.
 """
@@ -70,24 +70,25 @@ class StatefulLoader(Generic[Item]):
                 "%s has update but no state_dict/load_state_dict: a resumed run will not repeat its order",
                 type(sampler).__name__,
             )
-        self.dataset, self.sampler, self.batch_size, self.drop_last, self.num_workers = (
-            dataset,
-            sampler,
-            batch_size,
-            drop_last,
-            num_workers,
-        )
+        self.dataset = dataset
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_workers = num_workers
         self.size_key = size_key
-        self.epoch, self.position = 0, 0
+        self.epoch = 0
+        self.position = 0
+        self._least = 1
+        if drop_last:
+            self._least = batch_size  # rows that make a batch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        rows = len(self.sampler)
-        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+        """Number of batches in a whole epoch."""
+        return (len(self.sampler) + self.batch_size - self._least) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Item]]:
-        """The batches that are left of the current epoch. `state_dict` between two of them says that the
-        first is done.
+        """Give the batches that are left of the current epoch; `state_dict` between two counts the first as
+        done.
         """
         batches = self._index_batches()
         if self.num_workers:
@@ -99,8 +100,8 @@ class StatefulLoader(Generic[Item]):
                 yield rows
 
     def endless(self) -> Iterator[list[Item]]:
-        """The batches of this epoch and of all that follow. Raises DataError where an epoch has none left to
-        give.
+        """Give the batches of this epoch and of all that follow. Raises DataError for an epoch without a
+        batch.
         """
         while True:
             batches = 0
@@ -115,7 +116,7 @@ class StatefulLoader(Generic[Item]):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins, as plain data."""
+        """Return the place where the next batch begins, as plain data."""
         state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "order": self._order()}
         if isinstance(self.sampler, StatefulSampler):
             state["sampler"] = self.sampler.state_dict()
@@ -124,14 +125,14 @@ class StatefulLoader(Generic[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
 
-        Raises CheckpointError where the state is of a sampler with a state of its own and this one has none,
-        or the reverse.
+        Raises CheckpointError where one of the checkpoint's and this run's samplers keeps a state and the
+        other does not.
         """
         stateful = isinstance(self.sampler, StatefulSampler)
         if stateful != ("sampler" in state):
+            had = {True: "without", False: "with"}[stateful]
             raise CheckpointError(
-                f"the checkpoint was made {'without' if stateful else 'with'} a sampler that keeps a state, "
-                "this run has "
+                f"the checkpoint was made {had} a sampler that keeps a state, this run has "
                 f"{type(self.sampler).__name__}; use the sampler of the checkpoint (data.sampler)"
             )
         here = self._order()
@@ -142,40 +143,43 @@ class StatefulLoader(Generic[Item]):
         ]
         if changed:
             logger.warning(
-                "not the data of the checkpoint (%s): the batches after resuming are other ones",
+                "the data is not that of the checkpoint (%s): the batches after resuming differ",
                 ", ".join(changed),
             )
         if isinstance(self.sampler, StatefulSampler):
             self.sampler.load_state_dict(state["sampler"])
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch = int(state["epoch"])
+        self.position = int(state["position"])
         # to the next epoch, where what is left of this one makes no batch of this run's size
         self._advance(0)
 
     def _order(self) -> dict[str, Any]:
-        """What the batches depend on, for a resumed run to compare."""
+        """The values that the order of the batches depends on, for a resumed run to compare."""
         names = {
             "number of rows": len(self.sampler),
             "batch size": self.batch_size,
             "sampler": type(self.sampler).__name__,
         }
-        return names | ({"seed": self.sampler.seed} if isinstance(self.sampler, ShuffledSampler) else {})
+        if isinstance(self.sampler, ShuffledSampler):
+            names["seed"] = self.sampler.seed
+        return names
 
     def _advance(self, count: int) -> None:
         self.position += count
-        left = len(self.sampler) - self.position
-        if left < (self.batch_size if self.drop_last else 1):
-            self.epoch, self.position = self.epoch + 1, 0
+        if len(self.sampler) - self.position < self._least:
+            self.epoch += 1
+            self.position = 0
 
     def _index_batches(self) -> Iterator[list[int]]:
         """Lists of row indices to the end of this epoch, drawn from the sampler as they are asked for."""
-        epoch, own_place = self.epoch, isinstance(self.sampler, StatefulSampler)
+        own_place = isinstance(self.sampler, StatefulSampler)
         if self.position == 0 or not own_place:
-            self.sampler.set_epoch(epoch)
+            self.sampler.set_epoch(self.epoch)
         indices = iter(self.sampler)
         if not own_place:
             indices = itertools.islice(indices, self.position, None)
         left = len(self.sampler) - self.position
-        while left >= (self.batch_size if self.drop_last else 1):
+        while left >= self._least:
             batch = list(itertools.islice(indices, min(self.batch_size, left)))
             if len(batch) < min(self.batch_size, left):
                 raise DataError(

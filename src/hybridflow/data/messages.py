@@ -3,8 +3,8 @@
     [{"role": "user", "content": "Hi"}]            as chat templates take them
     [{"from": "human", "value": "Hi"}]             ShareGPT's form, translated
 
-A row's prompt is found here too, so that the checks before a run (which import neither torch nor transformers)
-and the datasets read it in the same way.
+A row's prompt is found here too, so that the checks before a run (which import neither torch nor
+transformers) and the datasets read it in the same way.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TEXT_ONLY = "this version trains on text only"
 def check_messages(messages: object) -> list[Message]:
     """`messages` as chat messages, without the keys that a columnar file fills with nulls.
 
-    Raises TypeError or ValueError where it is not a non-empty list of objects with a role and a content (or with
-    ShareGPT's `from` and `value`), or where a content holds something other than text.
+    Raises TypeError or ValueError where it is not a non-empty list of objects with a role and a content (or
+    with ShareGPT's `from` and `value`), or where a content holds something other than text.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"got {type(messages).__name__}, wanted a list of messages or a templated string")
@@ -114,13 +114,15 @@ def messages_column(
 def prompt_of(value: object, *, wrap: bool) -> str | list[Message]:
     """The prompt in a row's prompt column: messages, or a string.
 
-    With `wrap` a string becomes a user's message. A ShareGPT conversation that ends in an answer is the prompt
-    up to that answer. Raises TypeError or ValueError where the value is neither a string nor messages.
+    With `wrap` a string becomes a user's message. A ShareGPT conversation that ends in an answer is the
+    prompt up to that answer. Raises TypeError or ValueError where the value is neither a string nor messages.
     """
     if isinstance(value, str):
         if not value:
             raise ValueError("the prompt is an empty string")
-        return [{"role": "user", "content": value}] if wrap else value
+        if wrap:
+            return [{"role": "user", "content": value}]
+        return value
     messages = check_messages(value)
     if is_sharegpt(value) and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -130,8 +132,9 @@ def prompt_of(value: object, *, wrap: bool) -> str | list[Message]:
 
 
 def media_message(source: str, column: str, row: int) -> str:
-    """What to say of data that is not text alone."""
+    """The message for data that is not text alone."""
     return (
-        f"{source} has a column {column}, filled in row {row}: {TEXT_ONLY}; use another data set, or take the "
+        f"{source} has a column {column}, filled in row {row}: {TEXT_ONLY}; use another data set, or take "
+        "the "
         "column out to train on the text without it"
     )

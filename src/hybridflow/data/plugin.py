@@ -1,6 +1,6 @@
-"""Objects from outside: "path/to/file.py:name" or "package.module:name" in, the object out.
+"""Objects of the user's own code: "path/to/file.py:name" or "package.module:name" in, the object out.
 
-The one form in which a user's reward, estimator, policy loss, dataset, sampler or task is named, everywhere.
+A user's reward, estimator, policy loss, dataset, sampler or task is named in this form everywhere.
 A file is imported once per content: the same path gives the same module (and so the same classes) in one
 process.
 """
@@ -28,11 +28,11 @@ WANTED = "wanted path/to/file.py:name or package.module:name"
 
 
 def load_object(spec: str, *, key: str = "") -> Any:
-    """The object that `spec` names; `key` is the configuration key to name in messages.
+    """Return the object that `spec` names; `key` is the configuration key to name in messages.
 
     Raises ConfigError if the file or module does not exist, raises while it is imported, or has no such name.
     """
-    where = f"{key}: " if key else ""
+    where = _prefix(key)
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name or "/" in name or "\\" in name or name.endswith(".py"):
         raise ConfigError(f"{where}got {spec!r}, {WANTED}")
@@ -47,8 +47,9 @@ def load_object(spec: str, *, key: str = "") -> Any:
 
 
 def load_function(spec: str, *, key: str) -> Callable[..., Any]:
-    """A user's function or class, its signature kept. What it raises becomes a ConfigError that names it and
-    holds the traceback.
+    """Return a user's function or class with its signature.
+
+    What it raises when called becomes a ConfigError that names it and holds the traceback.
     """
     function = load_object(spec, key=key)
     if not callable(function):
@@ -64,7 +65,7 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
 
 @contextmanager
 def blaming(whose: str) -> Iterator[None]:
-    """Run a user's code: what it raises becomes a ConfigError that says `whose` it is and holds the
+    """Run a user's code; what it raises becomes a ConfigError that names `whose` code it is and holds the
     traceback.
     """
     try:
@@ -75,12 +76,19 @@ def blaming(whose: str) -> Iterator[None]:
         raise ConfigError(f"{whose} raised\n{''.join(traceback.format_exception(error)).strip()}") from error
 
 
+def _prefix(key: str) -> str:
+    """The begin of a message that names a configuration key, if there is one to name."""
+    if not key:
+        return ""
+    return f"{key}: "
+
+
 def load_module(location: str, *, key: str = "") -> ModuleType:
     """Import a Python file (a path that ends in .py) or a module by its dotted name.
 
     Raises ConfigError if it does not exist or raises while it is imported.
     """
-    where = f"{key}: " if key else ""
+    where = _prefix(key)
     if location.endswith(".py"):
         return _load_file(Path(location).expanduser(), where)
     if "/" in location or "\\" in location:
@@ -101,7 +109,8 @@ def _load_file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{where}no file {path} (looked in {Path.cwd()})")
     path = path.resolve()
-    name = f"hybridflow_plugin_{path.stem}_{hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()}"
+    content = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
+    name = f"hybridflow_plugin_{path.stem}_{content}"
     if name in sys.modules:
         return sys.modules[name]
     file_spec = importlib.util.spec_from_file_location(name, path)
@@ -120,14 +129,16 @@ def _load_file(path: Path, where: str) -> ModuleType:
 def _last_line(error: Exception) -> str:
     """The traceback's last line, with the line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    place = ""
+    if frames:
+        place = f" (at {frames[-1].filename}:{frames[-1].lineno})"
     if isinstance(error, SyntaxError) and error.filename:
         place = f" (at {error.filename}:{error.lineno})"
     return traceback.format_exception_only(error)[-1].strip() + place
 
 
 def join_spec(path: str | None, name: str | None, *, key: str) -> str | None:
-    """One "path:name" from two keys, of which the path may already carry the name; None if there is no path.
+    """Join two keys to one "path:name", where the path may already carry the name; None if there is no path.
 
     Raises ConfigError if neither key gives a name, or only the name is set.
     """
@@ -136,7 +147,7 @@ def join_spec(path: str | None, name: str | None, *, key: str) -> str | None:
             raise ConfigError(f"{key}: a name ({name}) without a file or module; set the path too")
         return None
     if name:
-        return path if path.endswith(f":{name}") else f"{path}:{name}"
+        return f"{path.removesuffix(f':{name}')}:{name}"
     location, colon, last = path.rpartition(":")
     if not colon or not location or "/" in last or "\\" in last:
         raise ConfigError(

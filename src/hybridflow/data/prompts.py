@@ -1,7 +1,7 @@
 """Prompts for generation: rows in verl's schema in, token ids with the row they belong to out.
 
-    {data_source, prompt, ability, reward_model{style, ground_truth}, extra_info} ──encode──►
-    PromptRow(prompt_token_ids, row, index)
+    {data_source, prompt, ability, reward_model{style, ground_truth}, extra_info}
+        ──encode──► PromptRow(prompt_token_ids, row, index)
 
 Every row is tokenised once, while the dataset is built: rows that fail and prompts that are too long are
 known, counted and shown before anything trains. The token ids are kept (four bytes each); the rest of a row
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.data import DataConfig
-from hybridflow.data.files import Row, Rows
+from hybridflow.data.files import Row, Rows, as_rows
 from hybridflow.data.messages import Message, check_messages, choose_column
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import SHOWN, RowReport
@@ -60,8 +60,9 @@ class PromptDataset:
     """
 
     def __init__(self, rows: Rows | Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> None:
-        self.rows = rows if isinstance(rows, Rows) else Rows([rows])
-        self.tokenizer, self.config = tokenizer, config
+        self.rows = as_rows(rows)
+        self.tokenizer = tokenizer
+        self.config = config
         self.num_overlong = 0
         self._kept: list[int] = []
         self._ids = RaggedInts()
@@ -78,8 +79,9 @@ class PromptDataset:
         return PromptRow(self._ids[position % len(self)], row, row["index"])
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Token ids of one prompt: messages by the chat template with the generation prompt, a string as it
-        stands.
+        """Return the token ids of one prompt.
+
+        Messages are rendered by the chat template with the generation prompt; a string is taken as it stands.
 
         Raises TypeError or ValueError where the prompt is neither, and whatever the template raises.
         """
@@ -110,14 +112,16 @@ class PromptDataset:
             require_chat_template(self.tokenizer)
         elif has_unused_template(self.tokenizer, first):
             logger.warning(
-                "the prompts of %s are plain text and go to the model as they stand, without the chat template "
+                "the prompts of %s are plain text and go to the model as they stand, without the chat "
+                "template "
                 "of the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
                 "each a user's message",
                 self.rows.source,
             )
 
     def _encode_all(self) -> None:
-        limit, overlong = self.config.max_prompt_length, []
+        limit = self.config.max_prompt_length
+        overlong = []
         longest = 0
         for index, row in enumerate(self.rows):
             self.report.seen(index)
@@ -133,11 +137,7 @@ class PromptDataset:
                 overlong.append(index)
                 if self.config.filter_overlong_prompts:
                     continue
-                ids = (
-                    truncate_middle(ids, limit)
-                    if self.config.truncation == "middle"
-                    else _cut(ids, limit, self.config.truncation)
-                )
+                ids = truncate(ids, limit, self.config.truncation)
             self._kept.append(index)
             self._ids.append(ids)
         self.num_overlong = len(overlong)
@@ -169,10 +169,15 @@ class PromptDataset:
 
 
 def truncate_middle(ids: list[int], limit: int) -> list[int]:
-    """The first and the last `limit` / 2 tokens (the last get the odd one)."""
+    """Return the first and the last `limit` / 2 tokens (the last get the odd one)."""
     head = limit // 2
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-def _cut(ids: list[int], limit: int, side: str) -> list[int]:
-    return ids[len(ids) - limit :] if side == "left" else ids[:limit]
+def truncate(ids: list[int], limit: int, side: str) -> list[int]:
+    """Return the tokens that `data.truncation` leaves: left, right or middle says which are cut."""
+    if side == "middle":
+        return truncate_middle(ids, limit)
+    if side == "left":
+        return ids[len(ids) - limit :]
+    return ids[:limit]

@@ -1,6 +1,4 @@
-"""Lists of token ids in four bytes a token: what datasets keep of rows that they tokenised while they were
-built.
-"""
+"""Lists of token ids in four bytes a token, in which datasets keep the rows that they tokenised."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Files and folders that live elsewhere: an address in, a local path out, copied once.
+"""Remote files and folders: an address in, a local path out, copied once.
 
 "s3://bucket/train.parquet" ──local_file──► ~/.cache/hybridflow/files/<key>/train.parquet
-"modelscope://owner/name/train.parquet" ──► what the ModelScope client downloaded
-"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 (also VERL_USE_MODELSCOPE) the
-folder that ModelScope downloaded
+"modelscope://owner/name/train.parquet" ──► the file that the ModelScope client downloaded
+"Qwen/Qwen2.5-0.5B" ──hub_folder──► itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the folder from ModelScope
+
+verl's VERL_USE_MODELSCOPE works as HYBRIDFLOW_USE_MODELSCOPE does.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def is_remote(address: str) -> bool:
 
 
 def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
-    """A local path with the content of `address`; a remote file is copied once for each of its versions.
+    """Return a local path with the content of `address`; a remote file is copied once for each of its
+    versions.
 
     Raises DataError if there is no such file or the copy came out short, ConfigError if the file system needs
     a package.
@@ -66,9 +68,10 @@ def local_file(address: str, cache_dir: str | Path | None = None) -> Path:
         if path.is_dir():
             raise DataError(f"{address} is a folder; name the parquet, json or jsonl file(s) in it")
         if not path.is_file():
-            raise DataError(
-                f"no file {address}" + ("" if path.is_absolute() else f" (looked in {Path.cwd()})")
-            )
+            text = f"no file {address}"
+            if not path.is_absolute():
+                text += f" (looked in {Path.cwd()})"
+            raise DataError(text)
         return path
     try:
         filesystem, path_there = fsspec.core.url_to_fs(address)
@@ -123,12 +126,12 @@ def _copy_once(filesystem: Any, path_there: str, address: str, info: dict[str, A
 
 
 def hub_folder(name: str) -> str:
-    """Return `name`, or the local folder of that ModelScope model where models are taken from ModelScope.
+    """Return `name` itself, or with HYBRIDFLOW_USE_MODELSCOPE=1 the local folder of that ModelScope model.
 
-    They are with HYBRIDFLOW_USE_MODELSCOPE or verl's VERL_USE_MODELSCOPE set to 1, true or yes. Raises
-    ConfigError if the ModelScope client is not installed then, ModelError if ModelScope has no such model.
+    verl's VERL_USE_MODELSCOPE does the same; each is set by 1, true or yes. Raises ConfigError if the
+    ModelScope client is not installed then, ModelError if ModelScope has no such model.
     """
-    variable = next((each for each in MODELSCOPE if os.environ.get(each, "").lower() in _TRUE), None)
+    variable = _modelscope_variable()
     if variable is None or Path(name).expanduser().exists():
         return name
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
@@ -146,6 +149,16 @@ def hub_folder(name: str) -> str:
         raise ModelError(f"ModelScope could not give {name}: {type(error).__name__}: {error}") from error
 
 
+def _modelscope_variable() -> str | None:
+    """The environment variable that asks for ModelScope in place of the hub, ours or verl's; None where none
+    does.
+    """
+    for variable in MODELSCOPE:
+        if os.environ.get(variable, "").lower() in _TRUE:
+            return variable
+    return None
+
+
 def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:
     parts = address.removeprefix("modelscope://").split("/")
     if len(parts) < 3 or not all(parts):
@@ -155,9 +168,10 @@ def _modelscope_file(address: str, cache_dir: str | Path | None) -> Path:
     except ImportError as error:
         raise ConfigError(f"{address} needs the ModelScope client: {install_extra('remote')}") from error
     try:
-        file = dataset_file_download(
-            "/".join(parts[:2]), "/".join(parts[2:]), cache_dir=str(cache_dir) if cache_dir else None
-        )
+        options = {}
+        if cache_dir:
+            options["cache_dir"] = str(cache_dir)
+        file = dataset_file_download("/".join(parts[:2]), "/".join(parts[2:]), **options)
     except Exception as error:  # as above
         raise DataError(f"ModelScope could not give {address}: {type(error).__name__}: {error}") from error
     return Path(file)

@@ -1,5 +1,5 @@
-"""What happened to the rows while a dataset was built: progress, and the rows that cannot be used, counted
-and shown.
+"""The report on the rows while a dataset is built: progress, and the rows that cannot be used, counted and
+shown.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ PROGRESS_SECONDS = 10.0
 
 
 class RowReport:
-    """Counts rows that fail while `total` rows of `source` are read; says so at the end, and while it takes
-    long.
+    """A counter of rows that fail while `total` rows of `source` are read.
+
+    It logs the failures at the end, and the progress every ten seconds.
     """
 
     def __init__(self, source: str, total: int) -> None:
-        self.source, self.total = source, total
+        self.source = source
+        self.total = total
         self.num_failed = 0
         self.reasons: list[str] = []
         self._next_line = time.monotonic() + PROGRESS_SECONDS
@@ -30,11 +32,12 @@ class RowReport:
         """Count the row at `index`; the first few are kept to be shown."""
         self.num_failed += 1
         if len(self.reasons) < SHOWN:
-            text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
-            self.reasons.append(f"row {index}: {text}")
+            if isinstance(reason, BaseException):
+                reason = f"{type(reason).__name__}: {reason}"
+            self.reasons.append(f"row {index}: {reason}")
 
     def seen(self, count: int) -> None:
-        """Log a line every ten seconds: `count` rows are done."""
+        """Log at most every ten seconds that `count` rows are done."""
         if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + PROGRESS_SECONDS
             logger.info("reading %s: %d of %d rows", self.source, count, self.total)

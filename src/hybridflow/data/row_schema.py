@@ -1,4 +1,4 @@
-"""The fields that every row of prompts has, whatever its file left out; needs neither torch nor transformers."""
+"""The fields that every row of prompts has, whatever its file left out; torch is not needed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     These are data_source, reward_model, extra_info, index and raw_prompt (see `PromptRow`). Raises TypeError,
     ValueError or KeyError where a field is of another kind or the row has no prompt.
     """
-    source = row.get(config.reward_fn_key)
-    row["data_source"] = UNKNOWN_SOURCE if source is None else str(source)
+    row["data_source"] = source_of(row, config)
     reward_model = row.get("reward_model")
     if reward_model is None:
         reward_model = {"style": "rule", "ground_truth": row.get("answer")}
@@ -38,6 +37,14 @@ def complete_row(row: Row, index: int, config: DataConfig) -> Row:
     row |= {"reward_model": reward_model, "extra_info": extra_info, "index": extra_info["index"]}
     row["raw_prompt"] = prompt_of(row[choose_column(row, config.prompt_key)], wrap=config.wrap_prompts)
     return row
+
+
+def source_of(row: Row, config: DataConfig) -> str:
+    """The data source of a row; `unknown` where the data does not say."""
+    source = row.get(config.reward_fn_key)
+    if source is None:
+        return UNKNOWN_SOURCE
+    return str(source)
 
 
 def note_missing_columns(source: str, columns: Sequence[str], config: DataConfig) -> None:

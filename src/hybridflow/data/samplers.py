@@ -1,4 +1,4 @@
-"""In which order the rows of an epoch come: seeded, so that it depends on (seed, epoch) alone.
+"""Samplers, which decide the order of the rows in an epoch; it depends on (seed, epoch) alone.
 
 A sampler of one's own (`data.sampler.class_path`) has the `Sampler` protocol below. A curriculum sampler also
 has `update(batch)`.
@@ -28,8 +28,8 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class CurriculumSampler(Protocol):
-    """A sampler that is told each finished batch (a DataProto with scores, advantages, ...) and may order
-    what follows by it.
+    """A sampler that gets each finished batch (a DataProto with scores, advantages, ...) and may order the
+    rest by it.
     """
 
     def update(self, batch: Any) -> None: ...
@@ -37,8 +37,9 @@ class CurriculumSampler(Protocol):
 
 @runtime_checkable
 class StatefulSampler(Protocol):
-    """A sampler that keeps its own place: after `load_state_dict`, `iter(sampler)` goes on where the saved
-    epoch stood.
+    """A sampler that keeps its own place in an epoch.
+
+    After `load_state_dict`, `iter(sampler)` goes on where the saved epoch stood.
 
     The state is plain data (numbers, strings, lists, dicts, tensors). Samplers without these methods are
     fast-forwarded instead, which is exact where the order depends on (seed, epoch) alone.
@@ -52,7 +53,9 @@ class ShuffledSampler:
     """Every row once an epoch, in an order keyed by (seed, "shuffle", epoch)."""
 
     def __init__(self, dataset: Sized, seed: int) -> None:
-        self.size, self.seed, self.epoch = len(dataset), seed, 0
+        self.size = len(dataset)
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

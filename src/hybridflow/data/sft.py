@@ -1,11 +1,11 @@
-"""Conversations for supervised fine-tuning: rows in, token ids and which of them to learn out.
+"""Conversations for supervised fine-tuning: rows in, token ids and the mask of those to learn out.
 
-    {messages} or {prompt, response} ──► text and the spans the assistant wrote ──► SFTRow(input_ids,
-    loss_mask)
+    {messages} or {prompt, response} ──► text and the spans that the assistant wrote
+                                     ──► SFTRow(input_ids, loss_mask)
 
-Learned are the tokens the assistant would have to generate: its text and the end token after it; nothing of a
-template's decoration. Rows are tokenised once, while the dataset is built, so that what cannot be used is
-counted and shown before training.
+The model learns the tokens that the assistant has to generate: its text and the end token after it, and
+nothing of a template's decoration. Rows are tokenised once, while the dataset is built, so that rows that
+cannot be used are counted and shown before training.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.data import SFTDataConfig
-from hybridflow.data.files import Row, Rows
+from hybridflow.data.files import Row, Rows, as_rows
 from hybridflow.data.messages import Message, check_messages, messages_column, prompt_of
+from hybridflow.data.prompts import truncate
 from hybridflow.data.ragged import RaggedInts
 from hybridflow.data.row_report import SHOWN, RowReport
 from hybridflow.data.tokenizer import (
@@ -56,11 +57,13 @@ class SFTDataset:
     """
 
     def __init__(self, rows: Rows | Sequence[Row], tokenizer: Tokenizer, config: SFTDataConfig) -> None:
-        self.rows = rows if isinstance(rows, Rows) else Rows([rows])
-        self.tokenizer, self.config = tokenizer, config
+        self.rows = as_rows(rows)
+        self.tokenizer = tokenizer
+        self.config = config
         self.num_overlong = 0
         self._kept: list[int] = []
-        self._ids, self._mask = RaggedInts(), RaggedInts()
+        self._ids = RaggedInts()
+        self._mask = RaggedInts()
         self._check_columns()
         self.report = RowReport(self.rows.source, len(self.rows))
         self._encode_all()
@@ -89,14 +92,18 @@ class SFTDataset:
             require_chat_template(self.tokenizer)
         elif has_unused_template(self.tokenizer, first):
             logger.warning(
-                "the prompts of %s are plain text and are learned as they stand, without the chat template of "
-                "the tokenizer: where they are not templated already, set data.wrap_prompts=true to make each "
+                "the prompts of %s are plain text and are learned as they stand, without the chat template "
+                "of "
+                "the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
+                "each "
                 "a user's message",
                 self.rows.source,
             )
 
     def _encode_all(self) -> None:
-        overlong, longest, limit = [], 0, self.config.max_length
+        overlong = []
+        longest = 0
+        limit = self.config.max_length
         for index, row in enumerate(self.rows):
             self.report.seen(index)
             try:
@@ -112,14 +119,13 @@ class SFTDataset:
                 # error: all of them are named once all rows are read
                 if self.config.truncation in ("drop", "error"):
                     continue
-                cut = slice(len(ids) - limit, None) if self.config.truncation == "left" else slice(limit)
-                ids, mask = ids[cut], mask[cut]
+                ids = truncate(ids, limit, self.config.truncation)
+                mask = truncate(mask, limit, self.config.truncation)
             if not any(mask[1:]):  # the first token has nothing before it to be predicted from
-                cut_off = len(ids) == limit and bool(overlong) and overlong[-1] == index
-                self.report.failed(
-                    index,
-                    "nothing left to learn after truncation" if cut_off else "the assistant says nothing",
-                )
+                reason = "the assistant says nothing"
+                if overlong[-1:] == [index]:
+                    reason = "nothing left to learn after truncation"
+                self.report.failed(index, reason)
                 continue
             self._kept.append(index)
             self._ids.append(ids)
@@ -143,16 +149,15 @@ class SFTDataset:
             raise DataError(
                 f"{text}, and data.truncation={self.config.truncation} leaves none; raise data.max_length"
             )
-        logger.warning(
-            "%s: %s",
-            text,
-            "dropped"
-            if self.config.truncation == "drop"
-            else f"cut (data.truncation={self.config.truncation})",
-        )
+        done = f"cut (data.truncation={self.config.truncation})"
+        if self.config.truncation == "drop":
+            done = "dropped"
+        logger.warning("%s: %s", text, done)
 
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
-        """Token ids and loss mask of one row; TypeError or ValueError where it is no conversation."""
+        """Return the token ids and the loss mask of one row; TypeError or ValueError where it is no
+        conversation.
+        """
         config = self.config
         if self.messages_column is not None:
             messages = check_messages(row[self.messages_column])
@@ -170,16 +175,19 @@ class SFTDataset:
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
-    """A templated prompt and its response, tokenised apart as in generation, and closed by the end token
-    exactly once.
+    """Return the token ids and the loss mask of a templated prompt and its response.
 
-    Raises ValueError for an empty response or a tokenizer without an end token.
+    They are tokenised apart, as in generation, and closed by the end token exactly once. Raises ValueError
+    for an empty response or a tokenizer without an end token.
     """
     if not response:
         raise ValueError("the response is empty")
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token to close the response with")
-    prompt_ids, ids = encode_prompt(tokenizer, prompt) if prompt else [], encode_rendered(tokenizer, response)
+    prompt_ids = []
+    if prompt:
+        prompt_ids = encode_prompt(tokenizer, prompt)
+    ids = encode_rendered(tokenizer, response)
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(int(tokenizer.eos_token_id))
     return prompt_ids + ids, [0] * len(prompt_ids) + [1] * len(ids)
@@ -188,11 +196,12 @@ def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[
 def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], template_options: dict[str, Any] | None = None
 ) -> tuple[list[int], list[int]]:
-    """A conversation by the chat template, and 1 on the assistant's tokens.
+    """Return the token ids of a conversation by the chat template, and a mask with 1 on the assistant's
+    tokens.
 
-    Where the template marks them ({% generation %}) its marks count; else they are what each assistant turn
-    adds to the text rendered before it. Raises ValueError where the template rewrites earlier turns, so that
-    this cannot be told.
+    Where the template marks these tokens ({% generation %}) its marks count; else they are the text that each
+    assistant turn adds to the text rendered before it. Raises ValueError where the template rewrites earlier
+    turns, so that this cannot be told.
     """
     template = tokenizer.chat_template
     if isinstance(template, str) and _GENERATION_TAG.search(template):
@@ -203,7 +212,8 @@ def encode_conversation(
             return_assistant_tokens_mask=True,
             **(template_options or {}),
         )
-        ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+        ids = list(encoded["input_ids"])
+        mask = list(encoded["assistant_masks"])
     else:
         text = render_chat(tokenizer, messages, template_options, add_generation_prompt=False)
         ids, mask = _mask_spans(tokenizer, text, assistant_spans(tokenizer, messages, text, template_options))
@@ -216,8 +226,8 @@ def assistant_spans(
     text: str,
     template_options: dict[str, Any] | None = None,
 ) -> list[tuple[int, int]]:
-    """Where in `text`, the whole conversation as rendered, the assistant's turns stand: (begin, end) in
-    characters.
+    """Return (begin, end), in characters, of each of the assistant's turns in `text`, the rendered
+    conversation.
 
     Raises ValueError where the text rendered so far is no beginning of the whole.
     """
@@ -231,10 +241,10 @@ def assistant_spans(
         )
         if not through.startswith(before) or not text.startswith(through):
             raise ValueError(
-                f"the chat template rewrites what stands before or in message {number} when more is said, "
-                "so the assistant's tokens cannot "
-                "be told: split the conversation into one row per answer, or use a template with {% "
-                "generation %} marks"
+                f"the chat template renders the text up to message {number} differently when more messages "
+                "follow, so the assistant's tokens cannot be told apart: split the conversation into one "
+                "row per "
+                "answer, or use a template with {% generation %} marks"
             )
         spans.append((len(before), len(through)))
     if not spans:
@@ -248,16 +258,18 @@ def _mask_spans(
     """Tokens of `text`, and 1 on those that begin inside a span."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, starts = list(encoded["input_ids"]), [begin for begin, _ in encoded["offset_mapping"]]
+        ids = list(encoded["input_ids"])
+        starts = [begin for begin, _ in encoded["offset_mapping"]]
         return ids, [int(any(begin <= start < end for begin, end in spans)) for start in starts]
     ids = encode_rendered(tokenizer, text)
     mask = [0] * len(ids)
     # slow tokenizers give no offsets: count the tokens of the text up to each border
     for begin, end in spans:
-        first, last = encode_rendered(tokenizer, text[:begin]), encode_rendered(tokenizer, text[:end])
+        first = encode_rendered(tokenizer, text[:begin])
+        last = encode_rendered(tokenizer, text[:end])
         if ids[: len(first)] != first or ids[: len(last)] != last:
             raise ValueError(
-                "the tokenizer joins the assistant's text with what stands around it; use a fast tokenizer "
+                "the tokenizer joins the assistant's text with the text around it; use a fast tokenizer "
                 "(tokenizer.json)"
             )
         mask[len(first) : len(last)] = [1] * (len(last) - len(first))
@@ -265,15 +277,19 @@ def _mask_spans(
 
 
 def _end_at_end_token(tokenizer: Tokenizer, ids: list[int], mask: list[int]) -> list[int]:
-    """The mask with each run of ones closed by the end token: added where it follows, blank decoration after
-    it taken off.
+    """The mask with each run of ones closed by the end token.
+
+    The end token is added where it follows the run, and blank decoration after it is taken off.
     """
-    end, mask, closed = tokenizer.eos_token_id, list(mask), False
+    end = tokenizer.eos_token_id
+    mask = list(mask)
+    closed = False
     if end is None:
         return mask
     for position in range(1, len(ids)):
         if ids[position] == end and mask[position - 1]:
-            mask[position], closed = 1, True
+            mask[position] = 1
+            closed = True
         elif closed and mask[position] and not str(tokenizer.decode([ids[position]])).strip():
             mask[position] = 0
         else:

@@ -1,10 +1,9 @@
-"""The door to the tokenizer: a folder or hub name in, a tokenizer with a pad token out; and the two ways text
-becomes tokens.
+"""The tokenizer: a folder or hub name in, a tokenizer with a pad token out; and the two ways from text to
+tokens.
 
-messages ──render_chat──► text ──encode_rendered──► token ids        (the template writes every special token
-itself)
-string   ──encode_prompt─────────────────────────► token ids        (a first token the tokenizer wants is
-added at most once)
+messages ──render_chat──► text ──encode_rendered──► token ids    the template writes every special token
+string   ──encode_prompt──────────────────────────► token ids    the first token that the tokenizer wants is
+                                                                 added where it is missing
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ TOKENIZER_FILES = (
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a local folder or hub name, padding with its end token where it has no pad token.
+    """Load the tokenizer of a local folder or hub name; it pads with its end token where it has no pad token.
 
     Raises ModelError if the folder does not exist or holds no tokenizer, or if there is neither a pad nor an
     end token.
@@ -46,10 +45,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
     _check_folder(folder)
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (
-        Exception
-    ) as error:  # the library raises many kinds for one fact: what is at `path` cannot be loaded
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # the library raises many kinds for one fact: `path` cannot be loaded
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(
             f"cannot load a tokenizer from {path}: {reason}; wanted a Hugging Face folder or a hub name"
         ) from error
@@ -83,7 +80,7 @@ def _check_folder(path: str) -> None:
             "Qwen/Qwen2.5-0.5B"
         )
     else:
-        logger.info("%s is no folder here: taking it for a name on the model hub", path)
+        logger.info("%s is no folder here, so it is taken for a name on the model hub", path)
 
 
 def require_chat_template(tokenizer: Tokenizer) -> None:
@@ -91,14 +88,16 @@ def require_chat_template(tokenizer: Tokenizer) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path or ''} has no chat template, and the data holds "
-            "messages: use a chat model's tokenizer "
-            "(data.tokenizer=...), put a chat_template.jinja beside it, or give prompts as strings that are "
-            "already templated"
+            "messages: use a chat model's tokenizer (data.tokenizer=...), put a chat_template.jinja beside "
+            "it, or "
+            "give prompts as strings that are already templated"
         )
 
 
 def has_unused_template(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the tokenizer has a chat template and `text` holds none of the special tokens it could have written."""
+    """Whether the tokenizer has a chat template and `text` holds none of the special tokens it could have
+    written.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return False
     return not any(token and token in text for token in tokenizer.all_special_tokens)
@@ -111,7 +110,7 @@ def render_chat(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """The conversation as text by the tokenizer's chat template; `options` are further arguments of the
+    """Render a conversation by the tokenizer's chat template; `options` are further arguments of the
     template.
     """
     text = tokenizer.apply_chat_template(
@@ -125,20 +124,21 @@ def render_chat(
 
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of token ids as it stands: special tokens are written out, and no space is tidied away."""
+    """Return the text of token ids as it stands, with special tokens written out and every space kept."""
     return str(
         tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     )
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of `text` as it stands, with no special token added."""
+    """Return the token ids of `text` as it stands, with no special token added."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a prompt string: the first token that the tokenizer wants stands there exactly once, no
-    end token is added.
+    """Return the token ids of a prompt string.
+
+    The first token that the tokenizer wants stands there exactly once; no end token is added.
     """
     ids = encode_rendered(tokenizer, text)
     first = tokenizer.bos_token_id

@@ -1,13 +1,14 @@
 """The rewards room: responses in, scores out; imports neither torch nor ray.
 
-    ScoreRequest ─► manager.py ─► pool.py ══pipes══► worker.py ─► call.py ─► the function (table.py,
-    compose.py or the user's)
-                        │     └─► in_process.py ───────────────────┘
+    ScoreRequest ─► manager.py ─► pool.py ══channel.py══► worker.py ─► call.py ─► the reward function
+                        │     └─► in_process.py ────────────────────────┘
                         ▼
                   ScoredBatch: scores, extra columns, rows to drop, counters
 
-`load.py` turns `reward.*` into a function, `result.py` says what a function may return, `build.py` wires it,
-`dry_run.py` scores a few rows before a run.
+`load.py` and `resolve.py` turn `reward.*` into a function (a built-in one of `table.py`, a sum of
+`compose.py`, or the user's), `result.py` checks what a function returns, `keeper.py` ends the processes that
+a function leaves behind, `build.py` wires it all, `early_checks.py` and `dry_run.py` find mistakes before a
+run.
 """
 
 from hybridflow.rewards.manager import RewardManager, ScoredBatch

@@ -1,4 +1,5 @@
-"""What a reward worker tells the trainer, as JSON: reading it runs no code, whatever the reward function made.
+"""The answers of a reward worker to the trainer, as JSON: reading them runs no code, whatever the function
+made.
 
 {"state": "ready", "is_async": false, "process_id": 4711}        the reward function is loaded
 {"state": "failed", "error": "ConfigError", "detail": "..."}     it could not be loaded
@@ -53,7 +54,9 @@ def decode(payload: bytes) -> dict[str, Any]:
 
 
 def outcome_of(message: dict[str, Any]) -> Outcome:
-    """The Outcome in a "scored" message. Raises ValueError or KeyError where a field is missing or of another type."""
+    """The Outcome in a "scored" message. Raises ValueError or KeyError where a field is missing or of another
+    type.
+    """
     outcome = Outcome(
         score=float(message["score"]),
         extras=message["extras"],

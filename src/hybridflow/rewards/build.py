@@ -1,5 +1,6 @@
-"""`reward.*` in, a RewardManager out. The reward function is loaded here, so a wrong one shows before a model
-is allocated.
+"""From the `reward.*` keys to a RewardManager.
+
+The reward function is loaded here, so a wrong one shows before a model is allocated.
 """
 
 from __future__ import annotations

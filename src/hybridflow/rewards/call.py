@@ -1,4 +1,4 @@
-"""One call of a reward function, whatever it does: an Outcome comes out, never an exception."""
+"""One call of a reward function: an Outcome comes out, never an exception, whatever the function does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hybridflow.rewards.request import Outcome, ScoreRequest
 from hybridflow.rewards.result import normalize_result
 from hybridflow.rewards.table import RewardFunction
 
-MAX_TRACEBACK = 4000  # characters kept, from the end: where the error stands
+MAX_TRACEBACK = 4000
+"""Characters that are kept of a traceback, from its end, where the error stands."""
 
 
 def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
-    """Score one request; a coroutine, if the function gives one, is run to its end."""
+    """Score one request; where the function gives a coroutine, it is run to its end."""
     started = time.perf_counter()
     try:
         result = function(**_arguments(request))
@@ -42,12 +43,14 @@ async def call_async(function: RewardFunction, request: ScoreRequest, timeout: f
         if isinstance(error, KeyboardInterrupt):
             raise
         seconds = time.perf_counter() - started
-        return timed_out(timeout, seconds) if deadline.expired() else failure(error, seconds)
+        if deadline.expired():
+            return timed_out(timeout, seconds)
+        return failure(error, seconds)
     return Outcome(score, extras, seconds=time.perf_counter() - started)
 
 
 def timed_out(timeout: float, seconds: float) -> Outcome:
-    """The outcome of a sample that ran past its deadline."""
+    """Return the outcome of a sample that ran past its deadline."""
     return Outcome(
         error="timeout",
         detail=f"the reward function ran past reward.timeout={timeout:g} seconds",
@@ -56,9 +59,7 @@ def timed_out(timeout: float, seconds: float) -> Outcome:
 
 
 def failure(error: BaseException, seconds: float) -> Outcome:
-    """The outcome of a sample whose function raised: our own messages as they are, others with their
-    traceback.
-    """
+    """Return the outcome of a sample whose function raised; errors that are not ours keep their traceback."""
     if isinstance(error, HybridFlowError):
         detail = str(error)
     else:

@@ -1,9 +1,11 @@
 """Terms in, one reward function out: score = Σ_i weight_i · term_i, each term's own value kept as a column.
 
-    reward.terms: [{name: gsm8k, weight: 1}, {name: length, weight: -0.1, max_chars: 400}, {name:
-    my.py:politeness}]
+    reward.terms:
+      - {name: gsm8k, weight: 1}
+      - {name: length, weight: -0.1, max_chars: 400}
+      - {name: my.py:politeness}
 
-A term's column has the function's name, or the term's `key`. Other columns a term returns (acc, ...) are
+A term's column has the function's name, or the term's `key`. Other columns that a term returns (acc, ...) are
 kept; where two terms return the same one, the earlier term's stands.
 """
 
@@ -31,9 +33,7 @@ class Term:
 
 
 def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
-    """The terms of `reward.terms`, loaded. Raises ConfigError for a term that is not a mapping with a name,
-    or a bad weight.
-    """
+    """Load `reward.terms`. Raises ConfigError for a term without a name, or with a weight that is no number."""
     loaded: list[Term] = []
     for position, term in enumerate(terms):
         key = f"reward.terms[{position}]"
@@ -44,16 +44,12 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise ConfigError(f"{key}: got weight={weight!r}, wanted a number")
         name = term["name"]
-        if name == "auto" or name in REWARD_FUNCTIONS:
-            function, column = load_builtin(name, options, seed, key=key), name
-        elif ":" in name or name.endswith(".py"):
-            function, column = (
-                load_user_function(name, DEFAULT_NAMES[0], options, key=key),
-                _function_name(name),
-            )
+        column = name
+        if name not in REWARD_FUNCTIONS and (":" in name or name.endswith(".py")):
+            function = load_user_function(name, DEFAULT_NAMES[0], options, key=key)
+            column = _function_name(name)
         else:
-            # refuses the name, listing the known ones
-            function, column = load_builtin(name, options, seed, key=key), name
+            function = load_builtin(name, options, seed, key=key)
         loaded.append(Term(str(term.get("key", column)), float(weight), function))
     columns = [term.column for term in loaded]
     if twice := {column for column in columns if columns.count(column) > 1}:
@@ -64,7 +60,7 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
 
 
 def compose(terms: Sequence[Term]) -> RewardFunction:
-    """The weighted sum of the terms as one reward function; async if a term is."""
+    """Return the weighted sum of the terms as one reward function, which is async if a term is."""
 
     def total(results: Sequence[Any]) -> dict[str, Any]:
         score = 0.0
@@ -85,11 +81,18 @@ def compose(terms: Sequence[Term]) -> RewardFunction:
 
     async def evaluate(term: Term, row: dict[str, Any]) -> Any:
         result = term.function(**row)
-        return await result if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return await result
+        return result
 
-    return compute_score_async if any(is_async(term.function) for term in terms) else compute_score
+    if any(is_async(term.function) for term in terms):
+        return compute_score_async
+    return compute_score
 
 
 def _function_name(path: str) -> str:
+    """The name in "file.py:name", else the file's name without its ending."""
     location, _, last = path.rpartition(":")
-    return last if location else last.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+    if location:
+        return last
+    return last.replace("\\", "/").rpartition("/")[2].removesuffix(".py")

@@ -1,10 +1,9 @@
-"""A reward tried on a few rows before a run (`hybridflow reward-test`): rows and a stand-in response in, a
-table out.
-"""
+"""A trial of a reward on a few rows (`hybridflow reward-test`): rows and responses in, a table out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridflow.config.reward import RewardConfig
@@ -22,40 +21,112 @@ def dry_run(
     rows: Sequence[Mapping[str, Any]],
     config: RewardConfig,
     *,
-    response: str = GROUND_TRUTH,
+    response: str | Sequence[str] = GROUND_TRUTH,
     num_rows: int = 10,
     reward_fn_key: str = "data_source",
 ) -> list[dict[str, Any]]:
-    """Score the first `num_rows` rows and return, for each, row, data_source, response, ground_truth, score,
-    extras, seconds, error.
+    """Score the first `num_rows` rows.
 
-    `response` says what stands in for a response: "ground_truth" (the answer itself, written as the row's
-    built-in function wants it, `#### 72` for gsm8k; expect full scores), "empty" (expect none) or the name of
-    a column. `reward.on_error` is not applied: a failing row has score None and its error. Raises DataError
-    for a row without the columns that scoring needs.
+    Returns for each: row, data_source, prompt, response, ground_truth, score, extras, seconds, error.
+    `response` is a list with a response for each row, or a word that `describe_response` explains.
+    `reward.on_error` is not applied: a failing row has score None and its error. Raises DataError for a row
+    without the columns that scoring needs.
     """
     chosen = rows[:num_rows]
+    if isinstance(response, str):
+        respond = _responder(response, chosen, config)
+        responses = [
+            respond(row, _needed(position, row, reward_fn_key)) for position, row in enumerate(chosen)
+        ]
+    else:
+        responses = list(response)
     requests = [
-        _request(position, row, config, response, reward_fn_key) for position, row in enumerate(chosen)
+        _request(position, row, text, reward_fn_key)
+        for position, (row, text) in enumerate(zip(chosen, responses, strict=True))
     ]
-    return [
-        {
+    table = []
+    for position, outcome in enumerate(manager.outcomes(requests)):
+        request = requests[position]
+        result: dict[str, Any] = {
             "row": position,
             "data_source": request.data_source,
+            "prompt": prompt_text(chosen[position].get("raw_prompt")),
             "response": request.solution_str,
             "ground_truth": request.ground_truth,
-            "score": None if outcome.error else outcome.score,
+            "score": outcome.score,
             "extras": outcome.extras,
             "seconds": outcome.seconds,
-            "error": f"{outcome.error}: {outcome.detail}" if outcome.error else "",
+            "error": "",
         }
-        for position, (request, outcome) in enumerate(zip(requests, manager.outcomes(requests), strict=True))
-    ]
+        if outcome.error:
+            result |= {"score": None, "error": f"{outcome.error}: {outcome.detail}"}
+        table.append(result)
+    return table
 
 
-def _request(
-    position: int, row: Mapping[str, Any], config: RewardConfig, response: str, reward_fn_key: str
-) -> ScoreRequest:
+def describe_response(response: str, rows: Sequence[Mapping[str, Any]], config: RewardConfig) -> str:
+    """Describe in words the response that is fed for the word `response`.
+
+    "ground_truth" is the answer itself, written as the row's built-in function wants it (`#### 72` for
+    gsm8k); "empty" is the empty text. Another word is the name of a column, else of a file whose text is the
+    response to every row, else it is that text itself.
+    """
+    if response == GROUND_TRUTH:
+        forms = sorted({answer_form(config, str(row.get("data_source"))) for row in rows} - {"{}"})
+        written = ""
+        if forms:
+            written = f", written as {' or '.join(forms).replace('{}', 'ANSWER')}"
+        return f"the ground truth of each row{written}: a right reward scores it as right"
+    if response == EMPTY:
+        return "the empty text: a right reward scores it as wrong"
+    if any(response in row for row in rows):
+        return f"the column {response} of the data"
+    if Path(response).is_file():
+        return f"the text of the file {response}, for every row"
+    return f"the text {response!r}, for every row (there is no column or file of that name)"
+
+
+def prompt_text(prompt: object) -> str:
+    """Return a prompt as text for a reader: the string, or each message with its role."""
+    if not isinstance(prompt, (list, tuple)):
+        return str(prompt or "")
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+
+
+def answer_form(config: RewardConfig, data_source: str) -> str:
+    """Return the text in which the row's built-in function finds a bare answer; {} is the answer."""
+    if config.terms or config.custom_reward_function.path:
+        return "{}"
+    name = config.function
+    if name == "auto":
+        try:
+            name = name_for_source(data_source)
+        except RewardError:  # an unknown source: scoring the row says so
+            return "{}"
+    return ANSWER_FORMS.get(name, "{}")
+
+
+def _responder(
+    response: str, rows: Sequence[Mapping[str, Any]], config: RewardConfig
+) -> Callable[[Mapping[str, Any], tuple[str, Any]], str]:
+    """The function that gives a row's response, from the row and its (data source, ground truth)."""
+    if response == GROUND_TRUTH:
+        return lambda row, needed: answer_form(config, needed[0]).format(needed[1])
+    if response == EMPTY:
+        return lambda row, needed: ""
+    if any(response in row for row in rows):
+        return lambda row, needed: str(row.get(response, ""))
+    text = response
+    if Path(response).is_file():
+        try:
+            text = Path(response).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--response {response} cannot be read: {error}") from error
+    return lambda row, needed: text
+
+
+def _needed(position: int, row: Mapping[str, Any], reward_fn_key: str) -> tuple[str, Any]:
+    """The data source and the ground truth of a row."""
     reward_model = row.get("reward_model")
     if (
         reward_fn_key not in row
@@ -64,30 +135,14 @@ def _request(
     ):
         raise DataError(
             f"row {position}: wanted the columns {reward_fn_key} and reward_model with a ground_truth, got "
-            f"{sorted(map(str, row))}; "
-            "see data.reward_fn_key for the first"
+            f"{sorted(map(str, row))}; see data.reward_fn_key for the first"
         )
-    source, truth = str(row[reward_fn_key]), reward_model["ground_truth"]
-    if response == GROUND_TRUTH:
-        text = _answer_form(config, source).format(truth)
-    elif response == EMPTY:
-        text = ""
-    elif response in row:
-        text = str(row[response])
-    else:
-        raise DataError(
-            f"row {position} has no column {response!r} to take as the response; it has "
-            f"{sorted(map(str, row))}"
-        )
+    return str(row[reward_fn_key]), reward_model["ground_truth"]
+
+
+def _request(position: int, row: Mapping[str, Any], text: str, reward_fn_key: str) -> ScoreRequest:
+    source, truth = _needed(position, row, reward_fn_key)
     extra_info = row.get("extra_info")
-    return ScoreRequest(source, text, truth, dict(extra_info) if isinstance(extra_info, Mapping) else {})
-
-
-def _answer_form(config: RewardConfig, data_source: str) -> str:
-    if config.terms or config.custom_reward_function.path:
-        return "{}"
-    try:
-        name = name_for_source(data_source) if config.function == "auto" else config.function
-    except RewardError:  # an unknown source: scoring the row says so
-        return "{}"
-    return ANSWER_FORMS.get(name, "{}")
+    if not isinstance(extra_info, Mapping):
+        extra_info = {}
+    return ScoreRequest(source, text, truth, dict(extra_info))

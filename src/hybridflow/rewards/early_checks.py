@@ -1,6 +1,8 @@
-"""The checks of the reward against the data that need no model: sources, ground truth and the keys that it returns.
+"""The checks of the reward against the data that need no model: sources, ground truth and the keys that it
+returns.
 
-    SplitFacts of the data files, reward.*, algorithm.* ──check_reward──► RewardError or ConfigError, or nothing
+    SplitFacts of the data files, reward.*, algorithm.* ──check_reward──► RewardError or ConfigError, or
+    nothing
 
 A user's own function is not looked into: nothing is known of the keys that it returns or of what it reads.
 """
@@ -22,8 +24,8 @@ SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 def check_reward(config: PPOConfig, splits: Sequence[SplitFacts]) -> None:
     """Raise RewardError or ConfigError for what would stop the run when the first responses are scored.
 
-    That is a data source that `auto` knows no reward for, rows without the ground truth that a built-in reward
-    compares with, and keys of `algorithm` that no built-in reward returns.
+    That is a data source that `auto` knows no reward for, rows without the ground truth that a built-in
+    reward compares with, and keys of `algorithm` that no built-in reward returns.
     """
     for split in splits:
         _check_sources(config.reward, split)
@@ -64,8 +66,10 @@ def _check_truth(reward: RewardConfig, split: SplitFacts) -> None:
     needing = sorted(names & set(NEEDS_TRUTH))
     if needing and not {"reward_model", "answer"} & set(split.columns) and split.columns:
         raise RewardError(
-            f"{split.source} has neither a column reward_model with a ground_truth in it nor a column answer, and "
-            f"the reward {needing[0]} compares the response with the ground truth: add one, or choose a reward "
+            f"{split.source} has neither a column reward_model with a ground_truth in it nor a column "
+            "answer, and "
+            f"the reward {needing[0]} compares the response with the ground truth: add one, or choose a "
+            "reward "
             "that needs none (its columns: "
             f"{', '.join(split.columns)})"
         )
@@ -82,7 +86,9 @@ def _functions_of(sources: Sequence[str]) -> set[str]:
 
 
 def returned_keys(reward: RewardConfig, sources: Sequence[str]) -> tuple[set[str], set[str]] | None:
-    """The keys that the reward returns for some rows and those for all rows, besides `score`; None if not known."""
+    """The keys that the reward returns for some rows and those for all rows, besides `score`; None if not
+    known.
+    """
     some: set[str] = set()
     every: set[str] = set()
     for position, name in enumerate(names_of(reward)):
@@ -118,7 +124,8 @@ def _check_keys(config: PPOConfig, sources: Sequence[str]) -> None:
     if missing := [key for key in wanted if key != "score" and key not in allowed]:
         raise ConfigError(
             f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which {what} not for every row; it "
-            f"returns {', '.join(['score', *sorted(allowed)])}: name some of these, or add a term that returns "
+            f"returns {', '.join(['score', *sorted(allowed)])}: name some of these, or add a term that "
+            "returns "
             "the key (reward.terms)"
         )
     filters = config.algorithm.filter_groups

@@ -20,7 +20,8 @@ class ExitGuard:
     """Replaces `os._exit` from `install` to `remove`.
 
     In a thread inside `scoring` a call raises RewardError. In another thread, while some thread is inside, a
-    call with status 0 ends the process with status 1 and a message. Elsewhere, and in forks, it is the real one.
+    call with status 0 ends the process with status 1 and a message. Elsewhere, and in forks, it is the real
+    one.
     """
 
     def __init__(self) -> None:

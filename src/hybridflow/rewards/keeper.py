@@ -3,9 +3,9 @@
     trainer ──starts──► keeper ──forks──► worker ──the reward function──► processes of its own
 
 On Linux the keeper is the subreaper of its descendants: a process that detaches itself (a session of its own,
-a double fork) becomes the keeper's child when its parent ends, so it can be found and killed. The keeper kills
-all descendants and ends when the worker ends, when the trainer asks for it (SIGTERM) and when the trainer is
-gone; it then ends as the worker did. On other systems only the worker's process group is killed.
+a double fork) becomes the keeper's child when its parent ends, so it can be found and killed. The keeper
+kills all descendants and ends when the worker ends, when the trainer asks for it (SIGTERM) and when the
+trainer is gone; it then ends as the worker did. On other systems only the worker's process group is killed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _end_as(status: int | None) -> None:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    os._exit(0 if status is None else os.waitstatus_to_exitcode(status) & 0xFF)
+    os._exit(os.waitstatus_to_exitcode(status or 0) & 0xFF)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,7 +1,7 @@
-"""A name or a path, with options, in; a reward function with its options bound, out.
+"""Loading of reward functions: a name or a path with options in, a function with its options bound out.
 
 "gsm8k"                       a built-in function
-"path/to/file.py:name"        a user's; also "package.module:name"
+"path/to/file.py:name"        a user's function; also "package.module:name"
 "path/to/file.py"             a user's compute_score or compute_reward
 """
 
@@ -21,7 +21,7 @@ CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def load_builtin(name: str, options: dict[str, Any], seed: int, *, key: str) -> RewardFunction:
-    """A built-in function with its options bound, ready to run.
+    """Load a built-in function and bind its options.
 
     Raises ConfigError for an unknown name or option, RewardError if what it needs is not installed.
     """
@@ -30,11 +30,12 @@ def load_builtin(name: str, options: dict[str, Any], seed: int, *, key: str) -> 
     table.prepare(name)
     if name == "random":
         options = {"seed": seed, **options}
-    return partial(function, **options) if options else function
+    return _bound(function, options)
 
 
 def load_user_function(path: str, name: str, options: dict[str, Any], *, key: str) -> RewardFunction:
-    """A user's function, sync or async, with its options bound; `path` may carry the name ("file.py:name").
+    """Load a user's function, sync or async, and bind its options; `path` may carry the name
+    ("file.py:name").
 
     Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is
     imported.
@@ -46,14 +47,20 @@ def load_user_function(path: str, name: str, options: dict[str, Any], *, key: st
         function = load_object(path, key=key)
     else:
         module = load_module(path, key=key)
-        names = DEFAULT_NAMES if name == DEFAULT_NAMES[0] else (name,)
-        found = next((candidate for candidate in names if hasattr(module, candidate)), None)
-        # where nothing fits, load_object's message lists what the file does define
-        function = getattr(module, found) if found else load_object(f"{path}:{name}", key=key)
+        if name == DEFAULT_NAMES[0] and not hasattr(module, name) and hasattr(module, DEFAULT_NAMES[1]):
+            name = DEFAULT_NAMES[1]
+        # where there is no such name, the message lists what the file does define
+        function = getattr(module, name, None) or load_object(f"{path}:{name}", key=key)
     if not callable(function):
         raise ConfigError(f"{key}: {path} names a {type(function).__name__}, wanted a function")
     _check_signature(function, path, options, key)
-    return partial(function, **options) if options else function
+    return _bound(function, options)
+
+
+def _bound(function: RewardFunction, options: dict[str, Any]) -> RewardFunction:
+    if not options:
+        return function
+    return partial(function, **options)
 
 
 def _check_signature(function: RewardFunction, path: str, options: dict[str, Any], key: str) -> None:
@@ -67,16 +74,15 @@ def _check_signature(function: RewardFunction, path: str, options: dict[str, Any
         given = ", ".join(f"{name}=" for name in (*CALLED_WITH, *options))
         raise ConfigError(
             f"{key}: {path} is defined as {getattr(function, '__name__', 'function')}{signature}, but is "
-            f"called with {given} "
-            f"({error}); add the missing parameters or **kwargs"
+            f"called with {given} ({error}); add the missing parameters or **kwargs"
         ) from error
     if clash := [name for name in options if name in CALLED_WITH]:
         raise ConfigError(f"{key}: {', '.join(clash)} comes from the row; remove it from the options")
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether calling the function gives a coroutine (an async def, a partial of one, or an object whose
-    __call__ is one).
+    """Whether a call gives a coroutine: of an async def, a partial of one, or an object whose __call__ is
+    one.
     """
     inner = function
     while isinstance(inner, partial):

@@ -1,4 +1,4 @@
-"""Rows in, scores out, and what to do with the rows whose reward function failed (`reward.on_error`).
+"""Rows in, scores out; `reward.on_error` decides about the rows whose reward function failed.
 
 requests ─► scorer (pool or in process) ─► outcomes ─► raise | score 0 | drop ─► ScoredBatch
 """
@@ -6,6 +6,7 @@ requests ─► scorer (pool or in process) ─► outcomes ─► raise | score
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,16 +31,18 @@ class ScoredBatch:
 
     scores: list[float]
     extras: dict[str, list[Any]]
-    # true: the reward failed and reward.on_error=drop leaves the row out of the loss; its score is 0
     dropped: list[bool]
-    num_errors: int  # rows whose reward failed, timeouts among them
+    """True where the reward failed and reward.on_error=drop leaves the row out of the loss; its score is 0.
+    """
+    num_errors: int
+    """Number of rows whose reward failed, timeouts among them."""
     num_timeouts: int
     first_traceback: str | None
     metrics: dict[str, float]
 
 
 class RewardManager:
-    """Scores rows by one reward function and applies `reward.on_error` to the rows where it fails.
+    """The scores of rows by one reward function, with `reward.on_error` applied to the rows where it fails.
 
     `function` describes the reward function in messages.
     """
@@ -78,7 +81,7 @@ class RewardManager:
         )
 
     def outcomes(self, rows: Sequence[ScoreRequest]) -> list[Outcome]:
-        """What came of each row, before `reward.on_error` is applied."""
+        """Score the rows and return each outcome, before `reward.on_error` is applied."""
         return self._scorer.score(list(rows))
 
     def close(self) -> None:
@@ -92,23 +95,27 @@ class RewardManager:
         self.close()
 
     def _report(self, position: int, row: ScoreRequest, outcome: Outcome) -> str:
-        index = row.extra_info.get("index") if isinstance(row.extra_info, dict) else None
-        which = f"row {position} of the batch" + (f", index {index}" if index is not None else "")
+        which = f"row {position} of the batch"
+        if isinstance(row.extra_info, dict) and row.extra_info.get("index") is not None:
+            which += f", index {row.extra_info['index']}"
         return (
             f"{self._function} failed on {which}, data_source {row.data_source!r} "
             f"({outcome.error}):\n{outcome.detail}"
         )
 
     def _refusal(self, report: str, outcome: Outcome) -> str:
-        longer = "raise reward.timeout; " if outcome.error == "timeout" else ""
+        longer = ""
+        if outcome.error == "timeout":
+            longer = "raise reward.timeout; "
         return (
             f"{report}\nMend the function ({longer}`hybridflow reward-test` tries it on a few rows), or let "
-            "the run go on: "
-            "reward.on_error=zero scores such rows 0, reward.on_error=drop leaves them out of the loss"
+            "the "
+            "run go on: reward.on_error=zero scores such rows 0, reward.on_error=drop leaves them out of "
+            "the loss"
         )
 
     def _warn(self, report: str, num_failed: int, num_rows: int) -> None:
-        so = "scored 0" if self._on_error == "zero" else "left out of the loss"
+        so = {"zero": "scored 0", "drop": "left out of the loss"}[self._on_error]
         if self._shown:
             logger.warning("the reward failed on %d of %d rows (%s)", num_failed, num_rows, so)
             return
@@ -129,15 +136,13 @@ def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[A
     for name in names:
         values = [outcome.extras.get(name) for outcome in outcomes]
         if name == "acc" and zero_failed:  # a reward that counts as 0 counts as a wrong answer, too
-            values = [
-                0.0 if outcome.error else value for outcome, value in zip(outcomes, values, strict=True)
-            ]
-        numeric = all(value is None or isinstance(value, (bool, int, float)) for value in values) and any(
-            v is not None for v in values
-        )
-        columns[name] = (
-            [float("nan") if value is None else float(value) for value in values] if numeric else values
-        )
+            for position, outcome in enumerate(outcomes):
+                if outcome.error:
+                    values[position] = 0.0
+        given = [value for value in values if value is not None]
+        if given and all(isinstance(value, (bool, int, float)) for value in given):
+            values = [math.nan if value is None else float(value) for value in values]
+        columns[name] = values
     return columns
 
 

@@ -1,4 +1,5 @@
-"""Scoring in processes of our own, which may be killed: a deadline for each sample, whatever the function does.
+"""Scoring in processes of our own, which may be killed: a deadline for each sample, whatever the function
+does.
 
     score(requests) ─► hand out ─► worker (socket) ─► collect ─► past the deadline? kill, count, start anew
                                                                  ─► outcomes in the order of the requests
@@ -132,7 +133,8 @@ class RewardPool:
             raise
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """Score the requests; a function that fails, hangs or kills its worker gives an Outcome with an error.
+        """Score the requests; a function that fails, hangs or kills its worker gives an Outcome with an
+        error.
 
         Raises RewardError if workers can no longer be started.
         """
@@ -259,7 +261,7 @@ class RewardPool:
             self._died(worker, batch)
 
     def _read(self, worker: _Worker, batch: _Batch, message: dict[str, Any]) -> None:
-        """Act on one message of a worker. Raises ValueError, KeyError or TypeError for one that is no answer."""
+        """Act on one message of a worker. Raises ValueError, KeyError or TypeError if it is no answer."""
         state = message["state"]
         if not worker.slots:
             self._started(worker, message)
@@ -303,7 +305,10 @@ class RewardPool:
 
     def _spoilt(self, worker: _Worker, batch: _Batch, error: Exception) -> None:
         """End a worker that sent bytes which are no answer, as one that died."""
-        what = f"wrote bytes of its own into the socket of its process, which only the library writes to ({error})"
+        what = (
+            "wrote bytes of its own into the socket of its process, which only the library writes to "
+            f"({error})"
+        )
         if not worker.in_flight:
             if not worker.slots and not self._has_started:
                 raise RewardError(f"{describe(self._config)} {what} while it was loaded")
@@ -326,7 +331,8 @@ class RewardPool:
         if not worker.slots:
             raise RewardError(
                 f"a reward worker did not finish loading {describe(self._config)} within "
-                f"{self._start_timeout:g} seconds: keep the file's imports light, or load inside the function "
+                f"{self._start_timeout:g} seconds: keep the file's imports light, or load inside the "
+                "function "
                 "what it needs"
             )
         self._blame(worker, batch, lambda seconds: timed_out(self._config.timeout, seconds))

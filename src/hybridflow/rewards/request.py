@@ -1,6 +1,4 @@
-"""What is asked of a reward function and what came of it: plain data, so that it can cross a process
-boundary.
-"""
+"""The request to a reward function and its outcome: plain data, which can cross a process boundary."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One response to score; `extra_info` is the row's, `ground_truth` whatever its
-    `reward_model.ground_truth` held.
-    """
+    """One response to score; `ground_truth` and `extra_info` are the row's, of whatever type they are."""
 
     data_source: str
     solution_str: str
@@ -22,12 +18,14 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one request: a score, or the kind of error with its text."""
+    """The outcome of one request: a score, or the kind of error with its text."""
 
     score: float = 0.0
     extras: dict[str, Any] = field(default_factory=dict)
-    error: str = ""  # "" for a score; else the exception's type name, "timeout" or "died"
-    detail: str = ""  # the traceback, or a sentence where there is none
+    error: str = ""
+    """Empty where there is a score; else the exception's type name, "timeout" or "died"."""
+    detail: str = ""
+    """The traceback, or a sentence where there is none."""
     seconds: float = 0.0
 
 

@@ -1,5 +1,5 @@
-"""`reward.*` in, the one function that scores rows out: a composition, the user's function, or a built-in
-one.
+"""From the `reward.*` keys to the function that scores rows: a sum of terms, the user's function, or a
+built-in.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from hybridflow.rewards.table import RewardFunction
 
 
 def check_choice(config: RewardConfig) -> None:
-    """Raise ConfigError if the keys choose more than one reward function; a run from the command line was
-    told so before it began.
+    """Raise ConfigError if the keys choose more than one reward function.
+
+    A run from the command line is checked for this before it begins.
     """
     raise_all(list(reward_problems(config)))
 
@@ -39,10 +40,12 @@ def resolve(config: RewardConfig, seed: int) -> RewardFunction:
 
 
 def describe(config: RewardConfig) -> str:
-    """The chosen function in a few words, for messages."""
+    """Describe the chosen function in a few words, for messages."""
     if config.terms:
         return "reward.terms " + " + ".join(str(term.get("name")) for term in config.terms)
     custom = config.custom_reward_function
     if custom.path:
-        return custom.path if ":" in custom.path else f"{custom.path}:{custom.name}"
+        if ":" in custom.path:
+            return custom.path
+        return f"{custom.path}:{custom.name}"
     return f"reward.function={config.function}"

@@ -1,4 +1,5 @@
-"""The results that a reward function may return, and their one form: (score: float, extras: dict of plain values).
+"""The results that a reward function may return, and their one form: (score: float, extras: dict of plain
+values).
 
 Plain are None, bool, int, float, str, and lists and dicts of them: what JSON can carry from a worker.
 """
@@ -24,15 +25,17 @@ _INT_LIMIT = 2**1023
 def normalize_result(result: Any) -> tuple[float, dict[str, Any]]:
     """The score and the extra columns of a function's result.
 
-    The score is a number that float32 can hold: int, float, bool, numpy scalar, array or tensor of one element.
-    Arrays, tensors and numpy scalars among the other values become lists and numbers. Raises RewardError if the
-    score is missing, not finite or beyond float32, or a value is none that JSON can carry; it names the key.
+    The score is a number that float32 can hold: int, float, bool, numpy scalar, array or tensor of one
+    element. Arrays, tensors and numpy scalars among the other values become lists and numbers. Raises
+    RewardError if the score is missing, not finite or beyond float32, or a value is none that JSON can carry;
+    it names the key.
     """
     if not isinstance(result, Mapping):
         return _number(result, ""), {}
     if "score" not in result:
         raise RewardError(
-            f'the reward function returned a dict without "score" (keys: {sorted(map(str, result))}); {WANTED}'
+            f'the reward function returned a dict without "score" (keys: {sorted(map(str, result))}); '
+            f"{WANTED}"
         )
     extras = {str(name): _plain(value, str(name), 0) for name, value in result.items() if name != "score"}
     return _number(result["score"], 'as "score" '), extras

@@ -1,4 +1,6 @@
-"""Names of the built-in reward functions, and which one `auto` takes for a data source: two literal tables."""
+"""Literal tables of the built-in reward functions: names, data sources for `auto`, and the keys that they
+return.
+"""
 
 from __future__ import annotations
 
@@ -69,17 +71,17 @@ _STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def name_for_source(data_source: str) -> str:
-    """The built-in function that `auto` takes for a data source (`reasoning_gym:NAME` goes by its part before
-    the colon).
+    """Return the name of the built-in function that `auto` takes for a data source.
 
-    Raises RewardError for a source that no built-in function knows.
+    `reasoning_gym:NAME` goes by its part before the colon. Raises RewardError for a source that no built-in
+    function knows.
     """
     name = DATA_SOURCES.get(data_source) or DATA_SOURCES.get(data_source.partition(":")[0])
     if name is None:
         raise RewardError(
             f"reward.function=auto knows no reward for data_source {data_source!r} (it knows: "
-            f"{', '.join(DATA_SOURCES)}); "
-            f"set reward.function to one of {', '.join(REWARD_FUNCTIONS)}, give your own by "
+            f"{', '.join(DATA_SOURCES)}); set reward.function to one of {', '.join(REWARD_FUNCTIONS)}, give "
+            "your own by "
             "reward.custom_reward_function.path=FILE.py:NAME, or choose another column by data.reward_fn_key"
         )
     return name
@@ -92,14 +94,16 @@ def auto(
     extra_info: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The built-in function that fits the row's data source."""
+    """Score the row by the built-in function that fits its data source."""
     return REWARD_FUNCTIONS[name_for_source(data_source)](
         data_source, solution_str, ground_truth, extra_info, **kwargs
     )
 
 
 def find(name: str, *, key: str) -> RewardFunction:
-    """A built-in function by its name. Raises ConfigError, naming the configuration `key`, if there is none."""
+    """Find a built-in function by its name. Raises ConfigError, naming the configuration `key`, if there is
+    none.
+    """
     if name == "auto":
         return auto
     if name not in REWARD_FUNCTIONS:
@@ -110,7 +114,7 @@ def find(name: str, *, key: str) -> RewardFunction:
 
 
 def prepare(name: str) -> None:
-    """Import what a built-in function needs beyond this library. Raises RewardError if it is not installed."""
+    """Import the packages that a built-in function needs. Raises RewardError if they are not installed."""
     module = _MODULES.get(name)
     if module is not None and hasattr(module, "prepare"):
         module.prepare()
@@ -120,7 +124,7 @@ def check_options(name: str, options: dict[str, Any], *, key: str) -> None:
     """Raise ConfigError if a built-in function does not have one of the `options`, or needs one that is
     missing.
     """
-    functions = list(REWARD_FUNCTIONS.values()) if name == "auto" else [REWARD_FUNCTIONS[name]]
+    functions = [function for each, function in REWARD_FUNCTIONS.items() if name in ("auto", each)]
     parameters = {
         p.name: p for function in functions for p in inspect.signature(function).parameters.values()
     }

@@ -3,9 +3,10 @@
     trainer ──setup: (RewardConfig, seed)──► worker ──ready or failed────────────► trainer
     trainer ──(ticket, request)────────────► worker ──taken, then scored: JSON───► trainer
 
-Requests are pickles, made by the trainer of its own rows. Answers are JSON (`answers.py`): the reward function
-makes the values, so the trainer must not run what it reads. A thread reads the socket at all times; where the
-trainer closes it, the worker ends, and its keeper ends every process that the reward function started.
+Requests are pickles, made by the trainer of its own rows. Answers are JSON (`answers.py`): the reward
+function makes the values, so the trainer must not run what it reads. A thread reads the socket at all times;
+where the trainer closes it, the worker ends, and its keeper ends every process that the reward function
+started.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class _TrainerEnd:
 
 
 def main(file_descriptor: int) -> None:
-    """Serve on the inherited socket `file_descriptor`; returns only if the reward function cannot be loaded."""
+    """Serve on the inherited socket `file_descriptor`; return only if the function cannot be loaded."""
     trainer = _TrainerEnd(file_descriptor)
     config, seed = pickle.loads(trainer.inbox.get())
     try:

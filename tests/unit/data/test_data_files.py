@@ -153,6 +153,10 @@ def test_modelscope(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="HYBRIDFLOW_USE_MODELSCOPE"):
         hub_folder("owner/name")
     monkeypatch.delenv("HYBRIDFLOW_USE_MODELSCOPE")
+    monkeypatch.setenv("VERL_USE_MODELSCOPE", "True")
+    with pytest.raises(ConfigError, match="VERL_USE_MODELSCOPE"):
+        hub_folder("owner/name")
+    monkeypatch.delenv("VERL_USE_MODELSCOPE")
     assert hub_folder("owner/name") == "owner/name"
 
 

@@ -81,8 +81,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(
     )
     dataset = SFTDataset([{"messages": CHAT}, {"messages": CHAT[1:3]}], dropping, SFTDataConfig())
     assert [row.index for row in dataset] == [1] and dataset.report.num_failed == 1
-    assert "rewrites" in caplog.text and "row 0" in caplog.text
-    with pytest.raises(DataError, match=r"1 of 1 rows .*rewrites"):
+    assert "differently when more messages follow" in caplog.text and "row 0" in caplog.text
+    with pytest.raises(DataError, match=r"1 of 1 rows .*differently when more messages follow"):
         SFTDataset([{"messages": CHAT}], dropping, SFTDataConfig())
 
 

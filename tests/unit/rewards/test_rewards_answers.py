@@ -1,4 +1,6 @@
-"""What comes back from a reward worker: JSON between framed messages, whatever the function returns or writes."""
+"""What comes back from a reward worker: JSON between framed messages, whatever the function returns or
+writes.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ from hybridflow.rewards.pool import RewardPool
 pool = RewardPool(RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1]), num_workers=1), 0)
 # the pool is used by a thread that ends before the process: its workers must not end with it
 scored = []
-thread = threading.Thread(target=lambda: scored.extend(pool.score([ScoreRequest("x", f"{sys.argv[3]} returns", None, {"note": sys.argv[2]})])))
+request = ScoreRequest("x", f"{sys.argv[3]} returns", None, {"note": sys.argv[2]})
+thread = threading.Thread(target=lambda: scored.extend(pool.score([request])))
 thread.start()
 thread.join()
 print(scored[0].score, *pool.process_ids, flush=True)

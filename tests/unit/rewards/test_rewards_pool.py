@@ -43,7 +43,7 @@ BAD = {
     "segfault": lambda info: ctypes.string_at(0),
     "child": lambda info: open(info["note"], "w").write(str(subprocess.Popen(["sleep", "3600"]).pid)) and time.sleep(3600),
     "pid": lambda info: {"score": 1.0, "pid": os.getpid(), "torch": "torch" in sys.modules, "main": sys.modules["__main__"].__name__,
-                         "threads": os.environ["OMP_NUM_THREADS"]},
+                         "threads": os.environ.get("OMP_NUM_THREADS")},
     "slow": lambda info: time.sleep(0.05) or info["number"],
     "number": lambda info: info["number"],
 }

@@ -1,8 +1,7 @@
-"""Procedural tasks: questions without files. A name and a seed in, rows of one split out, in the schema of
-`data.prompts`.
+"""Procedural tasks, which make questions without files: a name and a seed in, rows of one split out.
 
-A task of one's own is `path.py:factory`: `factory(seed: int, **options)` gives an object with `rows(split,
-size)`.
+The rows have the schema of `data.prompts`. A task of one's own is `path.py:factory`: `factory(seed: int,
+**options)` gives an object with `rows(split, size)`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["ArithmeticChain", "ReasoningGymTask", "Split", "Task", "build_task"]
 
 
 def build_task(config: TaskConfig) -> Task:
-    """The task that `data.task` names.
+    """Build the task that `data.task` names.
 
     Raises ConfigError for an unknown name or options that the task does not take.
     """

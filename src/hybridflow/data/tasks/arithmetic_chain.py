@@ -2,8 +2,8 @@
 
     "3 + 4 - 2 + 5 = ?"  ──worked answer──►  "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"
 
-Which split a question belongs to is decided by a hash of its text: whatever the seeds and sizes, the splits
-share no question.
+A hash of its text decides the split that a question belongs to, so the splits share no question, whatever the
+seeds and sizes.
 """
 
 from __future__ import annotations
@@ -41,25 +41,29 @@ class ArithmeticChain:
             raise ConfigError(
                 f"data.task.options: max_total={max_total} is less than max_number={max_number}"
             )
-        self.seed, self.hops, self.max_number = seed, hops, max_number
-        self.max_total = max_number * (hops + 1) if max_total is None else max_total
+        self.seed = seed
+        self.hops = hops
+        self.max_number = max_number
+        self.max_total = max_total or max_number * (hops + 1)  # the largest sum there can be
 
     def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
-        """`size` rows of one split; the first rows are the same for every size.
+        """Make `size` rows of one split; the first rows are the same for every size.
 
         Raises DataError where the split has fewer different questions than are asked for.
         """
         seen: set[str] = set()
         rows = []
         for index in range(size):
-            terms = self._draw(split, index, seen if split == "validation" else set())
+            terms = self._draw(split, index, seen)
             if terms is None:
                 raise DataError(
                     f"arithmetic_chain with hops={self.hops}, max_number={self.max_number} has about "
-                    f"{index} different "
-                    f"{split} questions, {size} were asked for: lower data.task.val_size or raise hops"
+                    f"{index} different {split} questions, {size} were asked for: lower data.task.val_size "
+                    "or "
+                    "raise hops"
                 )
-            seen.add(question(terms))
+            if split == "validation":
+                seen.add(question(terms))
             rows.append(_row(terms, split, index))
         return rows
 
@@ -80,21 +84,29 @@ class ArithmeticChain:
 
 
 def question(terms: list[int]) -> str:
-    """The text of a question: `[3, 4, -2, 5]` is "3 + 4 - 2 + 5 = ?"."""
-    return str(terms[0]) + "".join(f" {'-' if term < 0 else '+'} {abs(term)}" for term in terms[1:]) + " = ?"
+    """Return the text of a question: `[3, 4, -2, 5]` is "3 + 4 - 2 + 5 = ?"."""
+    return " ".join([str(terms[0]), *(f"{sign(term)} {abs(term)}" for term in terms[1:]), "= ?"])
+
+
+def sign(term: int) -> str:
+    """Return the operator that a term is written with."""
+    if term < 0:
+        return "-"
+    return "+"
 
 
 def worked_answer(terms: list[int]) -> str:
-    """The steps and the result: "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"."""
-    steps, value = "", terms[0]
+    """Return the steps and the result: "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"."""
+    steps = ""
+    value = terms[0]
     for term in terms[1:]:
-        steps += f"{value} {'-' if term < 0 else '+'} {abs(term)} = {value + term} . "
+        steps += f"{value} {sign(term)} {abs(term)} = {value + term} . "
         value += term
     return f"{steps}#### {value}"
 
 
 def split_of(text: str) -> Split:
-    """The split that a question belongs to, by its text alone."""
+    """Return the split that a question belongs to, by its text alone."""
     number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     return "validation" if number % VALIDATION_SHARE == 0 else "train"
 

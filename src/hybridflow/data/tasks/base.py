@@ -1,4 +1,4 @@
-"""What a procedural task is."""
+"""The protocol of procedural tasks."""
 
 from __future__ import annotations
 

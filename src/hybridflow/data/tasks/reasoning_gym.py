@@ -1,7 +1,7 @@
 """The tasks of reasoning-gym by name (`reasoning_gym:chain_sum`); an optional extra.
 
-create_dataset(name, seed, **options) ──► rows, each with its entry as JSON in extra_info ──►
-rewards/functions/reasoning_gym.py
+create_dataset(name, seed, **options) ──► rows, each with its entry as JSON in extra_info
+                                      ──► rewards/functions/reasoning_gym.py
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class ReasoningGymTask:
     def __init__(
         self, name: str, *, seed: int = 0, options: Mapping[str, Any] | None = None, val_size: int = 0
     ) -> None:
-        self.name, self.seed, self.val_size = name, seed, val_size
+        self.name = name
+        self.seed = seed
+        self.val_size = val_size
         self.options = dict(options or {})
         self.system_prompt = self.options.pop("system_prompt", None)
         if name not in _library().factory.DATASETS:
@@ -43,8 +45,8 @@ class ReasoningGymTask:
             )
 
     def rows(self, split: Split, size: int) -> list[dict[str, Any]]:
-        """`size` rows of one split. Raises DataError where the task has too few different questions outside
-        the validation questions.
+        """Make `size` rows of one split. Raises DataError where too few questions are outside the validation
+        split.
         """
         entries = self._entries(split, size, set())
         if split == "train" and self.val_size:
@@ -68,8 +70,8 @@ class ReasoningGymTask:
         if len(found) < size:
             raise DataError(
                 f"reasoning_gym:{self.name} gave {len(found)} of {size} training questions apart from the "
-                f"{len(excluded)} validation "
-                "questions: make the task larger by data.task.options, or lower data.task.val_size"
+                f"{len(excluded)} validation questions: make the task larger by data.task.options, or lower "
+                "data.task.val_size"
             )
         return found
 
@@ -82,15 +84,17 @@ class ReasoningGymTask:
             ) from error
 
     def _row(self, entry: dict[str, Any], split: Split, index: int) -> dict[str, Any]:
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages = [{"role": "user", "content": entry["question"]}]
+        if self.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        answer = entry["answer"]
+        if answer is not None:
+            answer = str(answer)
         return {
             "data_source": f"reasoning_gym:{self.name}",
-            "prompt": [*system, {"role": "user", "content": entry["question"]}],
+            "prompt": messages,
             "ability": "reasoning",
-            "reward_model": {
-                "style": "rule",
-                "ground_truth": None if entry["answer"] is None else str(entry["answer"]),
-            },
+            "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"index": index, "split": split, "entry": encode_entry(entry)},
         }
 

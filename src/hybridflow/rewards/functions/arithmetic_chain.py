@@ -18,11 +18,10 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """1.0 if the response ends in `#### n` and n is the ground truth, else 0.0; nothing but white space may
-    follow n.
+    """Score 1.0 if the response ends in `#### n` and n is the ground truth, else 0.0.
 
-    `format` is 1.0 where the response is steps `a + b = c . ` (at least one, right or wrong) and then `####
-    n`, else 0.0; it does not enter the score.
+    Nothing but white space may follow n. `format` is 1.0 where the response is steps `a + b = c . ` (at least
+    one, right or wrong) and then `#### n`, else 0.0; it does not enter the score.
     """
     truth = int(required(ground_truth))
     found = _ANSWER.search(solution_str)

@@ -22,7 +22,7 @@ def compute_score(
     normalize: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """1.0 if the response equals the ground truth (any one of them, if it is a list).
+    """Score 1.0 if the response equals the ground truth (any one of them, if it is a list), else 0.0.
 
     `strip` ignores white space around both; `normalize` also ignores letter case, punctuation and runs of
     white space.
@@ -31,13 +31,17 @@ def compute_score(
     several = not isinstance(ground_truth, str) and (
         isinstance(ground_truth, Sequence) or hasattr(ground_truth, "tolist")
     )
-    wanted = [str(truth) for truth in ground_truth] if several else [str(ground_truth)]
+    truths = ground_truth
+    if not several:
+        truths = [ground_truth]
     got = _clean(solution_str, strip, normalize)
-    score = float(any(got == _clean(truth, strip, normalize) for truth in wanted))
+    score = float(any(got == _clean(str(truth), strip, normalize) for truth in truths))
     return {"score": score, "acc": score}
 
 
 def _clean(text: str, strip: bool, normalize: bool) -> str:
     if normalize:
         return re.sub(r"\s+", " ", text.lower().translate(_PUNCTUATION)).strip()
-    return text.strip() if strip else text
+    if strip:
+        return text.strip()
+    return text

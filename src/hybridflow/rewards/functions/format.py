@@ -1,4 +1,4 @@
-"""Format: does the response look as a regular expression wants it to. A term for compositions."""
+"""Format: whether a regular expression matches the response. A term for compositions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def compute_score(
     pattern: str,
     **kwargs: Any,
 ) -> float:
-    """1.0 if `pattern` is found in the response (`.` matches line ends too; anchor with ^ and $ for the
-    whole), else 0.0.
+    """Score 1.0 if `pattern` is found in the response, else 0.0.
+
+    `.` matches line ends too; anchor the pattern with ^ and $ to match the whole response.
     """
     return float(re.search(pattern, solution_str, re.DOTALL) is not None)

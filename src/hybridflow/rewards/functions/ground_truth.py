@@ -1,4 +1,4 @@
-"""What every built-in function that compares asks first: is there something to compare with?"""
+"""The check that a row has a ground truth, made by every built-in function that compares with it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hybridflow.errors import RewardError
 
 
 def required(ground_truth: Any) -> Any:
-    """The ground truth. RewardError where the row has none: scored 0, such rows would train on nothing and
-    say nothing.
+    """Return the ground truth. Raises RewardError where the row has none: scored 0, it would hide the
+    mistake.
     """
     if ground_truth is None:
         raise RewardError(

@@ -24,21 +24,23 @@ def compute_score(
     format_score: float = 0.0,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """1.0 if the response's last answer is the ground truth's number, `format_score` if it gives another one,
-    else 0.0.
+    """Score 1.0 if the response's last answer is the ground truth's number, `format_score` if it is another
+    number.
 
-    `method="strict"` wants `#### number`; `"flexible"` takes the last number anywhere. Commas, `$` and a
-    trailing dot do not count, and 72 equals 72.0. The ground truth may be the number or a worked answer that
-    ends in `#### number`.
+    A response without an answer scores 0.0. `method="strict"` wants `#### number`; `"flexible"` takes the
+    last number anywhere. Commas, `$` and a trailing dot do not count, and 72 equals 72.0. The ground truth
+    may be the number or a worked answer that ends in `#### number`.
     """
     if method not in ("strict", "flexible"):
         raise ConfigError(f"gsm8k: got method={method!r}, wanted strict or flexible")
     truth = str(required(ground_truth)).rpartition("####")[2]
-    found = (_MARKED if method == "strict" else _ANY).findall(solution_str)
+    pattern = {"strict": _MARKED, "flexible": _ANY}[method]
+    found = pattern.findall(solution_str)
     if not found:
         return {"score": 0.0, "acc": 0.0}
-    right = _value(found[-1]) == _value(truth)
-    return {"score": 1.0 if right else format_score, "acc": float(right)}
+    if _value(found[-1]) == _value(truth):
+        return {"score": 1.0, "acc": 1.0}
+    return {"score": format_score, "acc": 0.0}
 
 
 def _value(text: str) -> Decimal | str:

@@ -1,4 +1,4 @@
-"""Length: how far a response runs over a number of characters. A term for compositions, with a negative
+"""Length: the excess of a response over a number of characters. A term for compositions, with a negative
 weight.
 """
 
@@ -17,12 +17,11 @@ def compute_score(
     buffer_chars: int = 0,
     **kwargs: Any,
 ) -> float:
-    """The excess in [0, 1]: 0 up to `max_chars`, rising linearly to 1 at `max_chars + buffer_chars` (a step
-    if that is 0).
+    """Return the excess in [0, 1]: 0 up to `max_chars`, rising linearly to 1 at `max_chars + buffer_chars`.
 
-    It is a penalty: give it a negative weight.
+    With `buffer_chars` 0 it is a step. It is a penalty: give it a negative weight.
     """
     excess = len(solution_str) - max_chars
     if excess <= 0:
         return 0.0
-    return min(1.0, excess / buffer_chars) if buffer_chars > 0 else 1.0
+    return min(1.0, excess / max(buffer_chars, 1))

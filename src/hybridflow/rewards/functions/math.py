@@ -20,12 +20,12 @@ def compute_score(
     boxed_only: bool = True,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    r"""1.0 if the answer in the last `\boxed{...}` of the response equals the ground truth (LaTeX, boxed or
-    bare).
+    r"""Score 1.0 if the answer in the last `\boxed{...}` of the response equals the ground truth, else 0.0.
 
-    `boxed_only=False` also accepts an answer that math-verify finds without a box. math-verify's own time
-    limit is off: it works by a signal, which only a main thread may set, and the scoring worker's deadline
-    bounds the call already. Raises RewardError if math-verify is not installed.
+    The ground truth is LaTeX, boxed or bare. `boxed_only=False` also accepts an answer that math-verify finds
+    without a box. math-verify's own time limit is off: it works by a signal, which only a main thread may
+    set, and the scoring worker's deadline bounds the call already. Raises RewardError if math-verify is not
+    installed.
     """
     truth = str(required(ground_truth))
     answer = last_boxed(solution_str)
@@ -36,14 +36,17 @@ def compute_score(
         return {"score": 1.0, "acc": 1.0}
     parse, verify = _math_verify()
     wanted = parse(f"\\boxed{{{truth}}}", parsing_timeout=None)
-    got = parse(solution_str if answer is None else f"\\boxed{{{answer}}}", parsing_timeout=None)
+    given = solution_str
+    if answer is not None:
+        given = f"\\boxed{{{answer}}}"
+    got = parse(given, parsing_timeout=None)
     score = float(bool(wanted and got) and verify(wanted, got, timeout_seconds=None))
     return {"score": score, "acc": score}
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}` or `\fbox{...}` of `text`, braces matched; None if
-    there is none.
+    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}` of `text`; None if there is
+    none.
     """
     end = len(text)
     while True:

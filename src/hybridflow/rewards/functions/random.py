@@ -1,5 +1,6 @@
-"""The control: a score that knows nothing of the answer. A run that improves on it improves for another
-reason.
+"""Random: the control, a score that does not depend on the answer.
+
+A run whose accuracy rises with it improves for another reason than the reward.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def compute_score(
     probability: float = 0.5,
     **kwargs: Any,
 ) -> float:
-    """1.0 with `probability`, else 0.0, decided by a hash of (seed, the prompt's index in `extra_info`, the
-    response).
+    """Score 1.0 with `probability`, else 0.0.
 
-    The same response to the same prompt always scores the same, whatever the order or the number of workers.
+    A hash of (seed, the prompt's index in `extra_info`, the response) decides. The same response to the same
+    prompt always scores the same, whatever the order or the number of workers.
     """
     index = (extra_info or {}).get("index", "")
     digest = hashlib.blake2b(

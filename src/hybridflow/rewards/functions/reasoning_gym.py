@@ -13,8 +13,9 @@ from hybridflow.errors import RewardError, install_extra
 
 logger = logging.getLogger(__name__)
 
-# what its verifiers raise on odd answers
 _UNREADABLE = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, SyntaxError)
+"""Errors that the tasks' verifiers raise on odd answers."""
+
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MARKED = re.compile(r"####(.*?)(?:\n|$)")
 
@@ -26,14 +27,15 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """The score in [0, 1] that the task gives to the response's answer; "acc" is 1.0 only for a full score.
+    """Return the score in [0, 1] that the task gives to the response's answer; "acc" is 1.0 only for a full
+    score.
 
     An answer that the task's scorer cannot make sense of scores 0.0.
 
-    The answer is what stands in the last `<answer>...</answer>`, else after the last `####`, else the whole
-    response. The task's entry comes from `extra_info["entry"]` (a dict, or its JSON by `data.json_entry`),
-    the task's name from the entry or from the data source `reasoning_gym:NAME`. Raises RewardError if the
-    entry is missing or reasoning-gym is not installed.
+    The answer is the content of the last `<answer>...</answer>`, else the text after the last `####`, else
+    the whole response. The task's entry comes from `extra_info["entry"]` (a dict, or its JSON by
+    `data.json_entry`), the task's name from the entry or from the data source `reasoning_gym:NAME`. Raises
+    RewardError if the entry is missing or reasoning-gym is not installed.
     """
     entry = (extra_info or {}).get("entry")
     if isinstance(entry, str):
@@ -44,7 +46,8 @@ def compute_score(
             "make the rows with data.task.name=reasoning_gym:NAME"
         )
     name = data_source.partition(":")[2] or entry.get("metadata", {}).get("source_dataset", "")
-    answer, scorer = extract_answer(solution_str), _scorer(name)
+    answer = extract_answer(solution_str)
+    scorer = _scorer(name)
     try:
         score = float(scorer(answer=answer, entry=entry))
     except _UNREADABLE as error:
@@ -54,7 +57,7 @@ def compute_score(
 
 
 def extract_answer(text: str) -> str:
-    """The answer a response gives: tagged, else marked by `####`, else all of it."""
+    """Return the answer that a response gives: tagged, else marked by `####`, else all of it."""
     for pattern in (_TAGGED, _MARKED):
         if found := pattern.findall(text):
             return str(found[-1]).strip()

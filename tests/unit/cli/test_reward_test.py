@@ -1,0 +1,131 @@
+"""`hybridflow reward-test`: what it feeds, what it shows of prompts and failures, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.cli.main import main
+from hybridflow.models.tiny import create_tiny_model
+
+CPU_SECONDS = 8.0
+"""Seconds of CPU that trying a reward may take; it takes about 1.5 on a quiet machine, and 16 with torch."""
+
+FAILING = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] == 3:
+        return None
+    raise KeyError(f"{solution_str} of row {extra_info['index']}")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return create_tiny_model(folder, hidden=32, intermediate=64, heads=2, kv_heads=1)
+
+
+@pytest.fixture
+def words(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+    rows = [
+        {
+            "data_source": "arithmetic_chain",
+            "prompt": [{"role": "user", "content": f"{number} + 1 = ?"}],
+            "reward_model": {"ground_truth": str(number + 1)},
+            "answers": f"#### {number}",
+        }
+        for number in range(5)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "response.txt").write_text("so #### 3")
+    (tmp_path / "failing.py").write_text(FAILING)
+    return [
+        "reward-test",
+        f"data.train_files={tmp_path / 'train.jsonl'}",
+        f"actor_rollout_ref.model.path={model}",
+        "reward.num_workers=0",
+        "data.max_response_length=8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("response", "fed", "scores"),
+    [
+        ("ground_truth", "the ground truth of each row, written as #### ANSWER", [1, 1, 1, 1, 1]),
+        ("empty", "the empty text", [0, 0, 0, 0, 0]),
+        ("answers", "the column answers of the data", [0, 0, 0, 0, 0]),
+        ("response.txt", "the text of the file response.txt", [0, 0, 1, 0, 0]),
+        ("I say #### 5", "the text 'I say #### 5', for every row", [0, 0, 0, 0, 1]),
+    ],
+)
+def test_it_says_what_it_feeds_and_shows_the_prompt(
+    words: list[str], response: str, fed: str, scores: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--response", response]) == 0
+    shown = capsys.readouterr().out
+    assert f"Fed as the response: {fed}" in shown and "5 of 5 rows scored" in shown
+    for number, score in enumerate(scores):
+        (line,) = [line for line in shown.splitlines() if f"user: {number} + 1 = ?" in line]
+        assert f"{score} acc={score}" in line
+
+
+def test_the_model_answers(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "-n", "2", "--response", "generate"]) == 0
+    shown = capsys.readouterr().out
+    assert "Fed as the response: what" in shown and "2 of 2 rows scored" in shown
+    assert "user: 0 + 1 = ?" in shown
+
+
+def test_failures_of_one_kind_are_shown_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "reward.custom_reward_function.path=failing.py"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("Traceback") == 1 and shown.count("raise KeyError(") == 1
+    assert "KeyError in 4 of 5 rows (row 0, 1, 2, 4); the first:" in shown and "of row 0" in shown
+    assert "RewardError in 1 of 5 rows (row 3); the first:" in shown and "returned None" in shown
+    assert "0 of 5 rows scored, 5 failed" in shown
+
+
+def test_a_ground_truth_that_scores_nothing_is_remarked(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "reward.function=math"]) == 0
+    assert "score 0 though" not in capsys.readouterr().out
+    assert main([*words, "reward.terms=[{name: format, pattern: '<think>'}]"]) == 0
+    assert "5 score 0 though their response is the ground truth" in capsys.readouterr().out
+
+
+def test_rows_that_cannot_be_used_are_passed_over_or_named(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"prompt": 3}\n')
+    assert main([*words, "-n", "9"]) == 0
+    assert "5 of 5 rows scored" in capsys.readouterr().out
+    assert main([*words, "data.prompt_key=question"]) == 1
+    assert "row 0 has no column 'question'; the columns: data_source, prompt" in capsys.readouterr().err
+
+
+def test_without_generation_it_needs_no_torch(words: list[str]) -> None:
+    code = (
+        "import sys; from hybridflow.cli.main import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'torch was loaded'; sys.exit(status)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    run = subprocess.run(
+        [sys.executable, "-c", code, *words, "reward.num_workers=2"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert run.returncode == 0, run.stderr
+    assert "5 of 5 rows scored" in run.stdout and after - before < CPU_SECONDS

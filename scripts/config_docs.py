@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the configuration's dataclasses; with --check only say whether it is
+"""Write docs/configuration.md from the configuration's dataclasses; with --check only test whether it is
 fresh.
 
 python scripts/config_docs.py [--check]
@@ -7,13 +7,13 @@ python scripts/config_docs.py [--check]
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.aliases import PPO_ALIASES, SFT_ALIASES
+from hybridflow.config.aliases import ALIASES_BY_VALUE, PPO_ALIASES, SFT_ALIASES
 from hybridflow.config.tree import KeyInfo, keys_of, type_name
 from hybridflow.config.verl_rule import Rule
 from hybridflow.config.verl_rules import PPO_RULES, REFUSED_VALUES
@@ -26,19 +26,43 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/config_docs.py from the dataclasses in src/hybridflow/config; do not edit. -->
 
-A run is described by a tree of keys. `key=value` on the command line sets one (Hydra's grammar: `a.b=1`, `a=[x,y]`, `a={k: v}`,
-`a='some text'`, `${trainer.project_name}`, `${oc.env:HOME}`); a recipe is a YAML file that sets several and may build on others through
-its `defaults` list. A leading `+` is not needed and does no harm; `~key` sets a key back to its default. With `--multirun`, `a=1,2` runs
-one after another, each into a folder of its own: let `trainer.experiment_name` follow the values, as in
-`lr-${actor_rollout_ref.actor.optim.lr}`. `hybridflow config` lists every key; followed by a run's words it prints
-the whole tree as it will run, with `--explain` what follows from it.
+A run is described by keys. A recipe (`--recipe grpo`) sets those of an algorithm, and `key=value` on the command line
+sets one more. `null` as a value means that the key follows another key or is off.
+"""
 
-Wrong keys, types and values are all reported at once, before anything is built. `null` means that the key follows another or is off.
+FIRST_KEYS = {
+    "actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+    "data.train_files": "train.parquet",
+    "data.val_files": "test.parquet",
+    "reward.custom_reward_function.path": "my_reward.py",
+    "actor_rollout_ref.rollout.n": "8",
+    "data.train_batch_size": "128",
+    "data.max_response_length": "1024",
+    "actor_rollout_ref.actor.optim.lr": "2e-6",
+    "trainer.total_epochs": "3",
+    "trainer.n_gpus_per_node": "4",
+}
+"""The ten keys that most runs set, each with an example."""
+
+GRAMMAR = """\
+## How keys are written
+
+- On the command line, `key=value` sets a key: `a.b=1`, `a=[x,y]`, `a={k: v}`, `a='some text'`. The grammar is Hydra's. A
+  value may refer to another key, `${trainer.project_name}`, or to the environment, `${oc.env:HOME}`.
+- A leading `+` is not needed and does no harm. `~key` sets a key back to its default.
+- A recipe is a YAML file that sets several keys, and may build on others through its `defaults` list. `--recipe` takes a
+  name or a path. `python -m hybridflow.trainer.main_ppo` takes the file as `--config-path FOLDER --config-name NAME`.
+- `hybridflow train --multirun` runs `a=1,2` one after another, each in a run folder of its own. Let
+  `trainer.experiment_name` follow the values, as in `lr-${actor_rollout_ref.actor.optim.lr}`.
+- `hybridflow config` lists every key. Followed by a run's words it prints the whole configuration as it will run, and
+  with `--explain` what follows from it: steps, processes, memory.
+
+Wrong keys, types and values are reported together, before anything is built. A model folder is looked at then too.
 """
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0, or 1 where --check finds the page stale."""
+    """Return exit status 0, or 1 where --check finds the page stale."""
     text = render()
     if "--check" in arguments:
         if TARGET.is_file() and TARGET.read_text(encoding="utf-8") == text:
@@ -51,30 +75,44 @@ def main(arguments: list[str]) -> int:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [
         INTRODUCTION,
-        "## Reinforcement learning\n\n`hybridflow train`, `python -m hybridflow.trainer.main_ppo`\n",
+        "## The ten keys to begin with\n",
+        _table(("key", "default", "meaning", "example"), _first_keys()),
+        "Together, with the other keys as the recipe and the defaults have them:\n",
+        f"```bash\n{first_command()}\n```\n",
+        GRAMMAR,
+        "## Reinforcement learning\n\n`hybridflow train` and `python -m hybridflow.trainer.main_ppo` read "
+        "these keys.\n",
         *_tables(PPOConfig),
-        "## Supervised fine-tuning\n\n`hybridflow sft`, `python -m hybridflow.trainer.main_sft`\n",
+        "## Supervised fine-tuning\n\n`hybridflow sft` and `python -m hybridflow.trainer.main_sft` read "
+        "these keys.\n",
         *_tables(SFTConfig),
-        "## Keys of verl\n\nA command of verl's documents runs with the module's name changed. Its keys "
-        "that are not in the tables:\n",
-        "### Other names\n\nEach prints one line that names the key now used. Patterns are regular "
-        "expressions of whole keys.\n",
-        _table(
-            ("key", "now"), ((f"`{old}`", f"`{new}`") for old, new in _unique([*PPO_ALIASES, *SFT_ALIASES]))
-        ),
-        "### Without effect, or not in this version\n\nAn accepted value prints one line; any other value "
-        "is refused.\n",
-        _table(
-            ("keys", "accepted", "because", "else"),
-            (_rule(rule) for rule in _unique([*PPO_RULES, *SFT_RULES])),
-        ),
-        "### Refused values\n",
+        "## Keys of verl\n\nA command of verl's documents runs after its module's name is changed. This is "
+        "what becomes of verl's keys that are not in the tables above.\n",
+        "### Other names\n\nEach of these prints one line that names the key now used. The patterns are "
+        "regular expressions of whole keys.\n",
+        _table(("key", "now"), _aliases()),
+        "### Without effect, or not in this version\n\nA value in the second column prints one line that "
+        "says why it has no effect; any other value is refused, with the way out.\n",
+        _table(("keys", "accepted", "because", "way out of other values"), map(_rule, _unique_rules())),
+        "### Refused values\n\nThese values of keys above are verl's and not in this version.\n",
         _table(("key", "values", "way out"), _refused()),
     ]
     return "\n".join(parts)
+
+
+def first_command() -> str:
+    """Return the command that sets the ten keys of the page's first table."""
+    words = [f"{key}={example}" for key, example in FIRST_KEYS.items()]
+    return " \\\n  ".join(["hybridflow train --recipe grpo", *words])
+
+
+def _first_keys() -> Iterator[tuple[str, ...]]:
+    infos = keys_of(PPOConfig)
+    for key, example in FIRST_KEYS.items():
+        yield (f"`{key}`", f"`{_value(infos[key].default)}`", infos[key].meaning, f"`{key}={example}`")
 
 
 def _tables(root: type[Any]) -> Iterator[str]:
@@ -87,26 +125,36 @@ def _tables(root: type[Any]) -> Iterator[str]:
 
 
 def _key(info: KeyInfo) -> tuple[str, ...]:
-    return (f"`{info.path.rpartition('.')[2]}`", _type(info), f"`{_value(info.default)}`", info.meaning)
+    name = info.path.rpartition(".")[2]
+    return (f"`{name}`", _type(info), f"`{_value(info.default)}`", info.meaning)
 
 
 def _type(info: KeyInfo) -> str:
     signs = (("≥", info.minimum), (">", info.above), ("≤", info.maximum), ("<", info.below))
     bounds = " and ".join(f"{sign} {bound}" for sign, bound in signs if bound is not None)
-    return type_name(info.type) + (f", {bounds}" if bounds else "")
+    return ", ".join(filter(None, (type_name(info.type), bounds)))
+
+
+def _aliases() -> Iterator[tuple[str, ...]]:
+    for old, new in dict.fromkeys([*PPO_ALIASES, *SFT_ALIASES]):
+        yield (f"`{old}`", f"`{new}`")
+    for old, values, new in ALIASES_BY_VALUE:
+        yield (f"`{old}` with {', '.join(f'`{value}`' for value in values)}", f"`{new}`")
+
+
+def _unique_rules() -> Sequence[Rule]:
+    return list({rule.pattern: rule for rule in (*PPO_RULES, *SFT_RULES)}.values())
 
 
 def _rule(rule: Rule) -> tuple[str, ...]:
+    return (f"`{rule.pattern}`", _accepted(rule), rule.why, rule.refusal)
+
+
+def _accepted(rule: Rule) -> str:
     if rule.accepted is None:
-        accepted = "any"
-    else:
-        accepted = (
-            ", ".join(
-                f"`{_value(v)}`" for v in rule.accepted if v not in ("", "null", "none", "None", [], {})
-            )
-            or "none"
-        )
-    return (f"`{rule.pattern}`", accepted, rule.why, rule.refusal)
+        return "any"
+    shown = [value for value in rule.accepted if value not in ("", "null", "none", [], {})]
+    return ", ".join(f"`{_value(value)}`" for value in shown) or "none"
 
 
 def _refused() -> Iterator[tuple[str, ...]]:
@@ -115,28 +163,18 @@ def _refused() -> Iterator[tuple[str, ...]]:
             yield (f"`{key}`", ", ".join(f"`{value}`" for value, _ in group), reason)
 
 
-def _unique(items: Iterable[Any]) -> list[Any]:
-    return (
-        list(dict.fromkeys(items))
-        if all(not isinstance(item, Rule) for item in items)
-        else list({i.pattern: i for i in items}.values())
-    )
-
-
 def _value(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if isinstance(value, (bool, type(None)))
-        else str(value)
-    )
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
-    return (
-        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        + "\n"
-    )
+    shown = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(shown) + "\n"
 
 
 if __name__ == "__main__":

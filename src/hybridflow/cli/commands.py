@@ -100,7 +100,7 @@ def config(options: argparse.Namespace) -> int:
     if not (options.recipe or options.overrides or options.explain or options.changed):
         print(to_yaml(root()), end="")
         return 0
-    prepared = prepare_config(root, options.overrides, recipe=options.recipe)
+    prepared = prepare_config(root, options.overrides, recipe=options.recipe, runs=False)
     _show_notes(prepared.notes)
     if options.explain:
         from hybridflow.cli.explain_view import show_explanation
@@ -155,7 +155,7 @@ def reward_test(options: argparse.Namespace) -> int:
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
-    prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe)
+    prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe, runs=False)
     _show_notes(prepared.notes)
     return show_reward_test(prepared.config, rows=options.rows, response=options.response)
 

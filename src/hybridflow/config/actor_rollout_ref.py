@@ -18,75 +18,122 @@ LossAggMode = Literal[
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    loss_mode: str = key("vanilla", "policy loss by name, or path.py:name")
-    options: dict[str, Any] = key({}, "further parameters of the loss")
-    tau_pos: float = key(1.0, "sapo: temperature of the gate where the advantage is positive", above=0)
-    tau_neg: float = key(1.05, "sapo: temperature of the gate where it is not", above=0)
-    clip_cov_ratio: float = key(
-        2e-4, "clip_cov: share of the tokens that get no gradient", minimum=0, maximum=1
+    """The policy loss and the parameters of single losses."""
+
+    loss_mode: str = key(
+        "vanilla", "Policy loss: a name such as vanilla, gspo or cispo, or your own as path.py:name."
     )
-    clip_cov_lb: float = key(1.0, "clip_cov: only tokens whose covariance is above this")
-    clip_cov_ub: float = key(5.0, "clip_cov: and below this")
-    kl_cov_ratio: float = key(
+    options: dict[str, Any] = key({}, "Further keyword arguments of a policy loss of your own.")
+    tau_pos: float = key(
+        1.0,
+        "sapo: temperature of the soft gate on tokens with a positive advantage; a larger one closes the "
+        "gate sooner.",
+        above=0,
+    )
+    tau_neg: float = key(1.05, "sapo: temperature of the soft gate on all other tokens.", above=0)
+    clip_cov_ratio: float = key(
         2e-4,
-        "kl_cov: share of the tokens, of the highest covariance, that get a KL penalty",
+        "clip_cov: share of the tokens, drawn among those of high covariance, that get no gradient.",
         minimum=0,
         maximum=1,
     )
-    ppo_kl_coef: float = key(0.1, "kl_cov: weight of that penalty", minimum=0)
-    dro_beta: float = key(0.1, "dro: weight of the squared log-ratio", above=0)
-    dpo_loss: Literal["sigmoid", "ipo"] = key("sigmoid", "dpo: which loss of the pairs")
-    dpo_beta: float = key(0.1, "dpo: how strongly the policy is held to the reference", above=0)
+    clip_cov_lb: float = key(1.0, "clip_cov: only tokens whose covariance is above this may be drawn.")
+    clip_cov_ub: float = key(5.0, "clip_cov: only tokens whose covariance is below this may be drawn.")
+    kl_cov_ratio: float = key(
+        2e-4,
+        "kl_cov: share of the tokens, those of the highest covariance, that get a KL penalty.",
+        minimum=0,
+        maximum=1,
+    )
+    ppo_kl_coef: float = key(0.1, "kl_cov: weight of that KL penalty.", minimum=0)
+    dro_beta: float = key(0.1, "dro: weight of the squared log-ratio of the policy to the old one.", above=0)
+    dpo_loss: Literal["sigmoid", "ipo"] = key(
+        "sigmoid", "dpo: loss of a pair of responses, sigmoid (DPO) or ipo (IPO)."
+    )
+    dpo_beta: float = key(0.1, "dpo: strength with which the policy is held to the reference.", above=0)
     dpo_label_smoothing: float = key(
-        0.0, "dpo: probability that a pair is the wrong way round (cDPO)", minimum=0, below=0.5
+        0.0,
+        "dpo: assumed probability that the two responses of a pair are the wrong way round (cDPO).",
+        minimum=0,
+        below=0.5,
     )
 
 
 @dataclass(frozen=True)
 class ActorConfig:
-    strategy: Literal["fsdp", "fsdp2"] = key("fsdp2", "training engine; fsdp is an alias of fsdp2")
-    ppo_mini_batch_size: int = key(256, "prompts (whole groups) per optimizer step", minimum=1)
+    """The policy that trains: its batches, loss, optimizer and sharding."""
+
+    strategy: Literal["fsdp", "fsdp2"] = key(
+        "fsdp2", "Training engine of the actor; fsdp is another name of fsdp2."
+    )
+    ppo_mini_batch_size: int = key(
+        256, "Prompts in one optimizer step, each with all of its responses.", minimum=1
+    )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "at most this many rows in one forward/backward; null: only the token limit", minimum=1
+        None,
+        "Largest number of rows in one forward and backward pass; null: only the token limit counts. It "
+        "changes memory and speed, not results.",
+        minimum=1,
     )
     ppo_max_token_len_per_gpu: int = key(
-        16_384, "at most this many tokens in one forward/backward (hard)", minimum=1
+        16_384,
+        "Largest number of tokens in one forward and backward pass, never exceeded. Lower it when memory "
+        "runs out.",
+        minimum=1,
     )
-    ppo_epochs: int = key(1, "passes over each batch", minimum=1)
+    ppo_epochs: int = key(1, "Passes over the responses of each step.", minimum=1)
     use_prefix_grouper: bool = key(
-        False, "compute a prompt once for its responses in a forward/backward: fewer tokens, no exact mode"
+        False,
+        "Compute a prompt once for all of its responses in a pass: fewer tokens are computed, and exact "
+        "mode is off.",
     )
-    shuffle: bool = key(True, "deal the groups into mini-batches in a seeded random order; false: in order")
-    grad_clip: float | None = key(1.0, "largest gradient norm; null: no clipping", above=0)
+    shuffle: bool = key(
+        True, "Deal the groups into mini-batches in a seeded random order; false: in the order of the batch."
+    )
+    grad_clip: float | None = key(
+        1.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
+    )
     clip_ratio: float = key(
         0.2,
-        "PPO's epsilon on both sides; left out, a loss whose paper has other bounds uses those",
+        "PPO's clip range epsilon on both sides of ratio 1. Left out, a loss whose paper has other bounds "
+        "uses those.",
         minimum=0,
     )
-    clip_ratio_low: float | None = key(None, "epsilon below 1; null: clip_ratio", minimum=0)
+    clip_ratio_low: float | None = key(None, "Clip range below ratio 1; null: clip_ratio.", minimum=0)
     clip_ratio_high: float | None = key(
-        None, "epsilon above 1 (clip-higher: 0.28); null: clip_ratio", minimum=0
+        None,
+        "Clip range above ratio 1, for example 0.28 for DAPO's clip-higher; null: clip_ratio.",
+        minimum=0,
     )
     clip_ratio_c: float = key(
-        3.0, "dual clip: bound of the loss where the advantage is negative; dppo: largest ratio", above=1
+        3.0,
+        "Dual clip: bound of the loss, in units of the advantage, where the advantage is negative. For dppo "
+        "it is the largest ratio.",
+        above=1,
     )
     loss_agg_mode: LossAggMode | None = key(
-        None, "how token losses become one number; null: the policy loss's own (vanilla: token-mean)"
+        None,
+        "How the losses of the tokens become one number; null: as the policy loss's paper does (vanilla: "
+        "token-mean).",
     )
     loss_scale_factor: float | None = key(
-        None, "divisor of seq-mean-token-sum-norm; null: data.max_response_length", above=0
+        None, "Divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length.", above=0
     )
-    entropy_coeff: float = key(0.0, "weight of the entropy bonus")
+    entropy_coeff: float = key(0.0, "Weight of the entropy bonus in the loss; 0: no bonus.")
     positive_lm_loss_coef: float = key(
-        0.0, "weight of the log-likelihood of right responses (VAPO: 0.1)", minimum=0
+        0.0,
+        "Weight of an extra loss, the negative log-likelihood of right responses (VAPO: 0.1); 0: none.",
+        minimum=0,
     )
-    use_kl_loss: bool = key(False, "add a KL term against the reference to the loss")
-    kl_loss_coef: float = key(0.001, "weight of the KL term", minimum=0)
+    use_kl_loss: bool = key(False, "Add a KL term against the reference policy to the loss.")
+    kl_loss_coef: float = key(0.001, "Weight of that KL term.", minimum=0)
     kl_loss_type: str = key(
-        "low_var_kl", "KL estimator: kl|k1, abs, mse|k2, low_var_kl|k3; with + the gradient is k2's"
+        "low_var_kl",
+        "Estimator of that KL: kl (k1), abs, mse (k2) or low_var_kl (k3); with + at its end, for example "
+        "k3+, it has the gradient of k2.",
     )
     ulysses_sequence_parallel_size: int = key(
-        1, "ranks that share the tokens of each row (Ulysses)", minimum=1
+        1, "Ranks that share the tokens of each row (Ulysses sequence parallelism), for long rows.", minimum=1
     )
     fsdp_config: FSDPConfig = group(FSDPConfig)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
@@ -106,146 +153,246 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class RefConfig:
+    """The frozen policy to which the actor is held."""
+
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "at most this many rows in one forward; null: only the token limit", minimum=1
+        None,
+        "Largest number of rows in one forward pass of the reference; null: only the token limit counts.",
+        minimum=1,
     )
     log_prob_max_token_len_per_gpu: int | None = key(
-        None, "at most this many tokens in one forward; null: the actor's limit", minimum=1
+        None,
+        "Largest number of tokens in one forward pass of the reference; null: the actor's limit.",
+        minimum=1,
     )
     ulysses_sequence_parallel_size: int | None = key(
-        None, "ranks that share the tokens of each row; null: the actor's", minimum=1
+        None, "Ranks that share the tokens of each row; null: as many as the actor's.", minimum=1
     )
     fsdp_config: FSDPConfig = group(FSDPConfig)
 
 
 @dataclass(frozen=True)
 class ValKwargsConfig:
-    do_sample: bool = key(False, "sample in validation; false: greedy")
-    temperature: float = key(0.0, "temperature in validation when do_sample is true", minimum=0)
-    top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)
-    top_p: float = key(1.0, "keep the smallest set of tokens with this probability", above=0, maximum=1)
+    """Sampling in validation."""
+
+    do_sample: bool = key(
+        False, "Sample responses in validation; false: take the most probable token each time (greedy)."
+    )
+    temperature: float = key(
+        0.0, "Sampling temperature in validation, read when do_sample is true.", minimum=0
+    )
+    top_k: int = key(-1, "Sample among the k most probable tokens only; -1: among all.", minimum=-1)
+    top_p: float = key(
+        1.0,
+        "Sample among the smallest set of tokens that has this probability together; 1: among all.",
+        above=0,
+        maximum=1,
+    )
     min_p: float = key(
-        0.0, "drop tokens less probable than this share of the most probable one", minimum=0, maximum=1
+        0.0,
+        "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
+        minimum=0,
+        maximum=1,
     )
     repetition_penalty: float = key(
-        1.0, "above 1, tokens that the prompt or the response has become less probable", above=0
+        1.0,
+        "Above 1, tokens that the prompt or the response already has become less probable; 1: no penalty.",
+        above=0,
     )
-    n: int = key(1, "responses per validation prompt", minimum=1)
+    n: int = key(
+        1, "Responses to each validation prompt; the metrics are their mean, best and majority.", minimum=1
+    )
 
 
 @dataclass(frozen=True)
 class EngineKwargsConfig:
-    vllm: dict[str, Any] = key({}, "further arguments of vllm's engine, by its own names")
-    sglang: dict[str, Any] = key({}, "further arguments of sglang's server, by its own names")
+    """Arguments that go to a generation engine unchanged."""
+
+    vllm: dict[str, Any] = key({}, "Further arguments of vLLM's engine, by vLLM's own names.")
+    sglang: dict[str, Any] = key({}, "Further arguments of SGLang's server, by SGLang's own names.")
 
 
 @dataclass(frozen=True)
 class RolloutServerConfig:
+    """Servers of vLLM and SGLang that generate in processes of their own."""
+
     enable: bool | None = key(
         None,
-        "vllm: a server of its own beside each process that generates; null: where several are or `python` "
-        "is set; sglang: always",
+        "vllm: start a server beside each process that generates; null: where there are several processes "
+        "or `python` is set. sglang is always a server.",
     )
     address: str | list[str] | None = key(
-        None, "server that runs already, http://HOST:PORT, one for each process; null: start them"
+        None,
+        "Servers that run already, http://HOST:PORT, one for each process that generates; null: the run "
+        "starts them.",
     )
     python: str | None = key(
-        None, "python that has the engine and hybridflow, for the server that is started; null: this one"
+        None,
+        "Path of a python that has the engine and hybridflow, with which servers are started; null: this "
+        "python.",
     )
-    start_timeout: float = key(900.0, "seconds that a server may take to answer", above=0)
+    start_timeout: float = key(
+        900.0, "Seconds that a server may take until it answers; then the run ends with an error.", above=0
+    )
     push_timeout: float = key(
-        600.0, "seconds that one bucket of weights, or one call of a worker, may take", above=0
+        600.0, "Seconds that one bucket of weights, or one call of a server's worker, may take.", above=0
     )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "process_group"] = key(
         "auto",
-        "how weights travel to a server; auto: shared_memory on this machine, process_group to another",
+        "How weights travel to a server; auto: shared_memory on the same machine, process_group to another "
+        "machine.",
     )
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    """Generation: the engine, sampling, memory, and how old log-probs are obtained."""
+
     name: Literal["native", "vllm", "sglang", "hf"] = key(
-        "native", "generation engine; hf: transformers' own, slow, to compare with"
+        "native",
+        "Generation engine: native uses the module that trains, vllm and sglang hold a copy of the weights, "
+        "hf is transformers' own, which is slow and there to compare with.",
     )
-    n: int = key(1, "responses per prompt (the size of a group)", minimum=1)
-    temperature: float = key(1.0, "sampling temperature", above=0)
-    top_k: int = key(-1, "keep the k most probable tokens; -1: all", minimum=-1)
-    top_p: float = key(1.0, "keep the smallest set of tokens with this probability", above=0, maximum=1)
+    n: int = key(
+        1,
+        "Responses to each prompt, which is the size of a group. Estimators that compare responses, such as "
+        "grpo, need 2 or more.",
+        minimum=1,
+    )
+    temperature: float = key(
+        1.0,
+        "Sampling temperature of the responses. Training computes log-probs at the same temperature.",
+        above=0,
+    )
+    top_k: int = key(
+        -1,
+        "Sample among the k most probable tokens only; -1: among all. Training still counts the whole "
+        "distribution.",
+        minimum=-1,
+    )
+    top_p: float = key(
+        1.0,
+        "Sample among the smallest set of tokens that has this probability together; 1: among all. Training "
+        "still counts the whole distribution.",
+        above=0,
+        maximum=1,
+    )
     min_p: float = key(
-        0.0, "drop tokens less probable than this share of the most probable one", minimum=0, maximum=1
+        0.0,
+        "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
+        minimum=0,
+        maximum=1,
     )
     repetition_penalty: float = key(
-        1.0, "above 1, tokens that the prompt or the response has become less probable", above=0
+        1.0,
+        "Above 1, tokens that the prompt or the response already has become less probable; 1: no penalty.",
+        above=0,
     )
-    do_sample: bool = key(True, "sample; false: greedy")
-    ignore_eos: bool = key(False, "go on after the end token, up to max_response_length")
+    do_sample: bool = key(
+        True, "Sample the responses; false: take the most probable token each time (greedy)."
+    )
+    ignore_eos: bool = key(
+        False, "Generate on after the end token, up to data.max_response_length. For speed measurements."
+    )
     stop: list[str] = key(
         [],
-        "texts that end a response, in validation too; the token that completes one is its last, and is kept",
+        "Texts that end a response, in validation too. The token that completes such a text is kept as the "
+        "last one.",
     )
     stop_token_ids: list[int] = key(
-        [], "tokens that end a response besides the model's end tokens, in validation too"
+        [], "Token ids that end a response besides the model's own end tokens, in validation too."
     )
     tensor_model_parallel_size: int = key(
-        1, "ranks that generate together, each with a slice of every dense layer", minimum=1
+        1, "Ranks that generate together, each with a slice of every dense layer.", minimum=1
     )
-    max_num_seqs: int = key(256, "rows decoded together", minimum=1)
-    max_num_batched_tokens: int = key(8192, "prompt tokens prefilled together", minimum=1)
+    max_num_seqs: int = key(256, "Largest number of responses that are decoded at once.", minimum=1)
+    max_num_batched_tokens: int = key(
+        8192, "Largest number of prompt tokens that are prefilled at once.", minimum=1
+    )
     gpu_memory_utilization: float = key(
-        0.5, "share of the device's memory that the KV cache may fill up to", above=0, maximum=1
+        0.5,
+        "The KV cache may grow until this share of the device's memory is in use; a larger cache decodes "
+        "more responses at once.",
+        above=0,
+        maximum=1,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "vllm, sglang: dtype in which it computes; auto: the actor's"
+        "auto", "vllm, sglang: dtype in which the engine computes; auto: the actor's."
     )
     max_model_len: int | None = key(
         None,
-        "vllm, sglang: longest prompt + response; null: max_prompt_length + max_response_length",
+        "vllm, sglang: longest prompt and response together, in tokens; null: data.max_prompt_length + "
+        "data.max_response_length.",
         minimum=1,
     )
-    enforce_eager: bool | None = key(None, "true: no CUDA graphs (vllm: nor compilation); null: only on CPU")
-    cudagraph_capture_sizes: list[int] | None = key(
-        None, "native, on CUDA: numbers of rows that decode by CUDA graphs; null: few, up to max_num_seqs"
+    enforce_eager: bool | None = key(
+        None, "true: use no CUDA graphs (in vllm no compilation either); null: none on a CPU only."
     )
-    enable_chunked_prefill: bool = key(True, "vllm, sglang: long prompts in parts, beside decoding rows")
-    enable_prefix_caching: bool = key(True, "prompts that begin alike share their keys and values")
+    cudagraph_capture_sizes: list[int] | None = key(
+        None,
+        "native, on CUDA: numbers of rows for which decoding is recorded as a CUDA graph; null: a few sizes "
+        "up to max_num_seqs.",
+    )
+    enable_chunked_prefill: bool = key(
+        True, "vllm, sglang: prefill long prompts in chunks, beside rows that decode."
+    )
+    enable_prefix_caching: bool = key(
+        True, "Prompts that begin alike share the keys and values of their common beginning."
+    )
     kv_cache: Literal["auto", "slots", "paged"] = key(
         "auto",
-        "native: keys and values in a slot for each row, or in blocks of 256 tokens; auto: blocks on CUDA "
-        "where a kernel reads them",
+        "native: hold keys and values in one slot for each row (slots) or in blocks of 256 tokens (paged); "
+        "auto: paged on CUDA where a kernel reads blocks, else slots.",
     )
-    free_cache_engine: bool = key(True, "vllm, sglang: give its memory back while the actor trains")
+    free_cache_engine: bool = key(
+        True, "vllm, sglang: the engine gives its memory back while the actor trains."
+    )
     load_format: str = key(
-        "dummy", "vllm, sglang: weights before the first push; dummy: none, auto: those of the model's folder"
+        "dummy",
+        "vllm, sglang: weights that the engine holds before the first push; dummy: random ones, auto: those "
+        "of the model's folder.",
     )
-    quantization: str | None = key(None, "vllm, sglang: generate with quantised weights, for example fp8")
+    quantization: str | None = key(
+        None,
+        "vllm, sglang: generate with quantised weights, for example fp8; null: with the weights as they are.",
+    )
     lora_as_adapters: bool = key(
         False,
-        "vllm: LoRA adapters are sent by themselves, over weights that are sent once; false: folded into "
-        "the weights",
+        "vllm: send LoRA adapters alone in each step, over base weights that are sent once; false: send "
+        "them folded into the weights.",
     )
     update_weights_bucket_megabytes: int = key(
-        256, "vllm, sglang: weights that travel together; by shared memory at most 16", minimum=1
+        256,
+        "vllm, sglang: megabytes of weights that travel in one piece; shared memory uses at most 16.",
+        minimum=1,
     )
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
     server: RolloutServerConfig = group(RolloutServerConfig)
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "at most this many rows in one forward of old log-probs; null: only the token limit", minimum=1
+        None,
+        "Largest number of rows in one forward pass for the old log-probs; null: only the token limit "
+        "counts.",
+        minimum=1,
     )
     log_prob_max_token_len_per_gpu: int | None = key(
-        None, "at most this many tokens in that forward; null: the actor's limit", minimum=1
+        None,
+        "Largest number of tokens in one forward pass for the old log-probs; null: the actor's limit.",
+        minimum=1,
     )
     exact: bool | Literal["auto"] = key(
         "auto",
-        "log-probs of rollout and training equal to the bit (CPU, float32), so no old-log-prob pass; auto: "
-        "where it holds and pays",
+        "Exact mode (CPU, float32): generation and training give the same log-probs to the bit, so the pass "
+        "for the old ones is left out. auto: where it holds and saves time.",
     )
     exact_check_rows: int = key(
-        16, "rows that are checked each step beside those of the first mini-batch", minimum=1
+        16,
+        "Rows whose log-probs are compared in each step, besides those of the first mini-batch.",
+        minimum=1,
     )
     reuse_log_probs_within: float | None = key(
         None,
-        "fast mode: no old-log-prob pass where exact_check_rows rows differ by at most so much (nats); "
-        "null: a pass",
+        "Leave the pass for the old log-probs out of a step in which exact_check_rows rows differ by at "
+        "most this many nats; null: never.",
         minimum=0,
     )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)
@@ -253,6 +400,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig:
+    """The policy: its model, its training, its generation and its reference."""
+
     model: ModelConfig = group(ModelConfig)
     actor: ActorConfig = group(ActorConfig)
     rollout: RolloutConfig = group(RolloutConfig)

@@ -12,98 +12,160 @@ from hybridflow.config.schema import group, key
 
 @dataclass(frozen=True)
 class KLControlConfig:
-    type: Literal["fixed", "adaptive"] = key("fixed", "how the coefficient of KL-in-reward moves")
-    kl_coef: float = key(0.001, "coefficient, or where the adaptive one starts", minimum=0)
-    horizon: int = key(10_000, "rows over which the adaptive coefficient follows the target", minimum=1)
-    target_kl: float = key(0.1, "KL that the adaptive coefficient aims at, in nats a token", above=0)
+    """The coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = key(
+        "fixed", "How the coefficient of the KL in the reward moves: fixed, or adaptive towards target_kl."
+    )
+    kl_coef: float = key(
+        0.001, "Coefficient of the KL in the reward; the adaptive one starts there.", minimum=0
+    )
+    horizon: int = key(
+        10_000,
+        "Rows over which the adaptive coefficient follows the target; more rows move it more slowly.",
+        minimum=1,
+    )
+    target_kl: float = key(0.1, "KL that the adaptive coefficient aims at, in nats a token.", above=0)
 
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
+    """Dynamic sampling: which groups are kept."""
+
     enable: bool = key(
         False,
-        "dynamic sampling (DAPO): drop groups whose metric does not vary and generate on until the batch is "
-        "full",
+        "Dynamic sampling (DAPO): drop groups whose metric does not vary, and generate more until the batch "
+        "is full.",
     )
     metric: str = key(
         "acc",
-        "what must vary in a group: acc, score (= seq_reward, seq_final_reward), or a key that the reward "
-        "returns",
+        "Metric that must vary within a group: acc, score (also called seq_reward or seq_final_reward), or "
+        "a key that the reward returns.",
     )
     max_num_gen_batches: int = key(
         10,
-        "stop the run when this many generation batches did not fill one training batch; 0: no limit",
+        "Stop the run with an error when this many generation batches did not fill one training batch; 0: "
+        "no limit.",
         minimum=0,
     )
-    min_mean: float | None = key(None, "also drop groups whose mean metric is below this (PRIME: 0.2)")
-    max_mean: float | None = key(None, "also drop groups whose mean metric is above this (PRIME: 0.8)")
+    min_mean: float | None = key(
+        None, "Drop groups whose mean metric is below this too (PRIME: 0.2); null: keep them."
+    )
+    max_mean: float | None = key(
+        None, "Drop groups whose mean metric is above this too (PRIME: 0.8); null: keep them."
+    )
 
 
 @dataclass(frozen=True)
 class PFPPOConfig:
+    """Resampling of rows by their scores (PF-PPO)."""
+
     reweight_method: Literal["pow", "max_min", "max_random"] = key(
-        "pow", "weight of a row: |score|^p, only the extremes, or the best with 0.4 against 0.1"
+        "pow",
+        "Weight with which a row is drawn again: pow is |score|^weight_pow, max_min takes the extremes "
+        "only, max_random takes the best with weight 0.4 and the others with 0.1.",
     )
-    weight_pow: float = key(2.0, "p of pow", minimum=0)
+    weight_pow: float = key(2.0, "Exponent of the score in reweight_method=pow.", minimum=0)
 
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
+    """Correction of the difference between the policy that generated and the one that trains."""
+
     rollout_is: Literal["token", "sequence"] | None = key(
-        None, "importance weights π_old/π_rollout, by token or by sequence; null: none"
+        None,
+        "Weight the loss by the importance ratio of the trained policy to the one that generated, for each "
+        "token or each sequence; null: no weights.",
     )
     rollout_is_threshold: float | str = key(
-        2.0, "a number truncates weights above it; 'lo_hi' sets those outside to 0 (IcePop)"
+        2.0,
+        "One number truncates importance weights above it; 'lo_hi' sets weights outside these bounds to 0 "
+        "(IcePop).",
     )
-    rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean after truncation")
+    rollout_is_batch_normalize: bool = key(
+        False, "Divide the importance weights by their mean over the batch, after truncation."
+    )
     rollout_rs: str | None = key(
         None,
-        "rejection: comma list of token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2, seq_max_k3; "
-        "null: none",
+        "Rejection of tokens or rows whose ratio is off: a comma list of token_k1..k3, seq_sum_k1..k3, "
+        "seq_mean_k1..k3, seq_max_k2, seq_max_k3; null: none.",
     )
     rollout_rs_threshold: float | str | None = key(
-        None, "one threshold for each option, by comma; k1: 'lo_hi' or u for [1/u, u]; k2, k3: upper bound"
+        None,
+        "One threshold for each option of rollout_rs, separated by commas. For k1 it is 'lo_hi', or u for "
+        "[1/u, u]; for k2 and k3 it is an upper bound.",
     )
     bypass_mode: bool = key(
-        False, "the log-probs of rollout serve as old log-probs: no forward pass for those"
+        False, "Use the log-probs of generation as old log-probs, which saves the forward pass for them."
     )
     loss_type: Literal["ppo_clip", "reinforce"] = key(
-        "ppo_clip", "loss in bypass mode: ppo_clip (its ratio holds the weights) or reinforce"
+        "ppo_clip",
+        "Loss in bypass mode: ppo_clip, whose ratio already holds the importance weights, or reinforce.",
     )
 
 
 @dataclass(frozen=True)
 class SPPOConfig:
-    eta: float = key(1.0, "step size: what a log-ratio is aimed at is eta · (score − softmean)", above=0)
-    beta: float = key(1.0, "sharpness of the softmean of a group's scores", above=0)
+    """The targets of self-play preference optimisation."""
+
+    eta: float = key(
+        1.0,
+        "Step size: the log-ratio of a response is aimed at eta · (score − softmean of the group).",
+        above=0,
+    )
+    beta: float = key(1.0, "Sharpness of the softmean of a group's scores.", above=0)
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    adv_estimator: str = key("gae", "advantage estimator by name, or path.py:name")
-    options: dict[str, Any] = key({}, "further keyword arguments of a user's own estimator")
-    gamma: float = key(1.0, "discount per token", minimum=0, maximum=1)
-    lam: float = key(1.0, "lambda of GAE", minimum=0, maximum=1)
+    """Advantages, KL penalties, and the groups and rows that are learned from."""
+
+    adv_estimator: str = key(
+        "gae", "Advantage estimator: a name such as grpo, gae or rloo, or your own as path.py:name."
+    )
+    options: dict[str, Any] = key({}, "Further keyword arguments of an estimator of your own.")
+    gamma: float = key(1.0, "Discount of later rewards, for each token.", minimum=0, maximum=1)
+    lam: float = key(
+        1.0, "Lambda of GAE: 1 has the least bias, smaller values less variance.", minimum=0, maximum=1
+    )
     lam_critic: float | None = key(
-        None, "lambda of the critic's returns (VAPO: 1.0); null: lam", minimum=0, maximum=1
+        None, "Lambda of the returns that the critic learns (VAPO: 1.0); null: lam.", minimum=0, maximum=1
     )
     lam_length_alpha: float | None = key(
-        None, "length-adaptive lambda of the policy, 1 − 1/(alpha · length) (VAPO: 0.05); null: lam", above=0
+        None,
+        "Lambda of the policy that depends on the response's length in tokens, 1 − 1/(alpha · length) "
+        "(VAPO: 0.05); null: lam.",
+        above=0,
     )
-    norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; false: Dr.GRPO")
+    norm_adv_by_std_in_grpo: bool = key(
+        True,
+        "Divide advantages by the standard deviation of their group; false: only subtract the mean "
+        "(Dr.GRPO).",
+    )
     gdpo_reward_keys: list[str] = key(
-        [], "gdpo: keys of the reward's result that are normalised one by one, for example [acc, format]"
+        [], "gdpo: keys of the reward's result that are normalised one by one, for example [acc, format]."
     )
-    gdpo_reward_weights: list[float] = key([], "gdpo: weight of each of them; empty: 1 each")
-    use_kl_in_reward: bool = key(False, "subtract a KL penalty against the reference from the token rewards")
-    kl_penalty: str = key("kl", "KL estimator in the reward: kl|k1, abs, mse|k2, low_var_kl|k3")
+    gdpo_reward_weights: list[float] = key([], "gdpo: weight of each of these keys; empty: 1 each.")
+    use_kl_in_reward: bool = key(
+        False, "Subtract a KL penalty against the reference policy from the reward of each token."
+    )
+    kl_penalty: str = key(
+        "kl", "Estimator of the KL in the reward: kl (k1), abs, mse (k2) or low_var_kl (k3)."
+    )
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     ref_update_freq: int = key(
-        0, "the reference becomes a copy of the actor every so many steps; 0: it stays", minimum=0
+        0,
+        "The reference becomes a copy of the actor each time this many steps have passed; 0: it stays as it "
+        "is.",
+        minimum=0,
     )
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)
-    overlong_filtering: bool = key(False, "leave rows that were cut at max_response_length out of the loss")
-    use_pf_ppo: bool = key(False, "resample the rows of a step by their scores, after advantages (PF-PPO)")
+    overlong_filtering: bool = key(
+        False, "Leave responses that were cut at data.max_response_length out of the loss."
+    )
+    use_pf_ppo: bool = key(
+        False, "Draw the rows of a step again by their scores, after advantages are computed (PF-PPO)."
+    )
     pf_ppo: PFPPOConfig = group(PFPPOConfig)
     sppo: SPPOConfig = group(SPPOConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)

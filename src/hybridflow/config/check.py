@@ -1,9 +1,9 @@
-"""Refuse what cannot run, before anything is allocated: every problem at once, each with both values and the
-way out.
+"""Refuse a run that cannot work before anything is allocated: all problems at once, each with both values and
+the way out.
 
-    resolved config ──check──► notes (things that may surprise), or one ConfigError
+    resolved config ──check──► notes on what may surprise, or one ConfigError
 
-Reads the file system (do files exist, can the run folder be written) and creates nothing.
+It looks at the file system (whether files exist, whether the run folder can be written) and creates nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridflow.config.check_cluster import (
 )
 from hybridflow.config.check_engine import engine_problems
 from hybridflow.config.check_kernels import kernel_problems
-from hybridflow.config.check_model import model_problem, tokenizer_problems
+from hybridflow.config.check_model import model_problems
 from hybridflow.config.check_notes import has_validation, ppo_notes
 from hybridflow.config.check_paths import (
     data_problems,
@@ -36,71 +36,61 @@ from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 TRACKERS = ("console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab")
-ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
 
 
-def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset()) -> list[str]:
-    """Cross-check a resolved configuration; notes on what may surprise. `given`: paths that the user set.
+def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, runs: bool = True) -> list[str]:
+    """Cross-check a resolved configuration and return notes on what may surprise.
 
-    Raises ConfigError that lists every problem.
+    `given` are the paths that the user set. `runs=False` looks at no weights and no tokenizer, for commands
+    that only show what a run would be. Raises ConfigError that lists every problem.
     """
     if isinstance(config, PPOConfig):
-        problems = [
-            *_sizes(config),
-            *_token_limits(config),
-            *algorithm_problems(config),
-            *_rollout(config),
-            *rollout_problems(config),
-            *engine_problems(config),
-            *kernel_problems(config),
-            *_validation(config),
-            *_plugins(config),
-            *reward_problems(config.reward),
-            *data_problems(
-                config.data.train_files,
-                config.data.val_files,
-                config.data.task,
-                own_class=bool(config.data.custom_cls.path),
-            ),
-            *model_problem(config.actor_rollout_ref.model, "actor_rollout_ref.model"),
-            *_other_models(config),
-            *tokenizer_problems(config),
-            *_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim"),
-            *_optim(config.critic.optim, "critic.optim"),
-            *_optim(config.reward.process_reward_model.optim, f"{PROCESS}.optim"),
-            *_trainer(config.trainer),
-            *ppo_cluster_problems(config),
-        ]
+        problems = [*_ppo_problems(config), *model_problems(config, runs=runs)]
         notes = [*ppo_notes(config, given), *rollout_notes(config, given), *cluster_notes(config, given)]
     else:
-        problems = [
-            *_sft_sizes(config),
-            *kernel_problems(config),
-            *data_problems(config.data.train_files, config.data.val_files, config.data.task),
-            *model_problem(config.model, "model"),
-            *tokenizer_problems(config),
-            *_optim(config.optim, "optim"),
-            *_trainer(config.trainer),
-            *sft_cluster_problems(config),
-        ]
+        problems = [*_sft_problems(config), *model_problems(config, runs=runs)]
         notes = list(cluster_notes(config, given))
     raise_all(problems)
     return notes
 
 
-def _other_models(config: PPOConfig) -> Iterator[str]:
-    """Models of the roles that the run builds; one that follows the actor's is not looked at twice."""
-    actor = config.actor_rollout_ref.model.path
-    critic = config.critic
-    process = config.reward.process_reward_model
-    if critic.enable and critic.model.path and critic.model.path != actor:
-        yield from model_problem(critic.model, "critic.model")
-    if process.enable and process.model.path and process.model.path != actor:
-        yield from model_problem(process.model, f"{PROCESS}.model")
+def _ppo_problems(config: PPOConfig) -> Iterator[str]:
+    data = config.data
+    yield from _sizes(config)
+    yield from _token_limits(config)
+    yield from algorithm_problems(config)
+    yield from _rollout(config)
+    yield from rollout_problems(config)
+    yield from engine_problems(config)
+    yield from kernel_problems(config)
+    yield from _validation(config)
+    yield from _plugins(config)
+    yield from reward_problems(config.reward)
+    yield from data_problems(
+        data.train_files, data.val_files, data.task, own_class=bool(data.custom_cls.path)
+    )
+    yield from _optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
+    yield from _optim(config.critic.optim, "critic.optim")
+    yield from _optim(config.reward.process_reward_model.optim, f"{PROCESS}.optim")
+    yield from _trainer(config.trainer)
+    yield from ppo_cluster_problems(config)
+
+
+def _sft_problems(config: SFTConfig) -> Iterator[str]:
+    yield from _sft_sizes(config)
+    yield from kernel_problems(config)
+    yield from data_problems(config.data.train_files, config.data.val_files, config.data.task)
+    yield from _optim(config.optim, "optim")
+    yield from _trainer(config.trainer)
+    yield from sft_cluster_problems(config)
 
 
 def _sizes(config: PPOConfig) -> Iterator[str]:
-    batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    batch = config.data.train_batch_size
+    n = config.actor_rollout_ref.rollout.n
     roles = {ACTOR: config.actor_rollout_ref.actor.ppo_mini_batch_size}
     if config.critic.enable and config.critic.ppo_mini_batch_size not in (None, roles[ACTOR]):
         roles["critic"] = config.critic.ppo_mini_batch_size or 0
@@ -125,7 +115,8 @@ def _near_divisor(number: int, wanted: int) -> int:
 
 
 def _token_limits(config: PPOConfig) -> Iterator[str]:
-    data, roles = config.data, config.actor_rollout_ref
+    data = config.data
+    roles = config.actor_rollout_ref
     longest = data.max_prompt_length + data.max_response_length
     limits: dict[str, int | None] = {
         f"{ACTOR}.ppo_max_token_len_per_gpu": roles.actor.ppo_max_token_len_per_gpu,
@@ -179,13 +170,15 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
         )
     for key in (key for key, asked in others.items() if asked and rollout.exact is True):
         yield (
-            f"{ROLLOUT}.exact=true with {key}=true: log-probs would not be equal to the bit, or not be "
-            "compared: leave one of them out"
+            f"{ROLLOUT}.exact=true with {key}=true: log-probs would not be equal to the bit, or would not "
+            "be compared: leave one of them out"
         )
     if "" in rollout.stop:
-        yield f"{ROLLOUT}.stop={rollout.stop} has an empty text, which every response ends with: leave it out"
+        yield (
+            f"{ROLLOUT}.stop={rollout.stop} holds an empty text, which would end every response: leave it out"
+        )
     if rollout.stop_token_ids and min(rollout.stop_token_ids) < 0:
-        yield f"{ROLLOUT}.stop_token_ids={rollout.stop_token_ids}: token ids are numbers from 0"
+        yield f"{ROLLOUT}.stop_token_ids={rollout.stop_token_ids}: token ids are 0 or more"
 
 
 def _validation(config: PPOConfig) -> Iterator[str]:
@@ -204,7 +197,8 @@ def _validation(config: PPOConfig) -> Iterator[str]:
 
 
 def _plugins(config: PPOConfig) -> Iterator[str]:
-    data, reward = config.data, config.reward.custom_reward_function
+    data = config.data
+    reward = config.reward.custom_reward_function
     yield from plugin_problem("algorithm.adv_estimator", config.algorithm.adv_estimator)
     yield from plugin_problem(
         f"{ACTOR}.policy_loss.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -221,7 +215,7 @@ def _plugins(config: PPOConfig) -> Iterator[str]:
     )
     for index, term in enumerate(config.reward.terms):
         if not isinstance(term, dict) or "name" not in term:
-            yield f"reward.terms[{index}]={term!r}: a term is {{name: …, weight: …}}"
+            yield f"reward.terms[{index}]={term!r}: wanted {{name: …, weight: …}}"
 
 
 def _optim(optim: OptimConfig, path: str) -> Iterator[str]:
@@ -233,7 +227,8 @@ def _optim(optim: OptimConfig, path: str) -> Iterator[str]:
     if 0 < optim.total_training_steps < optim.lr_warmup_steps:
         yield (
             f"{path}.lr_warmup_steps={optim.lr_warmup_steps} is more than "
-            f"{path}.total_training_steps={optim.total_training_steps}"
+            f"{path}.total_training_steps={optim.total_training_steps}, so the warm-up would never end: set "
+            "it lower"
         )
 
 
@@ -241,7 +236,7 @@ def _trainer(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     names = [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger
     for name in names:
         if name not in TRACKERS:
-            yield f"trainer.logger={name}: there are {', '.join(TRACKERS)}"
+            yield f"trainer.logger={name}: there is no such tracker; there are {', '.join(TRACKERS)}"
     yield from resume_problems(trainer)
     yield from folder_problems(trainer)
     if (

@@ -1,8 +1,8 @@
 """The checks of the algorithm: which estimator goes with which loss, roles and sizes, by the facts in
 `algorithm_names.py`.
 
-Each yields one line per problem, with both values and the way out. Of a user's own estimator or loss
-(`path.py:name`) nothing is known, so nothing is refused.
+Each check yields one line per problem, with both values and the way out. Nothing is known about a user's own
+estimator or loss (`path.py:name`), so nothing is refused there.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Iterator
 
 from hybridflow.config.algorithm_names import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.check_correction import correction_problems
-from hybridflow.config.check_model import model_problem
 from hybridflow.config.needs import estimator_facts
 from hybridflow.config.root import PPOConfig
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-PROCESS, TEACHER = "reward.process_reward_model", "distillation.teacher_model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+PROCESS = "reward.process_reward_model"
+TEACHER = "distillation.teacher_model"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 # losses in which 1 − clip_ratio_low bounds the ratio from below
 RATIO_CLIPS = ("vanilla", "gspo", "clip_cov")
@@ -25,14 +26,15 @@ PARTNERS: dict[str, tuple[str, ...]] = {"dpo": ("online_dpo", "spin"), "sppo": (
 
 
 def algorithm_problems(config: PPOConfig) -> Iterator[str]:
-    """Names, and what an estimator or a loss needs of the rest of the configuration."""
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    """Yield one line for each unknown name, and for each need of the estimator or the loss that is not met."""
+    algorithm = config.algorithm
+    actor = config.actor_rollout_ref.actor
     for path, name, names in (
         ("algorithm.adv_estimator", algorithm.adv_estimator, ESTIMATORS),
         (LOSS, actor.policy_loss.loss_mode, POLICY_LOSSES),
     ):
         if name not in names and ":" not in name:
-            yield f"{path}={name}: there are {', '.join(names)}; your own goes as path/to/file.py:name"
+            yield f"{path}={name}: there are {', '.join(names)}; give your own as path/to/file.py:name"
     yield from _needs(config)
     yield from _partners(config)
     yield from _pairs(config)
@@ -47,11 +49,9 @@ def algorithm_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _needs(config: PPOConfig) -> Iterator[str]:
-    facts, name, n = (
-        estimator_facts(config),
-        config.algorithm.adv_estimator,
-        config.actor_rollout_ref.rollout.n,
-    )
+    facts = estimator_facts(config)
+    name = config.algorithm.adv_estimator
+    n = config.actor_rollout_ref.rollout.n
     if facts is None:
         return
     if facts.group and n < 2:
@@ -74,27 +74,24 @@ def _needs(config: PPOConfig) -> Iterator[str]:
             f"algorithm.adv_estimator={name} needs a teacher, and {TEACHER}.path is not set: give a Hugging "
             "Face folder or a hub name of a model with the same tokenizer"
         )
-    elif facts.teacher:
-        yield from model_problem(config.distillation.teacher_model, TEACHER)
 
 
 def _partners(config: PPOConfig) -> Iterator[str]:
-    """A loss over pairs or rows is aimed at what its estimator gives, and the estimator's numbers mean
-    nothing to other losses.
-    """
-    estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    """Losses over pairs or rows read what their own estimators give, and no other loss can read it."""
+    estimator = config.algorithm.adv_estimator
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     for special, partners in PARTNERS.items():
         known = estimator in ESTIMATORS and loss in POLICY_LOSSES
         if known and (loss == special) != (estimator in partners):
             yield (
                 f"algorithm.adv_estimator={estimator} with {LOSS}={loss}: loss {special} goes with "
-                f"algorithm.adv_estimator={' or '.join(partners)}, and they only with it: set both, or "
-                "neither"
+                f"algorithm.adv_estimator={' or '.join(partners)} only, and they go with no other loss: set "
+                "both, or neither"
             )
 
 
 def _pairs(config: PPOConfig) -> Iterator[str]:
-    """What the loss of pairs cannot be joined with."""
+    """Settings that cannot be joined with the loss of pairs."""
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode != "dpo":
         return
@@ -113,7 +110,8 @@ def _pairs(config: PPOConfig) -> Iterator[str]:
 
 def _gdpo(config: PPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    keys = algorithm.gdpo_reward_keys
+    weights = algorithm.gdpo_reward_weights
     if algorithm.adv_estimator == "gdpo" and not keys:
         yield (
             "algorithm.adv_estimator=gdpo normalises several rewards one by one, and "
@@ -134,9 +132,7 @@ def _gdpo(config: PPOConfig) -> Iterator[str]:
 
 
 def _max_rl(config: PPOConfig) -> Iterator[str]:
-    """It divides by the mean score of a group, and refuses scores below 0 when it meets them: these settings
-    make them.
-    """
+    """Settings that lower scores below 0, by whose mean in a group max_rl divides."""
     if config.algorithm.adv_estimator != "max_rl":
         return
     if config.algorithm.use_kl_in_reward:
@@ -176,17 +172,15 @@ def _kl_estimator(path: str, name: str, *, gradient: bool) -> Iterator[str]:
             "low_var_kl"
         )
     elif base not in KL_ESTIMATORS:
-        yield f"{path}={name}: there are {', '.join(KL_ESTIMATORS)}"
+        yield f"{path}={name}: there is no such estimator; there are {', '.join(KL_ESTIMATORS)}"
     elif name.endswith("+") and not gradient:
         yield f"{path}={name}: a KL in the reward has no gradient, so + means nothing there: use {base}"
 
 
 def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
-    groups, path, n = (
-        config.algorithm.filter_groups,
-        "algorithm.filter_groups",
-        config.actor_rollout_ref.rollout.n,
-    )
+    groups = config.algorithm.filter_groups
+    path = "algorithm.filter_groups"
+    n = config.actor_rollout_ref.rollout.n
     if groups.min_mean is not None and groups.max_mean is not None and groups.min_mean > groups.max_mean:
         yield (
             f"{path}.min_mean={groups.min_mean} is more than {path}.max_mean={groups.max_mean}: no group "
@@ -201,11 +195,9 @@ def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
             f"{path}.enable=true keeps groups that vary, and {ROLLOUT}.n={n} gives one response a prompt: "
             f"set {ROLLOUT}.n to 2 or more"
         )
-    prompts, batches, wanted = (
-        config.data.gen_batch_size or 0,
-        groups.max_num_gen_batches,
-        config.data.train_batch_size,
-    )
+    prompts = config.data.gen_batch_size or 0
+    batches = groups.max_num_gen_batches
+    wanted = config.data.train_batch_size
     if batches and batches * prompts < wanted:
         yield (
             f"{path}.max_num_gen_batches={batches} × data.gen_batch_size={prompts} = {batches * prompts} "
@@ -214,8 +206,10 @@ def _dynamic_sampling(config: PPOConfig) -> Iterator[str]:
 
 
 def _overlong(config: PPOConfig) -> Iterator[str]:
-    kwargs, path = config.reward.reward_kwargs, "reward.reward_kwargs"
-    buffer, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or config.data.max_response_length
+    path = "reward.reward_kwargs"
+    kwargs = config.reward.reward_kwargs
+    buffer = kwargs.overlong_buffer_cfg
+    longest = kwargs.max_resp_len or config.data.max_response_length
     if buffer.enable and buffer.len is not None and buffer.len > longest:
         yield (
             f"{path}.overlong_buffer_cfg.len={buffer.len} is more than {path}.max_resp_len={longest} "

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridflow.config.check_paths import is_remote, local
 from hybridflow.config.model import ModelConfig
+from hybridflow.config.needs import needs_teacher
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 TOKENIZER_FILES = (
@@ -30,8 +31,36 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
-def model_problem(model: ModelConfig, key: str) -> Iterator[str]:
-    """One line where a role's model is not set, is written as a local folder and is none, or cannot be
+def model_problems(config: PPOConfig | SFTConfig, *, runs: bool = True) -> Iterator[str]:
+    """Yield one line for each problem with the models of the roles that the run builds.
+
+    `runs=False` looks at no weights and no tokenizer, for commands that only show what a run would be.
+    """
+    if isinstance(config, SFTConfig):
+        yield from model_problem(config.model, "model", runs=runs)
+    else:
+        yield from model_problem(config.actor_rollout_ref.model, "actor_rollout_ref.model", runs=runs)
+        yield from _other_models(config, runs)
+    if runs:
+        yield from tokenizer_problems(config)
+
+
+def _other_models(config: PPOConfig, runs: bool) -> Iterator[str]:
+    """Problems of the other roles' models; one that is the actor's is not looked at twice."""
+    actor = config.actor_rollout_ref.model.path
+    critic = config.critic
+    process = config.reward.process_reward_model
+    teacher = config.distillation.teacher_model
+    if critic.enable and critic.model.path and critic.model.path != actor:
+        yield from model_problem(critic.model, "critic.model", runs=runs)
+    if process.enable and process.model.path and process.model.path != actor:
+        yield from model_problem(process.model, "reward.process_reward_model.model", runs=runs)
+    if needs_teacher(config) and teacher.path:
+        yield from model_problem(teacher, "distillation.teacher_model", runs=runs)
+
+
+def model_problem(model: ModelConfig, key: str, *, runs: bool = True) -> Iterator[str]:
+    """Yield one line where a role's model is not set, is written as a local folder and is none, or cannot be
     loaded.
     """
     if not model.path:
@@ -43,7 +72,7 @@ def model_problem(model: ModelConfig, key: str) -> Iterator[str]:
     if is_missing_folder(model.path):
         yield f"{key}.path: there is no folder {model.path}"
     else:
-        yield from _folder(model, key)
+        yield from _folder(model, key, runs)
     if (
         model.tokenizer_path
         and model.tokenizer_path != model.path
@@ -59,7 +88,7 @@ def is_missing_folder(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
 
 
-def _folder(model: ModelConfig, key: str) -> Iterator[str]:
+def _folder(model: ModelConfig, key: str, runs: bool) -> Iterator[str]:
     assert model.path, "it was looked at before"
     folder = local(model.path)
     if is_remote(model.path) or not folder.exists():
@@ -68,7 +97,8 @@ def _folder(model: ModelConfig, key: str) -> Iterator[str]:
         yield f"{key}.path={model.path} is a file: give the Hugging Face folder that holds it"
         return
     yield from _config_file(folder, model, key)
-    yield from _weights(folder, f"{key}.path={model.path}")
+    if runs:
+        yield from _weights(folder, f"{key}.path={model.path}")
 
 
 def _config_file(folder: Path, model: ModelConfig, key: str) -> Iterator[str]:
@@ -118,8 +148,8 @@ def _read_json(path: Path) -> Any:
 
 
 def tokenizer_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """One line where data.tokenizer is a local folder without a tokenizer, or without the chat template that
-    the data's messages need.
+    """Yield one line where data.tokenizer is a local folder without a tokenizer, or without the chat template
+    that the data's messages need.
     """
     path = config.data.tokenizer
     if not path or is_remote(path):

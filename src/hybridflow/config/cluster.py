@@ -10,25 +10,37 @@ from hybridflow.config.schema import group, key
 
 @dataclass(frozen=True)
 class RayInitConfig:
+    """The Ray cluster of a run."""
+
     address: str | None = key(
-        None, "a running cluster, host:port or auto; null: RAY_ADDRESS, or a Ray of this run's own"
+        None,
+        "Running Ray cluster to join, host:port or auto; null: RAY_ADDRESS if it is set, else a Ray of this "
+        "run's own.",
     )
     num_cpus: int | None = key(
-        None, "CPUs that a Ray of this run's own offers; null: those of the machine", minimum=1
+        None, "CPUs that a Ray of this run's own offers; null: all of the machine.", minimum=1
     )
-    num_gpus: int | None = key(None, "GPUs that it offers; null: those of the machine", minimum=0)
+    num_gpus: int | None = key(
+        None, "GPUs that a Ray of this run's own offers; null: all of the machine.", minimum=0
+    )
     object_store_memory: int | None = key(
-        None, "bytes of its object store; null: Ray's choice", minimum=78_643_200
+        None, "Bytes of shared memory for Ray's object store; null: Ray chooses.", minimum=78_643_200
     )
-    include_dashboard: bool = key(False, "start its dashboard")
+    include_dashboard: bool = key(False, "Start Ray's dashboard.")
     dashboard_port: int | None = key(
-        None, "port of its dashboard; null: Ray's choice", minimum=1, maximum=65_535
+        None, "Port of Ray's dashboard; null: Ray chooses.", minimum=1, maximum=65_535
     )
-    namespace: str | None = key(None, "Ray namespace; null: one of the run's own")
-    runtime_env: dict[str, Any] = key({}, "Ray runtime environment of the workers, for example env_vars")
+    namespace: str | None = key(None, "Ray namespace of the run's actors; null: a new one for each run.")
+    runtime_env: dict[str, Any] = key(
+        {}, "Ray's runtime environment of the workers, for example {env_vars: {A: b}}."
+    )
 
 
 @dataclass(frozen=True)
 class RayConfig:
+    """Ray's cluster and its timeline."""
+
     ray_init: RayInitConfig = group(RayInitConfig)
-    timeline_json_file: str | None = key(None, "write Ray's timeline of the run there at its end; null: no")
+    timeline_json_file: str | None = key(
+        None, "File into which Ray's timeline of the run is written at its end; null: none."
+    )

@@ -10,96 +10,159 @@ from hybridflow.config.schema import group, key
 
 @dataclass(frozen=True)
 class CustomClassConfig:
-    path: str | None = key(None, "file or module that holds the class")
-    name: str | None = key(None, "name of the class; `path:name` in `path` works too")
+    """A dataset class of your own."""
+
+    path: str | None = key(
+        None, "File or module that holds a dataset class of your own; null: the built-in one."
+    )
+    name: str | None = key(None, "Name of that class; `path` may also be path.py:name.")
 
 
 @dataclass(frozen=True)
 class SamplerConfig:
+    """A sampler of your own, which chooses the order of rows."""
+
     class_path: str | None = key(
-        None, "file or module that holds a sampler; a curriculum sampler also has update(batch)"
+        None,
+        "File or module that holds a sampler of your own; a curriculum sampler also has update(batch). "
+        "null: the built-in one.",
     )
-    class_name: str | None = key(None, "name of the sampler class; `path:name` in `class_path` works too")
+    class_name: str | None = key(None, "Name of the sampler class; `class_path` may also be path.py:name.")
 
 
 @dataclass(frozen=True)
 class TaskConfig:
+    """A procedural task that makes questions."""
+
     name: str | None = key(
-        None, "procedural task in place of files: arithmetic_chain, reasoning_gym:NAME, or path.py:factory"
+        None,
+        "Procedural task that makes the questions in place of files: arithmetic_chain, reasoning_gym:NAME, "
+        "or your own as path.py:factory; null: read files.",
     )
-    size: int = key(10_000, "number of training questions", minimum=1)
-    val_size: int = key(256, "number of held-out questions; never among the training questions", minimum=0)
-    seed: int = key(0, "seed of the questions, apart from the seed of the run")
-    options: dict[str, Any] = key({}, "keyword arguments of the task, for example {hops: 3}")
+    size: int = key(10_000, "Number of training questions.", minimum=1)
+    val_size: int = key(
+        256, "Number of held-out questions, none of which is among the training questions.", minimum=0
+    )
+    seed: int = key(0, "Seed of the questions, apart from the seed of the run.")
+    options: dict[str, Any] = key({}, "Keyword arguments of the task, for example {hops: 3}.")
 
 
 @dataclass(frozen=True)
 class DataConfig:
+    """Prompts: where they come from and how they become batches."""
+
     train_files: str | list[str] = key(
-        [], "parquet, json or jsonl file(s): local, hdfs://, s3://, or any fsspec address"
+        [],
+        "Training data: one or several parquet, json or jsonl files, local or at an address such as hdfs:// "
+        "or s3://.",
     )
-    val_files: str | list[str] = key([], "validation file(s), same kinds")
+    val_files: str | list[str] = key(
+        [], "Validation data, in files of the same kinds; empty: nothing is validated."
+    )
     task: TaskConfig = group(TaskConfig)
-    tokenizer: str | None = key(None, "tokenizer folder or hub name; null: the actor model's")
-    train_max_samples: int = key(-1, "use at most this many training rows; -1: all", minimum=-1)
-    val_max_samples: int = key(-1, "use at most this many validation rows; -1: all", minimum=-1)
+    tokenizer: str | None = key(None, "Tokenizer folder or hub name; null: the actor model's.")
+    train_max_samples: int = key(-1, "Largest number of training rows that are used; -1: all.", minimum=-1)
+    val_max_samples: int = key(-1, "Largest number of validation rows that are used; -1: all.", minimum=-1)
     prompt_key: str = key(
-        "prompt", "column with the prompt: a list of messages, or a string that is already templated"
+        "prompt", "Column with the prompt: a list of messages, or a text that is already templated."
+    )
+    reward_fn_key: str = key(
+        "data_source",
+        "Column that names the source of a row, by which reward.function=auto chooses the reward.",
+    )
+    max_prompt_length: int = key(
+        512, "Longest prompt, in tokens; data.truncation says what happens to a longer one.", minimum=1
+    )
+    max_response_length: int = key(512, "Longest response, in tokens; generation stops there.", minimum=1)
+    train_batch_size: int = key(
+        1024, "Prompts in one training step; each gets actor_rollout_ref.rollout.n responses.", minimum=1
     )
     wrap_prompts: bool = key(
-        False, "make a prompt that is a string a user's message, rendered by the chat template"
+        False, "Make a prompt that is a plain text into a user's message, rendered by the chat template."
     )
-    reward_fn_key: str = key("data_source", "column that names the source and so chooses the built-in reward")
-    max_prompt_length: int = key(512, "longest prompt, in tokens", minimum=1)
-    max_response_length: int = key(512, "longest response, in tokens", minimum=1)
-    train_batch_size: int = key(1024, "prompts per training step", minimum=1)
     gen_batch_size: int | None = key(
-        None, "prompts per generation batch of dynamic sampling; null: train_batch_size", minimum=1
+        None, "Prompts in one generation batch of dynamic sampling; null: train_batch_size.", minimum=1
     )
     demonstration_key: str = key(
-        "messages", "column with the data's own answer, read by spin: text, or messages that end in an answer"
+        "messages", "spin: column with the data's own answer, a text or messages that end in an answer."
     )
-    val_batch_size: int | None = key(None, "prompts per validation batch; null: all at once", minimum=1)
-    shuffle: bool = key(True, "shuffle the training rows anew each epoch, seeded")
-    seed: int | None = key(None, "seed of the shuffling; null: trainer.seed")
-    validation_shuffle: bool = key(False, "shuffle the validation rows")
-    filter_overlong_prompts: bool = key(False, "leave out prompts over max_prompt_length (counted and shown)")
+    val_batch_size: int | None = key(None, "Prompts in one validation batch; null: all at once.", minimum=1)
+    shuffle: bool = key(True, "Shuffle the training rows anew in each epoch, by the seed.")
+    seed: int | None = key(None, "Seed of the shuffling; null: trainer.seed.")
+    validation_shuffle: bool = key(False, "Shuffle the validation rows.")
+    filter_overlong_prompts: bool = key(
+        False, "Leave out prompts longer than max_prompt_length; the run says how many."
+    )
     truncation: Literal["error", "left", "right", "middle"] = key(
-        "error", "what happens to a prompt over max_prompt_length that was not filtered"
+        "error",
+        "What happens to a prompt longer than max_prompt_length that is not left out: error stops the run, "
+        "left, right and middle cut tokens there.",
     )
-    trust_remote_code: bool = key(False, "let the tokenizer's own code run")
+    trust_remote_code: bool = key(False, "Run the code that comes with the tokenizer.")
     custom_cls: CustomClassConfig = group(CustomClassConfig)
     sampler: SamplerConfig = group(SamplerConfig)
-    dataloader_num_workers: int = key(0, "processes that read rows ahead; 0: in process", minimum=0)
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "extra arguments of the chat template")
-    cache_dir: str | None = key(None, "where remote files are kept; null: ~/.cache/hybridflow")
+    dataloader_num_workers: int = key(
+        0, "Processes that read rows ahead; 0: rows are read in the trainer's process.", minimum=0
+    )
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "Extra arguments of the chat template, for example {enable_thinking: false}."
+    )
+    cache_dir: str | None = key(
+        None, "Folder in which copies of remote files are kept; null: ~/.cache/hybridflow."
+    )
 
 
 @dataclass(frozen=True)
 class SFTDataConfig:
-    train_files: str | list[str] = key([], "parquet, json or jsonl file(s)")
-    val_files: str | list[str] = key([], "validation file(s)")
+    """Conversations: where they come from and how they become batches."""
+
+    train_files: str | list[str] = key(
+        [],
+        "Training data: one or several parquet, json or jsonl files, local or at an address such as hdfs:// "
+        "or s3://.",
+    )
+    val_files: str | list[str] = key(
+        [], "Validation data, in files of the same kinds; empty: nothing is validated."
+    )
     task: TaskConfig = group(TaskConfig)
-    tokenizer: str | None = key(None, "tokenizer folder or hub name; null: the model's")
-    train_batch_size: int = key(256, "conversations per optimizer step", minimum=1)
+    tokenizer: str | None = key(None, "Tokenizer folder or hub name; null: the model's.")
+    train_batch_size: int = key(256, "Conversations in one optimizer step.", minimum=1)
     micro_batch_size_per_gpu: int | None = key(
-        None, "at most this many conversations in one forward; null: only the token limit", minimum=1
+        None,
+        "Largest number of conversations in one forward and backward pass; null: only the token limit "
+        "counts.",
+        minimum=1,
     )
-    max_token_len_per_gpu: int = key(8192, "at most this many tokens in one forward (hard)", minimum=1)
-    max_length: int = key(1024, "longest conversation, in tokens", minimum=2)
+    max_token_len_per_gpu: int = key(
+        8192,
+        "Largest number of tokens in one forward and backward pass, never exceeded. Lower it when memory "
+        "runs out.",
+        minimum=1,
+    )
+    max_length: int = key(
+        1024, "Longest conversation, in tokens; data.truncation says what happens to a longer one.", minimum=2
+    )
     truncation: Literal["error", "left", "right", "drop"] = key(
-        "error", "what happens to a conversation over max_length"
+        "error",
+        "What happens to a conversation longer than max_length: error stops the run, left and right cut "
+        "tokens there, drop leaves it out.",
     )
-    messages_key: str = key("messages", "column with the list of messages")
-    prompt_key: str = key("prompt", "column with the prompt where there is no messages column")
-    response_key: str = key("response", "column with the response where there is no messages column")
+    messages_key: str = key("messages", "Column with the list of messages.")
+    prompt_key: str = key("prompt", "Column with the prompt, in data without a column of messages.")
+    response_key: str = key("response", "Column with the response, in data without a column of messages.")
+    train_max_samples: int = key(-1, "Largest number of training rows that are used; -1: all.", minimum=-1)
+    val_max_samples: int = key(-1, "Largest number of validation rows that are used; -1: all.", minimum=-1)
+    shuffle: bool = key(True, "Shuffle the rows anew in each epoch, by the seed.")
+    trust_remote_code: bool = key(False, "Run the code that comes with the tokenizer.")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "Extra arguments of the chat template, for example {enable_thinking: false}."
+    )
+    dataloader_num_workers: int = key(
+        0, "Processes that read rows ahead; 0: rows are read in the trainer's process.", minimum=0
+    )
+    cache_dir: str | None = key(
+        None, "Folder in which copies of remote files are kept; null: ~/.cache/hybridflow."
+    )
     wrap_prompts: bool = key(
-        False, "make a prompt that is a string a user's message, rendered by the chat template"
+        False, "Make a prompt that is a plain text into a user's message, rendered by the chat template."
     )
-    train_max_samples: int = key(-1, "use at most this many training rows; -1: all", minimum=-1)
-    val_max_samples: int = key(-1, "use at most this many validation rows; -1: all", minimum=-1)
-    shuffle: bool = key(True, "shuffle the rows anew each epoch, seeded")
-    trust_remote_code: bool = key(False, "let the tokenizer's own code run")
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "extra arguments of the chat template")
-    dataloader_num_workers: int = key(0, "processes that read rows ahead; 0: in process", minimum=0)
-    cache_dir: str | None = key(None, "where remote files are kept; null: ~/.cache/hybridflow")

@@ -10,7 +10,11 @@ from hybridflow.config.schema import group, key
 
 @dataclass(frozen=True)
 class DistillationConfig:
+    """The teacher of on-policy distillation."""
+
     teacher_model: ModelConfig = group(ModelConfig)
     log_prob_max_token_len_per_gpu: int | None = key(
-        None, "at most this many tokens in one forward of the teacher; null: the actor's limit", minimum=1
+        None,
+        "Largest number of tokens in one forward pass of the teacher; null: the actor's limit.",
+        minimum=1,
     )

@@ -10,33 +10,46 @@ from hybridflow.config.schema import group, key
 
 @dataclass(frozen=True)
 class MixedPrecisionConfig:
+    """Dtypes of computation and of summed gradients."""
+
     param_dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "auto", "dtype in which sharded parameters are gathered and computed with; auto: the model's dtype"
+        "auto",
+        "Dtype in which the model computes, and in which sharded parameters are gathered; auto: the model's "
+        "dtype. The optimizer keeps float32 weights.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "dtype in which gradients are summed over ranks"
+        "float32", "Dtype in which gradients are summed over ranks."
     )
 
 
 @dataclass(frozen=True)
 class FSDPConfig:
+    """Sharding and offload of a model that trains."""
+
     fsdp_size: int = key(
-        -1, "ranks that share one copy of the parameters; -1: all; fewer: several copies (HSDP)", minimum=-1
+        -1,
+        "Ranks that share one copy of the parameters; -1: all ranks. Fewer keep several copies (HSDP).",
+        minimum=-1,
     )
-    tensor_parallel_size: int = key(1, "ranks that split each dense layer among them", minimum=1)
+    tensor_parallel_size: int = key(
+        1, "Ranks that split each dense layer among them (tensor parallelism).", minimum=1
+    )
     reshard_after_forward: bool = key(
-        True, "free a block's gathered parameters after its forward; false: keep them for the backward"
+        True,
+        "Free a block's gathered parameters after its forward pass, which saves memory; false: keep them "
+        "for the backward pass.",
     )
-    forward_prefetch: bool = key(False, "gather the next block's parameters while one computes")
+    forward_prefetch: bool = key(False, "Gather the next block's parameters while one block computes.")
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig)
-    param_offload: bool = key(False, "parameters rest in CPU memory between phases")
-    optimizer_offload: bool = key(False, "the optimizer's state rests in CPU memory between steps")
+    param_offload: bool = key(False, "Keep the parameters in CPU memory while the model is not in use.")
+    optimizer_offload: bool = key(False, "Keep the optimizer's state in CPU memory between optimizer steps.")
     offload_policy: bool = key(
         False,
-        "parameters, gradients and optimizer live in CPU memory; a block visits the device when it computes",
+        "Keep parameters, gradients and optimizer state in CPU memory; a block's parameters are on the "
+        "device only while it computes. It needs two or more ranks.",
     )
     use_torch_compile: bool = key(
         False,
-        "compile each block with torch.compile, for training and for generation with the same module; "
-        "decoding gains nothing by it",
+        "Compile each block with torch.compile, for training and for generation with the same module. "
+        "Decoding gains nothing by it.",
     )

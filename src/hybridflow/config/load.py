@@ -94,12 +94,16 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
 
 
 def prepare_config(
-    root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None
+    root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None, *, runs: bool = True
 ) -> Loaded[C]:
-    """`load_config`, then derived values filled in, then every cross-check: what a command runs with."""
+    """Return the configuration that a command runs with: loaded, with derived values filled in, and checked.
+
+    `runs=False` is for commands that show a run: a model's folder then needs neither weights nor a tokenizer.
+    Raises ConfigError that lists every problem.
+    """
     loaded: Loaded[C] = load_config(root, overrides, recipe)
     resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
-    surprises = check(resolved[0], loaded.given)
+    surprises = check(resolved[0], loaded.given, runs=runs)
     return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)
 
 

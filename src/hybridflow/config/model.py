@@ -10,71 +10,106 @@ from hybridflow.config.schema import key
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str | None = key(None, "Hugging Face folder or hub name (for the critic, null: the actor's)")
-    tokenizer_path: str | None = key(None, "tokenizer folder or hub name; null: the model's")
-    trust_remote_code: bool = key(False, "let the model's own code run")
+    """A model: its folder, its dtype, its memory and its adapters."""
+
+    path: str | None = key(
+        None, "Hugging Face folder or hub name of the model. For the critic, null means the actor's."
+    )
+    tokenizer_path: str | None = key(None, "Tokenizer folder or hub name; null: the model's.")
+    trust_remote_code: bool = key(False, "Run the code that comes with the model.")
     override_config: dict[str, Any] = key(
-        {}, "entries that replace some of the model's config.json, for example rope scaling"
+        {},
+        "Entries that replace those of the model's config.json, for example {rope_scaling: {rope_type: "
+        "yarn, factor: 4}}.",
     )
     enable_gradient_checkpointing: bool = key(
-        True, "recompute activations in the backward pass: less memory, a third more time"
+        True, "Recompute activations in the backward pass: much less memory, about a third more time."
     )
     enable_activation_offload: bool = key(
-        False, "keep activations for the backward pass in CPU memory: less device memory, more time"
+        False, "Keep activations for the backward pass in CPU memory: less device memory, more time."
     )
     use_liger: bool = key(
         False,
-        "on CUDA: norms, gated layers and rotary positions by Liger's Triton kernels (extra `liger`); the "
-        "last bits differ",
+        "On CUDA, compute norms, gated layers and rotary positions by Liger's Triton kernels (extra "
+        "`liger`). The last bits of results differ.",
     )
     external_lib: str | None = key(
-        None, "module to import before the model is built, for example one that registers it"
+        None,
+        "Module that is imported before the model is built, for example one that registers its "
+        "architecture; null: none.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = key(
-        "auto", "dtype of the parameters; auto: float32 on CPU, bfloat16 on CUDA"
+        "auto", "Dtype of the parameters; auto: float32 on a CPU, bfloat16 on CUDA."
     )
     lora_rank: int = key(
         0,
-        "train low-rank adapters of this rank and leave the model's own weights; 0: train all weights",
+        "Train low-rank adapters (LoRA) of this rank and leave the model's own weights as they are; 0: "
+        "train all weights.",
         minimum=0,
     )
-    lora_alpha: int = key(16, "adapters count lora_alpha / lora_rank", minimum=1)
-    target_modules: str | list[str] = key(
-        "all-linear", "linear layers that get adapters: their names, a regular expression, or all-linear"
+    lora_alpha: int = key(
+        16, "Scale of the adapters: they are weighted by lora_alpha / lora_rank.", minimum=1
     )
-    exclude_modules: str | list[str] | None = key(None, "layers that get none: names or a regular expression")
+    target_modules: str | list[str] = key(
+        "all-linear", "Linear layers that get adapters: their names, a regular expression, or all-linear."
+    )
+    exclude_modules: str | list[str] | None = key(
+        None,
+        "Linear layers that get no adapters: their names or a regular expression; null: none is left out.",
+    )
     lora_adapter_path: str | None = key(
-        None, "folder of a trained adapter to go on from; its own rank and targets hold"
+        None,
+        "Folder of a trained adapter to go on from, which sets rank and target layers; null: new adapters.",
     )
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    lr: float = key(1e-6, "learning rate at the top of the schedule", minimum=0)
-    weight_decay: float = key(0.01, "decoupled weight decay, on matrices only", minimum=0)
-    betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates")
-    eps: float = key(1e-8, "AdamW's epsilon", above=0)
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = key(1e-6, "Learning rate of AdamW, at the top of the schedule.", minimum=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay of AdamW, on matrices only.", minimum=0)
+    betas: list[float] = key(
+        [0.9, 0.999], "AdamW's two decay rates, of the mean of gradients and of the mean of their squares."
+    )
+    eps: float = key(1e-8, "AdamW's epsilon, which is added to the denominator.", above=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
-        "constant", "shape of the schedule after warm-up"
+        "constant", "Shape of the learning-rate schedule after warm-up."
     )
     lr_warmup_steps: int = key(
-        -1, "optimizer steps of linear warm-up; -1: from lr_warmup_steps_ratio", minimum=-1
+        -1,
+        "Optimizer steps over which the learning rate rises linearly to lr; -1: lr_warmup_steps_ratio "
+        "decides.",
+        minimum=-1,
     )
-    lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all optimizer steps", minimum=0, maximum=1)
-    min_lr_ratio: float = key(0.0, "where linear and cosine end, as a share of lr", minimum=0, maximum=1)
-    num_cycles: float = key(0.5, "periods of the cosine", above=0)
+    lr_warmup_steps_ratio: float = key(
+        0.0, "Length of the warm-up as a share of all optimizer steps.", minimum=0, maximum=1
+    )
+    min_lr_ratio: float = key(
+        0.0,
+        "Learning rate at the end of linear and cosine schedules, as a share of lr.",
+        minimum=0,
+        maximum=1,
+    )
+    num_cycles: float = key(
+        0.5, "Periods of the cosine over the schedule; 0.5 falls once from lr to the end.", above=0
+    )
     total_training_steps: int = key(
-        -1, "optimizer steps of the schedule; -1: from the length of the run", minimum=-1
+        -1, "Optimizer steps of the schedule; -1: those of the whole run.", minimum=-1
     )
 
 
 @dataclass(frozen=True)
 class CheckpointContentsConfig:
+    """The parts of a checkpoint."""
+
     save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = key(
         ["model", "optimizer", "extra"],
-        "what a checkpoint holds; hf_model adds a Hugging Face folder beside it",
+        "Parts of a checkpoint; hf_model adds a Hugging Face folder beside it.",
     )
-    async_save: bool = key(False, "go on while a checkpoint is written; it counts only once it is whole")
+    async_save: bool = key(
+        False, "Go on training while a checkpoint is written; it counts only once it is whole."
+    )
     load_contents: list[Literal["model", "optimizer", "extra"]] = key(
-        ["model", "optimizer", "extra"], "what a resume reads"
+        ["model", "optimizer", "extra"], "Parts of a checkpoint that a resume reads."
     )

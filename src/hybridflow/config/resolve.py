@@ -106,7 +106,10 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
         "reward.reward_kwargs.max_resp_len": config.reward.reward_kwargs.max_resp_len
         or data.max_response_length,
     }
-    longest, overlong = values["reward.reward_kwargs.max_resp_len"], "reward.reward_kwargs.overlong_buffer_cfg.len"
+    longest, overlong = (
+        values["reward.reward_kwargs.max_resp_len"],
+        "reward.reward_kwargs.overlong_buffer_cfg.len",
+    )
     # DAPO's part: 4096 of 20480 tokens
     values[overlong] = config.reward.reward_kwargs.overlong_buffer_cfg.len or max(1, longest // 5)
     if rollout.name in ("vllm", "sglang"):

@@ -11,76 +11,121 @@ from hybridflow.config.schema import group, key
 
 @dataclass(frozen=True)
 class CustomRewardConfig:
-    path: str | None = key(None, "file or module with the reward function; `path.py:name` works too")
-    name: str = key("compute_score", "name of the function; compute_reward is tried too")
-    reward_kwargs: dict[str, Any] = key({}, "extra keyword arguments of the function")
+    """A reward function of your own."""
+
+    path: str | None = key(
+        None,
+        "File or module with your own reward function; path.py:name works too. null: reward.function "
+        "decides.",
+    )
+    name: str = key("compute_score", "Name of the function in that file; compute_reward is tried too.")
+    reward_kwargs: dict[str, Any] = key({}, "Extra keyword arguments of the function.")
 
 
 @dataclass(frozen=True)
 class OverlongBufferConfig:
+    """A penalty for responses that come close to the longest length."""
+
     enable: bool = key(
         False,
-        "overlong shaping (DAPO): a penalty that grows over the last `len` tokens before the longest "
-        "response",
+        "Overlong shaping (DAPO): subtract a penalty that grows over the last `len` tokens before the "
+        "longest response.",
     )
     len: int | None = key(
-        None, "tokens before max_resp_len over which the penalty grows; null: a fifth of max_resp_len", minimum=1
+        None,
+        "Tokens before max_resp_len over which the penalty grows; null: a fifth of max_resp_len.",
+        minimum=1,
     )
-    penalty_factor: float = key(1.0, "penalty of a response of max_resp_len tokens", minimum=0)
+    penalty_factor: float = key(
+        1.0, "Penalty of a response of max_resp_len tokens, in units of the reward.", minimum=0
+    )
 
 
 @dataclass(frozen=True)
 class RewardKwargsConfig:
+    """Changes to every reward."""
+
     overlong_buffer_cfg: OverlongBufferConfig = group(OverlongBufferConfig)
     max_resp_len: int | None = key(
-        None, "length at which the overlong penalty is whole; null: data.max_response_length", minimum=1
+        None,
+        "Length, in tokens, at which the overlong penalty is whole; null: data.max_response_length.",
+        minimum=1,
     )
 
 
 @dataclass(frozen=True)
 class ProcessRewardModelConfig:
+    """An implicit process reward model that trains beside the actor (PRIME)."""
+
     enable: bool | None = key(
         None,
-        "train an implicit process reward model online (PRIME); null: when the advantage estimator needs one",
+        "Train an implicit process reward model beside the actor (PRIME); null: when the advantage "
+        "estimator needs one.",
     )
     model: ModelConfig = group(ModelConfig)
     optim: OptimConfig = group(OptimConfig)
-    beta: float = key(0.05, "q_t = beta · (logπ_rm − logπ_ref)", above=0)
-    granularity: Literal["token", "whole"] = key(
-        "token", "rewards on each token, or their sum on the last one"
+    beta: float = key(
+        0.05,
+        "Scale of the process reward of a token, beta · (log-prob of the reward model − log-prob of the "
+        "reference).",
+        above=0,
     )
-    update: Literal["before", "after"] = key("before", "train it before or after it scores a batch")
-    process_coef: float = key(5.0, "weight of the process rewards in the advantage", minimum=0)
-    outcome_coef: float = key(5.0, "weight of the outcome in the advantage", minimum=0)
+    granularity: Literal["token", "whole"] = key(
+        "token",
+        "Where process rewards go: token puts one on each token, whole puts their sum on the last token.",
+    )
+    update: Literal["before", "after"] = key(
+        "before", "Train the reward model before or after it scores a batch."
+    )
+    process_coef: float = key(5.0, "Weight of the process rewards in the advantage.", minimum=0)
+    outcome_coef: float = key(
+        5.0, "Weight of the outcome, that is of the reward function's score, in the advantage.", minimum=0
+    )
     ppo_mini_batch_size: int | None = key(
-        None, "prompts (whole groups) per optimizer step; null: data.train_batch_size", minimum=1
+        None,
+        "Prompts in one optimizer step of the reward model, each with all of its responses; null: "
+        "data.train_batch_size.",
+        minimum=1,
     )
     ppo_max_token_len_per_gpu: int | None = key(
-        None, "at most this many tokens in one forward/backward; null: the actor's limit", minimum=1
+        None, "Largest number of tokens in one forward and backward pass; null: the actor's limit.", minimum=1
     )
-    grad_clip: float | None = key(10.0, "largest gradient norm; null: no clipping", above=0)
+    grad_clip: float | None = key(
+        10.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
+    )
     checkpoint: CheckpointContentsConfig = group(CheckpointContentsConfig)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
+    """How a response gets its score."""
+
     function: str = key(
         "auto",
-        "built-in reward: auto (by data_source), exact_match, gsm8k, math, arithmetic_chain, random, or a "
-        "composition of terms",
+        "Built-in reward: auto (chosen by each row's data_source), exact_match, gsm8k, math, "
+        "arithmetic_chain or random. reward.terms joins several.",
     )
     terms: list[dict[str, Any]] = key(
         [],
-        "weighted sum of built-in terms, for example [{name: gsm8k, weight: 1}, {name: length, weight: "
-        "-0.1, max_chars: 400}]",
+        "Weighted sum of rewards in place of one, for example [{name: gsm8k, weight: 1}, {name: length, "
+        "weight: -0.1, max_chars: 400}].",
     )
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
     reward_kwargs: RewardKwargsConfig = group(RewardKwargsConfig)
     process_reward_model: ProcessRewardModelConfig = group(ProcessRewardModelConfig)
     num_workers: int = key(
-        2, "processes that score; 0: in this process, for debugging and cheap rewards", minimum=0
+        2,
+        "Processes that score responses; 0: score in the trainer's process, for debugging and for cheap "
+        "rewards.",
+        minimum=0,
     )
-    timeout: float = key(30.0, "seconds one sample may take before its worker is killed", above=0)
+    timeout: float = key(
+        30.0,
+        "Seconds that one response may take to score; then its worker is killed and on_error decides.",
+        above=0,
+    )
     on_error: Literal["raise", "zero", "drop"] = key(
-        "raise", "a reward that fails: stop the run, score 0, or leave the row out of the loss"
+        "raise",
+        "What happens where a reward fails: raise stops the run, zero scores 0, drop leaves the row out of "
+        "the loss.",
     )

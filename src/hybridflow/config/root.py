@@ -35,7 +35,9 @@ class PPOConfig:
 class SFTEngineConfig(FSDPConfig):
     """The training engine of a supervised run."""
 
-    ulysses_sequence_parallel_size: int = key(1, "ranks that share the tokens of each row", minimum=1)
+    ulysses_sequence_parallel_size: int = key(
+        1, "Ranks that share the tokens of each row (Ulysses sequence parallelism), for long rows.", minimum=1
+    )
 
 
 @dataclass(frozen=True)

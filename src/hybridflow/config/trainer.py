@@ -12,120 +12,188 @@ Tracker = Literal["console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    project_name: str = key("hybridflow", "project, for trackers and the run folder")
-    experiment_name: str = key("run", "experiment, for trackers and the run folder")
+    """Length of the run, machines, logging, validation and checkpoints."""
+
+    project_name: str = key("hybridflow", "Name of the project, for trackers and for the run folder.")
+    experiment_name: str = key("run", "Name of the experiment, for trackers and for the run folder.")
     default_local_dir: str = key(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
-        "the run folder: config, metrics, samples, report, checkpoints",
+        "Run folder, which holds the configuration, metrics, samples, the report and checkpoints.",
     )
     logger: str | list[Tracker] = key(
-        ["console", "tensorboard"], "where metrics go; jsonl is always written into the run folder"
+        ["console", "tensorboard"],
+        "Trackers that get the metrics. jsonl is always written into the run folder.",
     )
     total_epochs: int = key(
-        30, "passes over the training data; with dynamic sampling the steps that they suffice for", minimum=1
+        30,
+        "Passes over the training data. With dynamic sampling they set the number of steps, which may draw "
+        "further rows.",
+        minimum=1,
     )
     total_training_steps: int | None = key(
-        None, "stop after this many steps; null: from total_epochs", minimum=1
+        None, "Number of training steps after which the run ends; null: total_epochs decides.", minimum=1
     )
-    nnodes: int = key(1, "machines", minimum=1)
-    n_gpus_per_node: int = key(1, "devices a machine (processes where there is no GPU)", minimum=1)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one, else cpu")
-    num_threads: int | None = key(None, "CPU threads of torch; null: as torch finds them", minimum=1)
+    nnodes: int = key(1, "Number of machines.", minimum=1)
+    n_gpus_per_node: int = key(1, "Devices on each machine, or processes where there is no GPU.", minimum=1)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Device that computes; auto: cuda where there is one, else cpu."
+    )
+    num_threads: int | None = key(
+        None,
+        "CPU threads of torch in each process; null: torch chooses. Results repeat to the bit only with the "
+        "same number.",
+        minimum=1,
+    )
     controller: Literal["auto", "local", "ray"] = key(
-        "auto", "local: all in this process; ray: a process for each device; auto: as needed"
+        "auto",
+        "Where the roles run: local is this one process, ray is a process for each device, auto chooses by "
+        "the number of devices.",
     )
     resource_pools: dict[str, list[int]] = key(
-        {}, "pools by name, the devices on each of their nodes; {}: one, of all devices"
+        {},
+        "Pools of devices by name, each a list of the devices on each of its nodes, for example {train: "
+        "[4], gen: [4]}; {}: one pool of all devices.",
     )
     placement: dict[str, str | list[str]] = key(
-        {}, "pool of a role; those not named live in the first pool; rollout may have several"
+        {},
+        "Pool of each role, for example {rollout: gen}. A role that is not named is in the first pool; "
+        "rollout may have several.",
     )
-    balance_batch: bool = key(True, "deal rows to ranks by their tokens; false: by their number")
+    balance_batch: bool = key(
+        True, "Deal rows to ranks so that each has about as many tokens; false: as many rows."
+    )
     max_restarts: int = key(
-        0, "rebuild lost workers and go on from the newest checkpoint, at most this many times", minimum=0
+        0,
+        "How often a run that lost workers rebuilds them and goes on from the newest checkpoint; 0: it ends.",
+        minimum=0,
     )
-    worker_timeout: float = key(3600.0, "seconds that one call of the workers may take", above=0)
+    worker_timeout: float = key(
+        3600.0, "Seconds that one call of the workers may take; then they count as lost.", above=0
+    )
     heartbeat_timeout: float = key(
-        10.0, "seconds without a sign of life after which a worker process counts as lost", above=0
+        10.0, "Seconds without a sign of life after which a worker process counts as lost.", above=0
     )
     startup_timeout: float = key(
-        300.0, "seconds that worker processes may take to start and load their models", above=0
+        300.0, "Seconds that worker processes may take to start and load their models.", above=0
     )
-    seed: int = key(1, "seed of the run: every draw is keyed by it, its purpose, step and row")
-    val_before_train: bool = key(True, "validate before the first step")
-    val_only: bool = key(False, "validate and stop")
+    seed: int = key(
+        1, "Seed of the run. Every random draw is keyed by it, the purpose, the step and the row."
+    )
+    val_before_train: bool = key(True, "Validate before the first step.")
+    val_only: bool = key(False, "Validate once, and end the run.")
     test_freq: int = key(
         -1,
+<<<<<<< HEAD
         "validate every so many steps and at the end; -1: only at the end, and not at all with "
         "val_before_train=false",
+=======
+        "Validate every so many steps, and at the end; -1: only at the end.",
+>>>>>>> config
         minimum=-1,
     )
-    save_freq: int = key(-1, "save a checkpoint every so many steps and at the end; -1: never", minimum=-1)
+    save_freq: int = key(-1, "Save a checkpoint every so many steps, and at the end; -1: never.", minimum=-1)
     max_ckpt_to_keep: int | None = key(
-        None, "older checkpoints beyond this many are removed; null: keep all", minimum=1
+        None, "Number of checkpoints that are kept; older ones are removed. null: keep all.", minimum=1
     )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
-        "auto", "auto: from the newest whole checkpoint of the run folder, if any"
+        "auto",
+        "auto goes on from the newest whole checkpoint of the run folder, if there is one; disable starts "
+        "anew; resume_path goes on from resume_from_path.",
     )
-    resume_from_path: str | None = key(None, "the global_step_N folder of resume_mode=resume_path")
-    critic_warmup: int = key(0, "steps in which only the critic trains", minimum=0)
+    resume_from_path: str | None = key(None, "The global_step_N folder of resume_mode=resume_path.")
+    critic_warmup: int = key(0, "Number of first steps in which only the critic trains.", minimum=0)
     max_nonfinite_steps: int = key(
-        3, "stop after this many optimizer steps in a row were skipped as not finite", minimum=1
+        3,
+        "Stop the run when this many optimizer steps in a row were skipped because a number was not finite.",
+        minimum=1,
     )
-    rollout_data_dir: str | None = key(None, "write the samples of each step there as JSONL; null: no")
+    rollout_data_dir: str | None = key(
+        None, "Folder into which the samples of each step are written as JSON lines; null: none."
+    )
     validation_data_dir: str | None = key(
-        None, "write the samples of each validation there as JSONL; null: no"
+        None, "Folder into which the samples of each validation are written as JSON lines; null: none."
     )
-    log_val_generations: int = key(0, "validation samples shown in the console and the trackers", minimum=0)
+    log_val_generations: int = key(
+        0, "Number of validation samples that the console and the trackers show.", minimum=0
+    )
 
 
 @dataclass(frozen=True)
 class SFTTrainerConfig:
-    project_name: str = key("hybridflow-sft", "project, for trackers and the run folder")
-    experiment_name: str = key("run", "experiment, for trackers and the run folder")
+    """Length of the run, machines, logging, validation and checkpoints."""
+
+    project_name: str = key("hybridflow-sft", "Name of the project, for trackers and for the run folder.")
+    experiment_name: str = key("run", "Name of the experiment, for trackers and for the run folder.")
     default_local_dir: str = key(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "the run folder"
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "Run folder, which holds the configuration, metrics, the report and checkpoints.",
     )
     logger: str | list[Tracker] = key(
-        ["console", "tensorboard"], "where metrics go; jsonl is always written into the run folder"
+        ["console", "tensorboard"],
+        "Trackers that get the metrics. jsonl is always written into the run folder.",
     )
-    total_epochs: int = key(1, "passes over the training data", minimum=1)
+    total_epochs: int = key(1, "Passes over the training data.", minimum=1)
     total_training_steps: int | None = key(
-        None, "stop after this many steps; null: from total_epochs", minimum=1
+        None, "Number of training steps after which the run ends; null: total_epochs decides.", minimum=1
     )
-    nnodes: int = key(1, "machines", minimum=1)
-    n_gpus_per_node: int = key(1, "devices a machine (processes where there is no GPU)", minimum=1)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is one, else cpu")
-    num_threads: int | None = key(None, "CPU threads of torch; null: as torch finds them", minimum=1)
+    nnodes: int = key(1, "Number of machines.", minimum=1)
+    n_gpus_per_node: int = key(1, "Devices on each machine, or processes where there is no GPU.", minimum=1)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "Device that computes; auto: cuda where there is one, else cpu."
+    )
+    num_threads: int | None = key(
+        None,
+        "CPU threads of torch in each process; null: torch chooses. Results repeat to the bit only with the "
+        "same number.",
+        minimum=1,
+    )
     controller: Literal["auto", "local", "ray"] = key(
-        "auto", "local: in this process; ray: a process for each device; auto: as needed"
+        "auto",
+        "Where the model runs: local is this one process, ray is a process for each device, auto chooses by "
+        "the number of devices.",
     )
-    balance_batch: bool = key(True, "deal rows to ranks by their tokens; false: by their number")
+    balance_batch: bool = key(
+        True, "Deal rows to ranks so that each has about as many tokens; false: as many rows."
+    )
     max_restarts: int = key(
-        0, "rebuild lost workers and go on from the newest checkpoint, at most this many times", minimum=0
+        0,
+        "How often a run that lost workers rebuilds them and goes on from the newest checkpoint; 0: it ends.",
+        minimum=0,
     )
-    worker_timeout: float = key(3600.0, "seconds that one call of the workers may take", above=0)
+    worker_timeout: float = key(
+        3600.0, "Seconds that one call of the workers may take; then they count as lost.", above=0
+    )
     heartbeat_timeout: float = key(
-        10.0, "seconds without a sign of life after which a worker process counts as lost", above=0
+        10.0, "Seconds without a sign of life after which a worker process counts as lost.", above=0
     )
     startup_timeout: float = key(
-        300.0, "seconds that worker processes may take to start and load their models", above=0
+        300.0, "Seconds that worker processes may take to start and load their models.", above=0
     )
-    seed: int = key(1, "seed of the run")
+    seed: int = key(
+        1, "Seed of the run. Every random draw is keyed by it, the purpose, the step and the row."
+    )
     test_freq: int = key(
-        -1, "validation loss every so many steps and at the end; -1: only at the end", minimum=-1
+        -1,
+        "Compute the validation loss every so many steps, and at the end; -1: only at the end.",
+        minimum=-1,
     )
     save_freq: int = key(
-        -1, "save a checkpoint every so many steps and at the end; -1: only at the end", minimum=-1
+        -1, "Save a checkpoint every so many steps, and at the end; -1: only at the end.", minimum=-1
     )
     max_ckpt_to_keep: int | None = key(
-        None, "older checkpoints beyond this many are removed; null: keep all", minimum=1
+        None, "Number of checkpoints that are kept; older ones are removed. null: keep all.", minimum=1
     )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
-        "auto", "auto: from the newest whole checkpoint of the run folder, if any"
+        "auto",
+        "auto goes on from the newest whole checkpoint of the run folder, if there is one; disable starts "
+        "anew; resume_path goes on from resume_from_path.",
     )
-    resume_from_path: str | None = key(None, "the global_step_N folder of resume_mode=resume_path")
+    resume_from_path: str | None = key(None, "The global_step_N folder of resume_mode=resume_path.")
     max_nonfinite_steps: int = key(
-        3, "stop after this many optimizer steps in a row were skipped as not finite", minimum=1
+        3,
+        "Stop the run when this many optimizer steps in a row were skipped because a number was not finite.",
+        minimum=1,
     )
-    grad_clip: float | None = key(1.0, "largest gradient norm; null: no clipping", above=0)
+    grad_clip: float | None = key(
+        1.0, "Largest norm of the gradient; a larger one is scaled down to it. null: no clipping.", above=0
+    )

@@ -92,8 +92,7 @@ class Source:
 
     @property
     def model_dtype(self) -> str:
-        """The dtype of the weights that the run started from; where the checkpoint does not say it, `dtype`.
-        """
+        """The dtype of the weights that the run started from; where the checkpoint does not say it, `dtype`."""
         return folder_dtype(self.hf_folder) or self.dtype
 
     def items(self) -> Iterator[tuple[str, Tensor]]:

@@ -197,7 +197,9 @@ def test_rows_that_the_update_leaves_out_are_checked_beside_it(
         keep[0] = False
         batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 2)
         batch.batch["rollout_log_probs"][0, 0] *= 1 + 1e-3
-        with pytest.raises(TrainingError, match=r"exact mode, step 2: row \d+ of prompt 2-0, response token 0 "):
+        with pytest.raises(
+            TrainingError, match=r"exact mode, step 2: row \d+ of prompt 2-0, response token 0 "
+        ):
             trainer.step(batch.narrow_loss_mask(keep), 2)
 
 
@@ -213,7 +215,9 @@ def test_exact_mode_checks_the_rows_that_have_no_partner(model: Path, tmp_path: 
         scores = batch.batch["token_level_scores"].sum(-1)[:4]
         odd = int(((scores != scores.max()) & (scores != scores.min())).nonzero()[0, 0])
         batch.batch["rollout_log_probs"][odd, 0] *= 1 + 1e-3
-        with pytest.raises(TrainingError, match=r"exact mode, step 1: row \d+ of prompt 1-0, response token 0 "):
+        with pytest.raises(
+            TrainingError, match=r"exact mode, step 1: row \d+ of prompt 1-0, response token 0 "
+        ):
             trainer.step(batch, 1)
 
 

@@ -316,9 +316,7 @@ def test_answers_of_the_data_are_the_actors_in_bypass_mode_and_not_measured_as_i
 DPO = ("algorithm.adv_estimator=online_dpo", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo")
 
 
-def test_a_row_whose_partner_is_left_out_of_the_loss_is_left_out_with_it(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_row_whose_partner_is_left_out_of_the_loss_is_left_out_with_it(model: Path, tmp_path: Path) -> None:
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
     with build(ppo_config(model, tmp_path / "run", *DPO, FAST, mini)) as trainer:
         batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)

@@ -1,10 +1,10 @@
-"""`python -m hybridflow.model_merger merge|test`: the command of verl's documentation over
-`hybridflow.merger`.
+"""`python -m hybridflow.model_merger merge|test`: `hybridflow.merger` under the command of verl's
+documentation.
 
-merge --backend fsdp --local_dir RUN/global_step_N/actor --target_dir FOLDER        write a Hugging Face
-folder
-test  --backend fsdp --local_dir RUN/global_step_N/actor --test_hf_dir FOLDER       compare one with the
-checkpoint
+    merge --backend fsdp --local_dir RUN/global_step_N/actor --target_dir FOLDER     write a Hugging Face
+    folder
+    test  --backend fsdp --local_dir RUN/global_step_N/actor --test_hf_dir FOLDER    compare it with the
+    checkpoint
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @ends_in_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or what `ends_in_status` makes of an error."""
+    """Run the command and return its exit status, 0 or the one of an error."""
     options = _parser().parse_args(arguments)
     setup_logging()
     _check(options)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse what cannot be had, and say what does nothing."""
+    """Refuse options that are not supported, and log those without effect."""
     if options.backend == "megatron":
         raise ConfigError(
             "--backend megatron is not supported: checkpoints of this version are written by the fsdp "
@@ -50,9 +50,9 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.is_value_model:
         raise ConfigError(
-            "--is-value-model: value models are not merged, their head is no language model's. A critic "
-            "goes on from its checkpoint; merge "
-            "the actor"
+            "--is-value-model: value models are not merged, since their head is no language model's. A "
+            "critic "
+            "resumes from its checkpoint; merge the actor"
         )
     for given, what in (
         (
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=["source", "trained", "float32", "bfloat16", "float16"],
         default="source",
-        help="dtype of the weights: that of the model the run started from (default), that of training, or one",
+        help="dtype of the weights: of the model the run started from (default), of training, or this one",
     )
     testing = operations.add_parser("test", help="compare a Hugging Face folder with the checkpoint")
     testing.add_argument("--test_hf_dir", required=True, help="folder to compare")
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--local_dir", required=True, help="global_step_N, or its actor folder")
         each.add_argument(
             "--base_model",
-            help="of adapters: folder or hub name of their base, where it is not where the run had it",
+            help="folder or hub name of the adapters' base model, if it is not where the run had it",
         )
         each.add_argument(
             "--trust-remote-code",
@@ -102,9 +102,13 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument(
             "--tie-word-embedding",
             action="store_true",
-            help="without effect: the model's configuration says it",
+            help="without effect: the model's configuration has it",
         )
-        each.add_argument("--use_cpu_initialization", action="store_true", help="without effect: always so")
+        each.add_argument(
+            "--use_cpu_initialization",
+            action="store_true",
+            help=("without effect: merging always happens on the CPU"),
+        )
         each.add_argument(
             "--is-value-model", action="store_true", help="refused: value models are not merged"
         )

@@ -128,7 +128,7 @@ def _add_merge(words: Any) -> None:
         "--dtype",
         choices=["source", "trained", "float32", "bfloat16", "float16"],
         default="source",
-        help="dtype of the weights: that of the model the run started from (default), that of training, or one",
+        help="dtype of the weights: of the model the run started from (default), of training, or this one",
     )
     merge.add_argument("--base_model", help="where the base of adapters is, if not where the run had it")
     merge.add_argument(

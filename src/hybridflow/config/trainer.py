@@ -83,12 +83,8 @@ class TrainerConfig:
     val_only: bool = key(False, "Validate once, and end the run.")
     test_freq: int = key(
         -1,
-<<<<<<< HEAD
-        "validate every so many steps and at the end; -1: only at the end, and not at all with "
-        "val_before_train=false",
-=======
-        "Validate every so many steps, and at the end; -1: only at the end.",
->>>>>>> config
+        "Validate every so many steps, and at the end; -1: only at the end, and not at all with "
+        "val_before_train=false.",
         minimum=-1,
     )
     save_freq: int = key(-1, "Save a checkpoint every so many steps, and at the end; -1: never.", minimum=-1)

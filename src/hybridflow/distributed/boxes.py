@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 @dataclass(frozen=True)
 class Box:
-    """A box with the indices start[d] ≤ i < stop[d] in each dimension d; a 0-d tensor has one box, the whole."""
+    """A box of the indices start[d] ≤ i < stop[d] in each dimension d; a 0-d tensor has one box."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]

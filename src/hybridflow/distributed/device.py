@@ -40,7 +40,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def set_threads(num_threads: int | None) -> int:
-    """Set the number of CPU threads that torch uses in this process, and return it; None leaves it as it is."""
+    """Set the number of CPU threads of torch in this process, and return it; None leaves it as it is."""
     if num_threads is not None:
         if num_threads < 1:
             raise ConfigError(

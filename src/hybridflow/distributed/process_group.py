@@ -62,7 +62,7 @@ def destroy() -> None:
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """Return this process's rank in `group` (None: the world) and the group's size; (0, 1) without a world."""
+    """Return this process's rank in `group` (None: the world) and its size; (0, 1) without a world."""
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

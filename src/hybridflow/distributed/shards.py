@@ -32,7 +32,7 @@ def own_box(tensor: Tensor) -> Box:
 
 
 def own_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices at which `local(tensor)` lies in the whole; empty ones where this rank holds nothing."""
+    """Return the slices at which `local(tensor)` lies in the whole; they may be empty."""
     return own_box(tensor).within(Box.whole(tensor.shape))
 
 

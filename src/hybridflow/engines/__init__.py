@@ -1,4 +1,4 @@
-"""Training engines. An engine owns a module, its optimizer and its checkpoint state; it knows no algorithm."""
+"""Training engines, which own a module, its optimizer and their state, and know no algorithm."""
 
 from hybridflow.engines.base import BatchLimits, ForwardFn, LossFn, TrainEngine
 

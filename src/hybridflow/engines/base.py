@@ -83,7 +83,7 @@ class TrainEngine(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of module, optimizer and schedule, with which a resumed engine goes on to the bit."""
+        """Return the state of module, optimizer and schedule, from which an engine resumes to the bit."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

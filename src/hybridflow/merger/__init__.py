@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder."""
+"""Conversion of a checkpoint into a Hugging Face folder."""
 
 from hybridflow.merger.merge import compare, merge
 

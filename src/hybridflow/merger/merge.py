@@ -1,13 +1,13 @@
-"""A checkpoint's actor as a Hugging Face folder that any tool reads.
+"""Conversion of a checkpoint's actor into a Hugging Face folder that any tool reads.
 
-    all weights trained:  shards ──a tensor at a time──► staged folder ──► model ──► TARGET ──read back──►
-    equal to the shards, bit for bit
-    adapters, fold:       base + adapters ──► W + s·B·A ──► TARGET ──read back──► equal bit for bit; log-probs
-    those of base + adapters
-    adapters, keep:       TARGET is an adapter folder of peft and names its base ──read back by peft──► the
-    same log-probs
+    all weights trained   shards ──a tensor at a time──► staged folder ──► model ──► TARGET
+    adapters, fold        base + adapters ──► W + s·B·A ──► TARGET
+    adapters, keep        adapters ──► TARGET, an adapter folder of peft that names its base
 
-One model is in memory at a time. The folder appears under its name only after it was read back and compared.
+Weights are written in the dtype of the model that the run started from, or in another on request. The folder
+is read back and compared before it appears under its name: its tensors are equal bit for bit to those that
+were to be written, and log-probs on a probe batch are within a tolerance of the checkpoint's model where
+weights were rounded or adapters are involved. One model is in memory at a time.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def merge(
         )
     written = _written_dtype(source, dtype)
     building = target.parent / f".tmp_{target.name}_{os.getpid()}"
-    staged, final = building / "staged", building / "final"
+    staged = building / "staged"
+    final = building / "final"
     try:
         staged.mkdir(parents=True)
         source.stage_config(staged)
@@ -183,7 +184,7 @@ def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_cod
 
 
 def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> PolicyModel:
-    """What the checkpoint's actor was in training."""
+    """Load the base and put the checkpoint's adapters on it."""
     logger.info(
         "loading the base %s and putting the checkpoint's adapters on it (%d tensors)",
         base,
@@ -245,7 +246,7 @@ class Allowed(NamedTuple):
 
 
 Fingerprints = dict[str, tuple[str, str]]
-"""By name: what a tensor is in words, and the digest of its bytes."""
+"""A description of each tensor and the digest of its bytes, by name."""
 
 
 def _fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprints:

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a role's model: tensors that are read one at a time, its configuration, its
-adapters.
+"""The model of a role in a checkpoint: tensors that are read one at a time, its configuration, its adapters.
 
-global_step_N or a role's folder ──manifest, digests──► Source ──stage──► a folder that `build_policy` reads
+global_step_N or a role's folder ──manifest, digests──► Source ──stage──► a folder that `build_policy`
+reads
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridflow.models.lora import adapter_part, is_adapter
 logger = logging.getLogger(__name__)
 
 STAGED_BYTES = 2**30
-"""At most so much is in memory while tensors go from a checkpoint into a folder, one tensor more."""
+"""Bytes of tensors that are in memory at most, plus one tensor, while a checkpoint goes into a folder."""
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 """The dtypes in which a model is trained."""
@@ -45,12 +45,13 @@ class Source:
 
     folder: Path
     tensors: Mapping[str, Tensor]
-    """By the names of the module in training; read when asked for."""
+    """Tensors by their names in the module in training; each is read when it is asked for."""
 
     @classmethod
     def open(cls, path: Path) -> Source:
-        """Of a `global_step_N` folder (its actor) or a role's folder. CheckpointError where it is damaged or
-        holds no policy.
+        """Open a `global_step_N` folder (its actor) or a role's folder.
+
+        Raises CheckpointError where it is damaged or holds no policy.
         """
         folder = _role_folder(path)
         if (folder.parent / MANIFEST).is_file():
@@ -64,45 +65,47 @@ class Source:
         if any(name.startswith("backbone.") for name in source.tensors):
             raise CheckpointError(
                 f"{folder} holds a value model, whose head is no language model's: only policies become "
-                "Hugging Face folders. Give the "
-                f"{ACTOR} folder"
+                f"Hugging Face folders. Give the {ACTOR} folder"
             )
         return source
 
     @property
     def hf_folder(self) -> Path:
-        """Configuration and tokenizer."""
+        """Folder of the configuration and the tokenizer."""
         return self.folder / HF_FOLDER
 
     @property
     def with_adapters(self) -> bool:
-        """True where only adapters were trained: nothing else is in the checkpoint."""
+        """Whether only adapters were trained, which are then all that the checkpoint holds."""
         return any(is_adapter(name) for name in self.tensors)
 
     @property
     def dtype(self) -> str:
-        """That of most of the numbers, as `build_policy` names it."""
+        """The dtype of most of the numbers, by the name that `build_policy` takes."""
         sizes: Counter[torch.dtype] = Counter()
         for name in self.tensors:
-            saved = self.tensors if isinstance(self.tensors, SavedTensors) else None
-            dtype = self.tensors[name].dtype if saved is None else saved.dtype(name)
-            if dtype in _DTYPE_NAMES:
-                sizes[dtype] += self.tensors[name].numel() if saved is None else math.prod(saved.shape(name))
+            if isinstance(self.tensors, SavedTensors):  # known without reading the tensor
+                sizes[self.tensors.dtype(name)] += math.prod(self.tensors.shape(name))
+            else:
+                sizes[self.tensors[name].dtype] += self.tensors[name].numel()
+        for other in sizes.keys() - _DTYPE_NAMES.keys():
+            del sizes[other]
         return _DTYPE_NAMES[max(sizes, key=lambda each: sizes[each], default=torch.float32)]
 
     @property
     def model_dtype(self) -> str:
-        """The dtype of the weights that the run started from; where the checkpoint does not say it, `dtype`."""
+        """The dtype of the weights that the run started from, or `dtype` if the checkpoint lacks it."""
         return folder_dtype(self.hf_folder) or self.dtype
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors by their Hugging Face names, one at a time."""
+        """Yield all tensors by their Hugging Face names, one at a time."""
         for name in self.tensors:
             yield name.removeprefix("hf."), self.tensors[name]
 
     def base(self, given: str | None) -> str:
-        """Where the base of the adapters is: `given`, or what stands in the checkpoint; CheckpointError where
-        that is gone.
+        """Return where the base of the adapters is: `given`, or the place in the checkpoint.
+
+        Raises CheckpointError where there is no base in that place.
         """
         if given is not None:
             return given
@@ -111,8 +114,8 @@ class Source:
         if not written or (written.startswith("/") and not Path(written).is_dir()):
             raise CheckpointError(
                 f"{self.folder} holds adapters of the model {written or '(unknown)'}, which is not there: a "
-                "checkpoint of a LoRA run holds "
-                "only what was trained. Name the folder of that model with --base_model"
+                "checkpoint of a LoRA run holds only what was trained. Name the folder of that model with "
+                "--base_model"
             )
         return written
 
@@ -138,9 +141,7 @@ class Source:
         (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
     def write_adapter(self, folder: Path, base: str) -> None:
-        """Write the adapters in peft's format, with the configuration that the checkpoint has and the base
-        named.
-        """
+        """Write the adapters in peft's format, with the checkpoint's configuration and the base's name."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {**read_adapter_config(self.hf_folder / ADAPTER_FOLDER), "base_model_name_or_path": base}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -162,8 +163,11 @@ def _write_part(target: Path, batch: dict[str, Tensor], places: dict[str, str]) 
     seen: set[int] = set()
     apart = {}
     for key, tensor in batch.items():  # tied weights may be one tensor here and are two entries in the file
-        apart[key] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
+        place = tensor.data_ptr()
+        if place in seen:
+            tensor = tensor.clone()
+        apart[key] = tensor
+        seen.add(place)
     save_file(apart, target / name, metadata={"format": "pt"})
     (target / name).chmod(0o644)  # safetensors makes it the owner's alone
     places |= dict.fromkeys(batch, name)

@@ -1,4 +1,4 @@
-"""Load a model from a Hugging Face folder or hub name for training and generation, and check it before use."""
+"""Load a model from a Hugging Face folder or hub name, and check it before it is used."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def import_external(config: ModelConfig) -> None:
 
 
 def generation_end_tokens(path: str | Path, *, trust_remote_code: bool = False) -> list[int]:
-    """Return the end tokens of a model's generation_config.json, else of its config.json; reads no weights."""
+    """Return the end tokens of a model's generation_config.json, else of its config.json."""
     where = hub_folder(str(path))
     try:
         ends = GenerationConfig.from_pretrained(where).eos_token_id
@@ -183,7 +183,7 @@ def resolve_dtype(dtype: str, device: torch.device | str) -> torch.dtype:
 
 
 def enable_gradient_checkpointing(hf: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass instead of keeping its activations (only in training mode)."""
+    """Recompute each layer in the backward pass instead of keeping activations (in training mode)."""
     hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 

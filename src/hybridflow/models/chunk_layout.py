@@ -10,7 +10,7 @@ hit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +86,7 @@ class ChunkLayout:
         self._allowed: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """query [1, H, N, D], key [1, KV, N, D], value [1, KV, N, Dv] -> [1, N, H, Dv]; stores key and value."""
+        """Attend and store: query [1, H, N, D], key [1, KV, N, D], value [1, KV, N, Dv] -> [1, N, H, Dv]."""
         assert query.shape[0] == 1 and query.shape[2] == self.num_tokens, (
             f"layout of {self.num_tokens} tokens, query {tuple(query.shape)}"
         )
@@ -106,7 +106,7 @@ class ChunkLayout:
             first = block * QUERY_BLOCK
             window = scores.window(end)
             allowed = self._mask(number, block, window)
-            attend = _attend
+            attend: Callable[..., Tensor] = _attend
             if self.exact is not None:
                 attend = self.exact.attend
             parts.append(
@@ -147,7 +147,7 @@ class ChunkLayout:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scores: Scores) -> Tensor:
-    """query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv], allowed [n, Q, K] bool -> [n, H, Q, Dv]."""
+    """query [n, H, Q, D], key [n, KV, K, D], value [n, KV, K, Dv], allowed [n, Q, K] -> [n, H, Q, Dv]."""
     if scores.softcap is not None or scores.sinks is not None:
         return masked_attention(query, key, value, allowed, scores)
     grouped = query.shape[1] != key.shape[1]

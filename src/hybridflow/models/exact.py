@@ -76,7 +76,7 @@ class ExactMode:
         return max(MIN_ROWS, -(-real // self.row_step) * self.row_step)
 
     def num_keys(self, real: int) -> int:
-        """Return the number of keys that attention gets for `real` keys, which is also the capacity of slots."""
+        """Return the number of keys that attention gets for `real` keys; slots have this capacity."""
         return -(-real // self.key_step) * self.key_step
 
     @property
@@ -87,7 +87,7 @@ class ExactMode:
     def pad_tokens(
         self, input_ids: Tensor, position_ids: Tensor, layout: Layout
     ) -> tuple[Tensor, Tensor, Layout]:
-        """Return the arguments of a backbone with enough rows, [1, N'] or [B', C], and a layout in this mode."""
+        """Return a backbone's arguments with enough rows, [1, N'] or [B', C], and a layout in this mode."""
         assert hasattr(layout, "exact"), f"{type(layout).__name__} knows no exact mode"
         layout.exact = self
         batch, length = input_ids.shape

@@ -224,7 +224,7 @@ def _tied(model: PolicyModel) -> set[str]:
 
 
 def _entries(model: PolicyModel) -> dict[str, PlainEntry]:
-    """Return the entries of the files by Hugging Face names; tied weights are there once, as in transformers."""
+    """Return the entries of the files by Hugging Face names; tied weights are there once."""
     tied = _tied(model)
     skipped = [re.compile(pattern) for pattern in model.hf._keys_to_ignore_on_save or ()]
     plain = {name.removeprefix("hf."): entry for name, entry in plain_state(model).items()}

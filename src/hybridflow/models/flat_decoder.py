@@ -114,7 +114,7 @@ class ScoresSeen:
 
 
 def _has(module: nn.Module | None, children: set[str]) -> bool:
-    """Return whether a module has exactly these children, no parameters of its own and no replaced `forward`."""
+    """Return whether a module has exactly these children, no own parameters and no replaced `forward`."""
     if (
         module is None
         or {name for name, _ in module.named_children()} != children

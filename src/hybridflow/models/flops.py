@@ -53,7 +53,7 @@ def matmul_parameters(hf: PreTrainedModel) -> int:
 
 
 def forward_flops(config: PretrainedConfig, num_parameters: int, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of a forward pass over rows of these lengths; `num_parameters` is `matmul_parameters`."""
+    """Return the FLOPs of a forward pass over such rows; `num_parameters` is `matmul_parameters`."""
     text = config.get_text_config()
     attended: float = sum(_attended_pairs(length, window) for window in _windows(text) for length in lengths)
     return float(2 * num_parameters * sum(lengths) + 2 * _attention_width(text) * attended)
@@ -81,7 +81,7 @@ def training_flops(config: PretrainedConfig, num_parameters: int, lengths: Seque
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense bfloat16 peak in FLOP/s; None on CPU and for a GPU that is not in the table."""
+    """Return the device's dense bfloat16 peak in FLOP/s; None on CPU and for an unknown GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -121,5 +121,5 @@ def _expert_share(config: PretrainedConfig) -> float:
     total = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     chosen = getattr(config, "num_experts_per_tok", None)
     if total and chosen:
-        return chosen / total
+        return float(chosen) / float(total)
     return 1.0

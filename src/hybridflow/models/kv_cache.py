@@ -103,7 +103,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def extend(self, slots: Sequence[int], stop: int | None = None) -> None:
-        """Make room for tokens of these slots up to `stop`, or for one more of each, before they are written."""
+        """Make room for tokens of these slots up to `stop`, or for one more of each."""
 
     @abstractmethod
     def drop(self, start: int, stop: int) -> None:

@@ -80,7 +80,7 @@ def effective_override(config: PretrainedConfig, override: Mapping[str, Any]) ->
 
 
 def _take_rope(config: PretrainedConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Take the rotary settings out of `given`, under the names of transformers 5; empty where there are none."""
+    """Remove the rotary settings from `given` and return them under the names of transformers 5."""
     if not hasattr(config, ROPE):
         return {}
     blocks = [name for name in (ROPE, ROPE_SCALING) if name in given]

@@ -213,7 +213,7 @@ class PagedCache(KVCache):
             stored.index_fill_(0, index, 0)
 
     def _share(self, blocks: Sequence[int], destination: Sequence[int], length: int) -> None:
-        """Share whole blocks with slots of new rows; each gets a copy of the last block if that is not full."""
+        """Share whole blocks with slots of new rows, and copy the last block to each if it is not full."""
         whole = blocks[: length // self.block_size]
         last: list[int] = []
         if length % self.block_size:

@@ -48,7 +48,7 @@ class PagedLayout(SlotLayout):
         self._begins = self._rows * cache.capacity
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]; stores key and value."""
+        """Attend and store: query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]."""
         cache = self.cache
         if (
             cache.kernel is None

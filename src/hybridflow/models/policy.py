@@ -126,7 +126,7 @@ class PolicyModel(nn.Module):
         return outputs
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Return the last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
+        """Return last hidden states [1, N, H] or [B, 1, H] of input_ids [1, N] or [B, 1] under `layout`."""
         return run_backbone(self.hf.base_model, input_ids, position_ids, layout, self.exact)
 
     def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
@@ -190,7 +190,7 @@ def run_backbone(
     layout: Layout,
     exact: ExactMode | None = None,
 ) -> Tensor:
-    """Return the last hidden states of a Hugging Face base model under `layout`, without its cache and mask."""
+    """Return a Hugging Face base model's last hidden states under `layout`, without its cache and mask."""
     batch, length = input_ids.shape
     if exact is not None:
         input_ids, position_ids, layout = exact.pad_tokens(input_ids, position_ids, layout)

@@ -83,7 +83,7 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
 
 @torch.no_grad()
 def probe_log_probs(policy: PolicyModel) -> Tensor:
-    """Return log-probs [tokens, V] of the probe's rows, packed, by which two copies of a model are compared."""
+    """Return packed log-probs [tokens, V] of the probe's rows, to compare two copies of a model."""
     was_training = policy.training
     policy.eval()
     try:

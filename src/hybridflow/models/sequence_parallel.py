@@ -134,7 +134,7 @@ class SequenceLayout:
         ]
 
     def _to_tokens(self, attended: Tensor) -> Tensor:
-        """Exchange [1, N, h, Dv], some heads of all tokens, for [1, P, size·h, Dv], all heads of this rank's."""
+        """Exchange [1, N, h, Dv], some heads of all tokens, for [1, P, size·h, Dv], all heads of some."""
         dummies = self.cut.part * self.cut.size - self.cut.num_tokens
         tokens = attended[0]
         if dummies:
@@ -229,7 +229,7 @@ def _exchange(
 
 
 class _Gather(torch.autograd.Function):
-    """Gather of each rank's columns [k, m] to [k, M] on all ranks; its gradient is that of this rank's share."""
+    """Gather of each rank's columns [k, m] to [k, M]; its gradient is that of this rank's share."""
 
     @staticmethod
     def forward(

@@ -19,7 +19,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tensor_parallel import check_sizes, tensor_slices, tensor_styles
 from hybridflow.models.value import ValueModel
 
-_MODELS = {"policy": PolicyModel, "value": ValueModel}
+_MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {"policy": PolicyModel, "value": ValueModel}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class SlotLayout:
         self._of_heads: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]; stores key and value."""
+        """Attend and store: query [B, H, 1, D], key [B, KV, 1, D], value [B, KV, 1, Dv] -> [B, 1, H, Dv]."""
         batch, heads, num_queries, dim = query.shape
         assert batch == self.num_rows and num_queries == 1, (
             f"slot layout of {self.num_rows} rows, query {tuple(query.shape)}"

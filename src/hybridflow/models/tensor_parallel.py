@@ -152,7 +152,7 @@ def check_sizes(hf: PreTrainedModel, styles: dict[str, Style], ranks: int, *, ke
 
 
 def _published_plan(backbone: PreTrainedModel) -> dict[str, str]:
-    """Return transformers' plan for the modules and parameters inside blocks; names have `*` for the number."""
+    """Return transformers' plan for modules and parameters inside blocks; `*` stands for the number."""
     published = (
         getattr(backbone.config.get_text_config(), "base_model_tp_plan", None)
         or getattr(backbone, "_tp_plan", None)
@@ -193,7 +193,7 @@ def _colwise_parents(styles: dict[str, Style]) -> list[str]:
 def _shared_input(
     mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Hand all layers of `module` one DTensor, so that their gradients are added up before they cross ranks."""
+    """Hand all layers of `module` one DTensor, so that gradients are added up before they cross ranks."""
     if args and isinstance(args[0], Tensor):
         return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
     if isinstance(states := kwargs.get("hidden_states"), Tensor):

@@ -1,4 +1,4 @@
-"""A model of about 0.4 million parameters, made on the spot for the demo, for tests and for trying a recipe."""
+"""A model of about 0.4 million parameters, made on the spot for the demo and for tests."""
 
 from __future__ import annotations
 

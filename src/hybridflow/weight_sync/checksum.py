@@ -1,4 +1,4 @@
-"""Checksums of weights (`bit_sum`): when they are computed again, and the message where two of them differ."""
+"""Checksums of weights: when they are computed again, and the message where two of them differ."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def make_plan(
 def _pieces(
     have: tuple[Box | None, ...], want: tuple[Box | None, ...], parameter: Parameter, bucket_bytes: int
 ) -> tuple[tuple[Route, ...], ...]:
-    """Return the routes of one parameter, cut into slabs along its longest dimension if they exceed a bucket."""
+    """Return the routes of one parameter, cut into slabs along its longest dim if they exceed a bucket."""
     whole = Box.whole(parameter.shape)
     routes = _routes(have, want, whole)
     load = max(_load(routes, len(have), parameter.dtype.itemsize), default=0)

@@ -59,7 +59,7 @@ class Residence:
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """Keep float32 masters on the device inside the context: a bfloat16 model's gradients add up there."""
+        """Keep float32 masters on the device inside the context, where gradients add up in them."""
         if not self.moves_optimizer or self.optimizer is None:
             yield
             return
@@ -100,7 +100,7 @@ class ActivationOffload:
         self._blocks = set(blocks)
 
     def _note_parameters(self, part: nn.Module, args: object) -> None:
-        """Remember the memory of a block's parameters when it begins; FSDP's hook has gathered them by then."""
+        """Remember the memory of a block's parameters, which FSDP has gathered when it begins."""
         own = _outside(part, self._blocks)
         if part in self._blocks:
             own = part.parameters()

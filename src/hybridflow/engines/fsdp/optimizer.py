@@ -73,7 +73,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def collect_shards(self) -> None:
-        """Give the masters the gradients of their sharded parameters; no parameter may be gathered meanwhile."""
+        """Give the masters the gradients of their sharded parameters, none of which may be gathered."""
         for master in self.masters.values():
             master.grad = None
         self.refresh_shards()

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregation import Ratio
 from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, zero_outside
-from hybridflow.algorithms.rollout_thresholds import OPTIONS, parse_is_threshold, parse_rejection
+from hybridflow.algorithms.rollout_thresholds import OPTIONS, Rule, parse_is_threshold, parse_rejection
 from hybridflow.errors import ConfigError
 
 __all__ = [
     "LEVELS",
     "OPTIONS",
+    "Rule",
     "correction_metrics",
     "parse_is_threshold",
     "parse_rejection",

@@ -16,7 +16,7 @@ from hybridflow.engines import LossFn
 from hybridflow.errors import TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.bridge import correction_means, own_rows
+from hybridflow.workers.correction import correction_means, own_rows
 
 APART = "training/rollout_log_probs_diff_max"
 """Metric: the largest difference of a sampled token's log-probs, in nats."""

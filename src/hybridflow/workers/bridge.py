@@ -2,16 +2,15 @@
 
 uid, acc ──identify──► group_ids, positive
 token_level_scores ──apply_kl_penalty──► token_level_rewards ──estimate_advantages──► advantages, returns
-rollout_log_probs, old_log_probs ──correct_rollout──► rollout_is_weights, a narrower loss_mask
 micro-batch + outputs ──policy_loss / critic_loss / sft_loss──► the loss's share, metrics
 
-No other module calls both.
+Only this module and `workers/correction.py` call both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,17 +23,17 @@ from hybridflow.algorithms.masked import masked_mean
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.resampling import resample_rows
-from hybridflow.algorithms.rollout_correction import correction_metrics, rejection, rollout_weights
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
+from hybridflow.config.algorithm import AlgorithmConfig, PFPPOConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.data.plugin import load_function
 from hybridflow.engines import LossFn
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.workers.correction import correction_means, own_rows
 
 KLController = FixedKLController | AdaptiveKLController
 
@@ -135,7 +134,7 @@ def identify(batch: DataProto) -> DataProto:
 def apply_kl_penalty(
     batch: DataProto, config: AlgorithmConfig, controller: KLController
 ) -> tuple[DataProto, Metrics]:
-    """Return token_level_rewards = scores - beta * kl, and update beta after its use.
+    """token_level_rewards = scores - beta * kl, beta updated after use.
 
     Without KL-in-reward the rewards are the scores.
     """
@@ -232,90 +231,6 @@ def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) 
         scores, method=config.reweight_method, weight_pow=config.weight_pow, generator=generator
     )
     return batch.select_idxs(rows).fresh_row_ids()
-
-
-@dataclass(frozen=True)
-class Correction:
-    """The result of rollout correction on a batch."""
-
-    weights: Tensor | None
-    """rollout_is_weights [B, R] float32; None without `rollout_is`."""
-    keep: Tensor | None
-    """[B, R] bool, a subset of `loss_mask`; None without `rollout_rs`."""
-    metrics: Metrics
-
-
-def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs: Tensor) -> Correction:
-    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`.
-
-    Weights are of all sampled tokens: a row that is left out of the loss still counts in the baseline of its
-    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor
-    measured.
-    """
-    mask = batch.batch["loss_mask"]
-    rollout = batch.batch["rollout_log_probs"]
-    own = own_rows(batch)[:, None]
-    sampled = mask & own
-    weights = None
-    if config.rollout_is:
-        weights = rollout_weights(
-            log_probs,
-            rollout,
-            batch.batch["response_mask"] & own,
-            level=config.rollout_is,
-            threshold=config.rollout_is_threshold,
-            batch_normalize=config.rollout_is_batch_normalize,
-            normalize_over=sampled,
-        )
-    keep = None
-    if config.rollout_rs:
-        keep = rejection(
-            log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold
-        )
-    metrics = Metrics()
-    level = config.rollout_is or "token"
-    threshold = config.rollout_is_threshold
-    measured = correction_metrics(
-        log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
-    )
-    num_weights = float(sampled.sum())
-    if level == "sequence":
-        num_weights = float(sampled.any(-1).sum())
-    for name, value in measured.items():
-        if isinstance(value, tuple):
-            metrics.add_mean(name, *value)
-        elif name.endswith("_min"):
-            metrics.add_min(name, value)
-        elif name.endswith("_max"):
-            metrics.add_max(name, value)
-        else:  # in bypass mode a mini-batch counts by its weights
-            metrics.add_mean(name, value * num_weights, num_weights)
-    outside = mask & ~sampled
-    if weights is not None:
-        weights = torch.where(outside, 1.0, weights)
-    if keep is not None:
-        keep = keep | outside
-    return Correction(weights, keep, metrics)
-
-
-def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """Return the metrics `rollout_corr/*` that are means, so that micro-batches and ranks add up.
-
-    log_probs, rollout_log_probs [B, R] float, nats; mask [B, R] bool.
-    """
-    measured = correction_metrics(log_probs, rollout_log_probs, mask)
-    return ratios({name: value for name, value in measured.items() if isinstance(value, tuple)})
-
-
-def own_rows(batch: DataProto) -> Tensor:
-    """Return [B] bool: the rows that the policy sampled.
-
-    SPIN's answers of the data are not among them. Scores, lengths and entropy are measured on these rows.
-    """
-    if "is_demonstration" in batch:
-        sampled: Tensor = ~batch.batch["is_demonstration"]
-        return sampled
-    return torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device)
 
 
 def loss_parameters(config: ActorConfig) -> dict[str, Any]:

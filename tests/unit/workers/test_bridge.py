@@ -25,7 +25,6 @@ from hybridflow.protocol.randomness import generator
 from hybridflow.workers.bridge import (
     LOSS_SHARES,
     apply_kl_penalty,
-    correct_rollout,
     critic_loss,
     estimate_advantages,
     explained_variance,
@@ -39,6 +38,7 @@ from hybridflow.workers.bridge import (
     select_tokens,
     sft_loss,
 )
+from hybridflow.workers.correction import correct_rollout
 
 NAN = float("nan")
 MASK = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 1]]).bool()

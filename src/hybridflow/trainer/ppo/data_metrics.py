@@ -10,7 +10,8 @@ from torch import Tensor
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.agreement import difference, sampled_tokens
-from hybridflow.workers.bridge import explained_variance, own_rows
+from hybridflow.workers.bridge import explained_variance
+from hybridflow.workers.correction import own_rows
 
 
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:

@@ -33,7 +33,7 @@ from hybridflow.workers.agreement import (
     difference,
     sampled_tokens,
 )
-from hybridflow.workers.bridge import own_rows
+from hybridflow.workers.correction import own_rows
 from hybridflow.workers.exact import ExactRollout
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
 

@@ -25,15 +25,14 @@ from hybridflow.trainer.ppo.spread import dealt_by
 from hybridflow.workers.bridge import (
     KLController,
     apply_kl_penalty,
-    correct_rollout,
     estimate_advantages,
     find_estimator,
     find_policy_loss,
     identify,
     leave_out_unpaired,
-    own_rows,
     resample,
 )
+from hybridflow.workers.correction import correct_rollout, own_rows
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
 

@@ -1,0 +1,94 @@
+"""The options of rollout correction with their thresholds, read from text: `2.0`, `0.5_5.0`, comma lists."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from hybridflow.errors import ConfigError
+
+OPTIONS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+_KEY = "algorithm.rollout_correction"
+
+
+class Rule(NamedTuple):
+    """One option of rejection with its threshold."""
+
+    over: str
+    """token, seq_sum, seq_mean or seq_max."""
+    statistic: str
+    """k1, k2 or k3."""
+    low: float
+    high: float
+    """Bounds of the statistic, in nats: for k1 the logs of the ratios asked for."""
+
+
+def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
+    """(None, u) of a number, which truncates above; (lo, hi) of `lo_hi`, which zeroes outside.
+
+    Raises ConfigError for what is neither, for u that is not above 0, and unless 0 ≤ lo < hi.
+    """
+    bounds = _numbers(threshold)
+    if len(bounds) == 1 and bounds[0] > 0:
+        return None, bounds[0]
+    if len(bounds) == 2 and 0 <= bounds[0] < bounds[1]:
+        return bounds[0], bounds[1]
+    raise ConfigError(
+        f"{_KEY}.rollout_is_threshold got {threshold!r}: set a number above 0 (weights are truncated above "
+        "it), for example 2.0, "
+        "or 'lo_hi' with 0 ≤ lo < hi (weights outside become 0), for example '0.5_5.0'"
+    )
+
+
+def parse_rejection(options: str, thresholds: float | str | None) -> list[Rule]:
+    """The rules of a comma list of options with their thresholds.
+
+    Raises ConfigError for an unknown option, where the thresholds are missing or not as many as the options,
+    for one of k1 that is neither u > 1 nor `lo_hi` with 0 < lo < hi, and for one of k2 or k3 that is not a
+    single number above 0.
+    """
+    names = [name.strip() for name in options.split(",")]
+    for name in names:
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"{_KEY}.rollout_rs has no option {name!r}: set a comma list of {', '.join(OPTIONS)}"
+            )
+    given = [] if thresholds is None else [part.strip() for part in str(thresholds).split(",")]
+    if len(given) != len(names):
+        raise ConfigError(
+            f"{_KEY}.rollout_rs={options} has {len(names)} options, but rollout_rs_threshold={thresholds} "
+            f"has {len(given)} thresholds: "
+            "set one for each option, by comma"
+        )
+    return [_rule(name, threshold) for name, threshold in zip(names, given, strict=True)]
+
+
+def _rule(name: str, threshold: str) -> Rule:
+    over, statistic = name.rsplit("_", 1)
+    bounds = _numbers(threshold)
+    if statistic == "k1":
+        if len(bounds) == 1 and bounds[0] > 1:
+            return Rule(over, statistic, -math.log(bounds[0]), math.log(bounds[0]))
+        if len(bounds) == 2 and 0 < bounds[0] < bounds[1]:
+            return Rule(over, statistic, math.log(bounds[0]), math.log(bounds[1]))
+        wanted = (
+            "'lo_hi' with 0 < lo < hi, for example '0.5_2.0', or one number u above 1, which means [1/u, u]"
+        )
+    else:
+        if len(bounds) == 1 and bounds[0] > 0:
+            return Rule(over, statistic, -math.inf, bounds[0])
+        wanted = "one number above 0, the upper bound in nats, for example 0.01"
+    raise ConfigError(f"{_KEY}.rollout_rs_threshold got {threshold!r} for {name}: set {wanted}")
+
+
+def _numbers(threshold: float | str) -> tuple[float, ...]:
+    """The numbers of `a` or `a_b`; none where one of them is no number. float() alone would read '0.5_5' as
+    0.55.
+    """
+    try:
+        return tuple(float(part) for part in str(threshold).split("_"))
+    except ValueError:
+        return ()

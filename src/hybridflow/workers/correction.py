@@ -1,0 +1,103 @@
+"""Rollout correction on a batch: importance weights, rejection and metrics as columns and metrics of its rows.
+
+rollout_log_probs, log-probs of the trainer ──correct_rollout──► rollout_is_weights, tokens to keep, metrics
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.rollout_correction import correction_metrics, rejection, rollout_weights
+from hybridflow.config.algorithm import RolloutCorrectionConfig
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The result of rollout correction on a batch."""
+
+    weights: Tensor | None
+    """rollout_is_weights [B, R] float32; None without `rollout_is`."""
+    keep: Tensor | None
+    """[B, R] bool, a subset of `loss_mask`; None without `rollout_rs`."""
+    metrics: Metrics
+
+
+def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs: Tensor) -> Correction:
+    """Compare `log_probs` [B, R] of the trainer with the rollout's on the tokens of `loss_mask`.
+
+    Weights are of all sampled tokens: a row that is left out of the loss still counts in the baseline of its
+    group. The demonstrations of SPIN, which no policy sampled, are neither weighted nor rejected nor
+    measured.
+    """
+    mask = batch.batch["loss_mask"]
+    rollout = batch.batch["rollout_log_probs"]
+    own = own_rows(batch)[:, None]
+    sampled = mask & own
+    weights = None
+    if config.rollout_is:
+        weights = rollout_weights(
+            log_probs,
+            rollout,
+            batch.batch["response_mask"] & own,
+            level=config.rollout_is,
+            threshold=config.rollout_is_threshold,
+            batch_normalize=config.rollout_is_batch_normalize,
+            normalize_over=sampled,
+        )
+    keep = None
+    if config.rollout_rs:
+        keep = rejection(
+            log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold
+        )
+    metrics = Metrics()
+    level = config.rollout_is or "token"
+    threshold = config.rollout_is_threshold
+    measured = correction_metrics(
+        log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
+    )
+    num_weights = float(sampled.sum())
+    if level == "sequence":
+        num_weights = float(sampled.any(-1).sum())
+    for name, value in measured.items():
+        if isinstance(value, tuple):
+            metrics.add_mean(name, *value)
+        elif name.endswith("_min"):
+            metrics.add_min(name, value)
+        elif name.endswith("_max"):
+            metrics.add_max(name, value)
+        else:  # in bypass mode a mini-batch counts by its weights
+            metrics.add_mean(name, value * num_weights, num_weights)
+    outside = mask & ~sampled
+    if weights is not None:
+        weights = torch.where(outside, 1.0, weights)
+    if keep is not None:
+        keep = keep | outside
+    return Correction(weights, keep, metrics)
+
+
+def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
+    """Return the metrics `rollout_corr/*` that are means, so that micro-batches and ranks add up.
+
+    log_probs, rollout_log_probs [B, R] float, nats; mask [B, R] bool.
+    """
+    metrics = Metrics()
+    for name, value in correction_metrics(log_probs, rollout_log_probs, mask).items():
+        if isinstance(value, tuple):
+            metrics.add_mean(name, *value)
+    return metrics
+
+
+def own_rows(batch: DataProto) -> Tensor:
+    """Return [B] bool: the rows that the policy sampled.
+
+    SPIN's answers of the data are not among them. Scores, lengths and entropy are measured on these rows.
+    """
+    if "is_demonstration" in batch:
+        sampled: Tensor = ~batch.batch["is_demonstration"]
+        return sampled
+    return torch.ones(len(batch), dtype=torch.bool, device=batch.batch["loss_mask"].device)

@@ -35,7 +35,7 @@ from hybridflow.rollout.native.generation import BatchSettings, Generation, Weig
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
 from hybridflow.rollout.native.memory import KVMemory, SlotMemory, free_memory
 from hybridflow.rollout.native.paged_memory import PagedMemory
-from hybridflow.rollout.native.rows import end_tokens, row_numbers
+from hybridflow.rollout.native.row_numbers import end_tokens, row_numbers
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
 from hybridflow.rollout.native.stop_text import Decode, StopTexts

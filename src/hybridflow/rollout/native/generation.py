@@ -25,7 +25,8 @@ from hybridflow.rollout.native.graphs import GraphDecoder, decode_rows
 from hybridflow.rollout.native.memory import KVMemory, Running
 from hybridflow.rollout.native.prefill import Piece, compute, cut_into_passes
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixStore
-from hybridflow.rollout.native.rows import RowTable, end_tokens
+from hybridflow.rollout.native.row_numbers import end_tokens
+from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Aside, Scheduler, Waiting
 from hybridflow.rollout.native.stop_text import StopTexts
 

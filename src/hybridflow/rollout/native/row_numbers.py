@@ -1,0 +1,70 @@
+"""The numbers of one request as the columns of the running rows hold them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.rollout.native.sampling import needs_of
+
+SEED_BITS = (1 << 63) - 1
+INTEGERS = ("prompt_length", "limit", "stream", "top_k", "min_tokens")
+REALS = ("temperature", "top_p", "min_p", "penalty")
+"""Columns of numbers that a request brings, in the order of `RowNumbers`."""
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """A request as the columns hold it."""
+
+    integers: Sequence[int]
+    """In the order of `INTEGERS`; all fit into int64."""
+    reals: Sequence[float]
+    """In the order of `REALS`."""
+    greedy: bool
+    stops: tuple[int, ...]
+    """Tokens that end the response, each once."""
+    needs: int
+
+
+def end_tokens(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens that end a response: the request's own and, unless it ignores them, the model's."""
+    own = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
+    return tuple(dict.fromkeys(own))
+
+
+def row_numbers(request: GenerationRequest, stops: Sequence[int], vocabulary: int) -> RowNumbers:
+    """Return what a request and the tokens that end it come to in the columns.
+
+    OverflowError or TypeError where a number of it does not fit. Called when a request joins, so that its own
+    values fail it alone, and again when it enters.
+    """
+    params = request.sampling
+    array("q", request.prompt_token_ids)  # raises where a token is no 64-bit integer
+    array("q", [token for token, _ in params.logit_bias])
+    temperature = 1.0 if params.takes_argmax else params.temperature
+    kept = (params.top_p, params.min_p) if params.limits_tokens else (1.0, 0.0)
+    top_k = vocabulary
+    if params.limits_tokens and params.top_k > 0:
+        top_k = min(params.top_k, vocabulary)
+    integers = (
+        len(request.prompt_token_ids),
+        params.max_tokens,
+        request.seed & SEED_BITS,
+        top_k,
+        params.min_tokens,
+    )
+    reals = (
+        temperature,
+        *kept,
+        params.repetition_penalty,
+    )
+    return RowNumbers(
+        array("q", integers),
+        array("d", reals),
+        params.takes_argmax,
+        tuple(array("q", stops)),
+        needs_of(params),
+    )

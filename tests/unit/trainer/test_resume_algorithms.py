@@ -89,5 +89,5 @@ def test_a_resume_under_another_algorithm_says_so(
         ]
         assert bool(changed) == ("algorithm.adv_estimator=rloo" in settings)
     assert changed == [
-        "it goes on with other settings than it began with: algorithm.adv_estimator: grpo → rloo"
+        "the run goes on with other settings than it began with: algorithm.adv_estimator: grpo → rloo"
     ]

@@ -8,6 +8,7 @@ loader ──prompts──► Trajectories ──scored rows──► PPOStep �
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hybridflow.checkpoint.store import CheckpointStore
@@ -60,31 +61,27 @@ class SyncTrainer:
         Raises Stopped after a signal, with the last whole step saved where `trainer.save_freq` asks for
         checkpoints.
         """
-        with self.signals.training(self._has_unsaved_steps), progress.steps(self.total_steps):
-            try:
-                return self._run(after_step)
-            except Stopped as stopped:
-                if not stopped.at_once:
-                    self._save_what_is_done()
-                raise
-
-    def _run(self, after_step: AfterStep | None) -> dict[str, float]:
         trainer = self.config.trainer
         done = self.state.step
-        self.trajectories.rollout.update_from(self.step.roles.actor, done)
-        last_validation = self._validate_before(done)
-        if trainer.val_only:
-            return last_validation
-        prompts = self.loader.endless()
-        for step in range(done + 1, self.total_steps + 1):
-            self.signals.check()
-            # read first: with an epoch's last batch the loader moves on to the next one
-            epoch = self.loader.epoch
-            validation, logged = self._train_step(prompts, step, epoch)
-            last_validation = validation or last_validation
-            if after_step is not None and after_step(step, logged):
-                break
-        self.state.saves.commit(self.store)
+        with (
+            self.signals.training(self._has_unsaved_steps),
+            self._saved_when_stopped(),
+            progress.steps(self.total_steps),
+        ):
+            self.trajectories.rollout.update_from(self.step.roles.actor, done)
+            last_validation = self._validate_before(done)
+            if trainer.val_only:
+                return last_validation
+            prompts = self.loader.endless()
+            for step in range(done + 1, self.total_steps + 1):
+                self.signals.check()
+                # read first: with an epoch's last batch the loader moves on to the next one
+                epoch = self.loader.epoch
+                validation, logged = self._one(prompts, step, epoch)
+                last_validation = validation or last_validation
+                if after_step is not None and after_step(step, logged):
+                    break
+            self.state.saves.commit(self.store)
         return last_validation
 
     def _validate_before(self, done: int) -> dict[str, float]:
@@ -101,7 +98,7 @@ class SyncTrainer:
         self.state.validation_due = False
         return validation
 
-    def _train_step(
+    def _one(
         self, prompts: Iterator[list[PromptRow]], step: int, epoch: int
     ) -> tuple[dict[str, float], dict[str, float]]:
         """One training step with all that belongs to it; gives the validation's metrics where there was one,
@@ -156,12 +153,18 @@ class SyncTrainer:
     def _has_unsaved_steps(self) -> bool:
         return self.config.trainer.save_freq > 0 and self.state.step > self.state.saved_step
 
-    def _save_what_is_done(self) -> None:
-        """Save the last whole step, if no checkpoint has it and one is wanted."""
-        if self._has_unsaved_steps():
-            with self.timer("save_checkpoint"):
-                self.state.save(self.store)
-        self.state.saves.commit(self.store)
+    @contextmanager
+    def _saved_when_stopped(self) -> Iterator[None]:
+        """Save the last whole step when a signal ends the loop, if no checkpoint has it and one is wanted."""
+        try:
+            yield
+        except Stopped as stopped:
+            if not stopped.at_once:
+                if self._has_unsaved_steps():
+                    with self.timer("save_checkpoint"):
+                        self.state.save(self.store)
+                self.state.saves.commit(self.store)
+            raise
 
     def _log(
         self, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int, epoch: int

@@ -359,7 +359,7 @@ def test_many_chunks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     real = shard_index._chunk
     monkeypatch.setattr(shard_index, "_chunk", lambda *a: (parsed.append(1), real(*a))[1])
-    with pytest.raises(CheckpointError, match=r"f0: No such file|No such file.*f0"):
+    with pytest.raises(CheckpointError, match="No such file"):
         read_index(tmp_path)
     assert len(parsed) == rows
     entry["chunks"] = [[0, [0], [0]] for _ in range(rows)]

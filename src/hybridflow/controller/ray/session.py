@@ -13,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ HEALTH_CHECKS = {
 }
 NICENESS = {"worker_niceness": 0}  # Ray's own 15 would let anything else on the machine come first
 START_ATTEMPTS = 3
+REMOVE_SECONDS = 20.0
 STARTUP_TIMEOUT = "timed out during startup"  # in the message of Ray's plain Exception
 LOOPBACK = "127.0.0.1"
 MAX_TEMP_LENGTH = 40  # sockets live some 60 characters below, and a socket's path has at most 107
@@ -99,9 +101,11 @@ def _on_loopback() -> Iterator[None]:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Keep the driver's own handlers of SIGINT and SIGTERM: Ray replaces the one of SIGTERM when it connects.
+    """Keep the driver's own handlers of SIGINT and SIGTERM, which Ray replaces when it connects.
 
-    Where the driver has set none for SIGTERM, Ray's stays, which ends the process in an orderly way.
+    Ray sets a Python handler of SIGTERM, which ends the process in an orderly way, and below it a native one,
+    which aborts the process three seconds after SIGTERM, in the middle of a save or of the end of the run.
+    Every handler is therefore set again; where the driver had none for SIGTERM, Ray's Python handler stays.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -111,8 +115,9 @@ def _signal_handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler not in (signal.SIG_DFL, None):
-                signal.signal(number, handler)
+            if handler in (signal.SIG_DFL, None):
+                handler = signal.getsignal(number)
+            signal.signal(number, handler)
 
 
 def connect(config: RayConfig, *, address: str, **own: Any) -> str:
@@ -165,4 +170,10 @@ def end(temp_dir: str) -> None:
                 except ProcessLookupError:
                     continue
                 logger.debug("killed process %d (%s) that Ray left behind", pid, words[0])
+        until = time.monotonic() + REMOVE_SECONDS
         shutil.rmtree(temp_dir, ignore_errors=True)
+        while (
+            os.path.exists(temp_dir) and time.monotonic() < until
+        ):  # a process on its way out may still write
+            time.sleep(0.1)
+            shutil.rmtree(temp_dir, ignore_errors=True)

@@ -213,6 +213,7 @@ def test_the_driver_alone_decides_about_signals() -> None:
         for pid in found["pids"]:
             os.kill(pid, signal.SIGINT)
         driver.send_signal(signal.SIGTERM)
+        time.sleep(5)  # Ray's native handler would abort the driver after three seconds
         driver.stdin.write("\n")
         driver.stdin.flush()
         after = said(driver)

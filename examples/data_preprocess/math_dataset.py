@@ -15,7 +15,7 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 
 def boxed_answer(solution: str) -> str:
-    """Return the content of the last `\\boxed{...}`, braces balanced. Raises ValueError where there is none."""
+    """Return the content of the last `\\boxed{...}`, braces balanced. ValueError where there is none."""
     start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
     if start < 0:
         raise ValueError(f"no \\boxed answer in the solution {solution[-80:]!r}")

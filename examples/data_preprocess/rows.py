@@ -57,7 +57,7 @@ def raw_rows(
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """List the files of a split: `train.jsonl`, `train-00000-of-00001.parquet`, or the same one folder below."""
+    """List the files of a split: `train.jsonl`, `train-00000-of-00001.parquet`, or one folder below."""
     if not folder.is_dir():
         sys.exit(f"--local_dataset_path: no folder {folder}")
     found = sorted(

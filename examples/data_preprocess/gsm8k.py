@@ -11,13 +11,14 @@ from typing import Any
 
 from rows import arguments, write_splits
 
-DATASET, CONFIG = "openai/gsm8k", "main"
+DATASET = "openai/gsm8k"
+CONFIG = "main"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _FINAL = re.compile(r"####\s*(-?[0-9.,]+)")
 
 
 def final_answer(answer: str) -> str:
-    """The number after `####`, without thousands separators. ValueError where there is none."""
+    """Return the number after `####`, without thousands separators. Raises ValueError where there is none."""
     found = _FINAL.search(answer)
     if found is None:
         raise ValueError(f"no '#### number' in the answer {answer[-80:]!r}")
@@ -25,7 +26,7 @@ def final_answer(answer: str) -> str:
 
 
 def convert(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One raw row (question, answer) as a row of the project's schema."""
+    """Return one raw row (question, answer) as a row of the project's schema."""
     return {
         "data_source": DATASET,
         "prompt": [{"role": "user", "content": f"{raw['question']} {INSTRUCTION}"}],

@@ -15,7 +15,7 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 
 def boxed_answer(solution: str) -> str:
-    """The content of the last `\\boxed{...}` with its braces balanced. ValueError where there is none."""
+    """Return the content of the last `\\boxed{...}`, braces balanced. ValueError where there is none."""
     start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
     if start < 0:
         raise ValueError(f"no \\boxed answer in the solution {solution[-80:]!r}")
@@ -31,9 +31,7 @@ def boxed_answer(solution: str) -> str:
 
 
 def convert(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """One raw row (problem, solution, and level and type where the data has them) as a row of the project's
-    schema.
-    """
+    """Return one raw row (problem, solution, perhaps level and type) as a row of the project's schema."""
     return {
         "data_source": DATASET,
         "prompt": [{"role": "user", "content": f"{raw['problem']} {INSTRUCTION}"}],

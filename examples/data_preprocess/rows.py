@@ -1,5 +1,6 @@
-"""What the preparation scripts share: raw rows from the hub or from a local folder in, parquet in the
-project's row schema out.
+"""The common part of the preparation scripts: raw rows from the hub or a local folder in, parquet out.
+
+The parquet files have the project's row schema (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 def arguments(description: str, default_save_dir: str) -> argparse.Namespace:
-    """The options that every preparation script takes."""
+    """Parse the options that every preparation script takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--local_dataset_path",
@@ -42,7 +43,7 @@ def arguments(description: str, default_save_dir: str) -> argparse.Namespace:
 def raw_rows(
     dataset: str, config: str | None, split: str, local_path: str | None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one split of the hub's dataset, or of the files of that split in a local folder."""
+    """Return the rows of one split of the hub's dataset, or of the files of that split in a local folder."""
     if local_path:
         return iter(load_rows([str(file) for file in split_files(Path(local_path).expanduser(), split)]))
     try:
@@ -56,7 +57,7 @@ def raw_rows(
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The files of a split: `train.jsonl`, `train-00000-of-00001.parquet`, or the same in one folder below."""
+    """List the files of a split: `train.jsonl`, `train-00000-of-00001.parquet`, or one folder below."""
     if not folder.is_dir():
         sys.exit(f"--local_dataset_path: no folder {folder}")
     found = sorted(

@@ -164,7 +164,7 @@ def _check_columns(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
 
 
 def _check_first_rows(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
-    """Raise DataError where none of the first rows can be used; the dataset counts single ones that cannot."""
+    """Raise DataError where none of the first rows can be used; the dataset counts single bad ones."""
     reasons = []
     for index, row in enumerate(rows[:FIRST_ROWS]):
         try:

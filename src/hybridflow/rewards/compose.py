@@ -33,7 +33,7 @@ class Term:
 
 
 def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
-    """Load `reward.terms`. Raises ConfigError for a term without a name, or with a weight that is no number."""
+    """Load `reward.terms`. Raises ConfigError for a term without a name, or a weight that is no number."""
     loaded: list[Term] = []
     for position, term in enumerate(terms):
         key = f"reward.terms[{position}]"

@@ -12,7 +12,6 @@ ALLOWED: dict[str, int] = {
     "rollout.native.generation": 455,
     "trainer.explain_algorithm": 483,
     "cli.serve.add_serve": 77,
-    "config.check_rollout._with_weights": 80,
 }
 
 

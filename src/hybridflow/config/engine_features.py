@@ -50,7 +50,7 @@ def yes(test: str, note: str = "") -> Cell:
 
 
 def no(note: str) -> Cell:
-    """Return the cell of a feature that an engine does not have; the note gives the reason and the way out."""
+    """Return the cell of a feature that an engine lacks; the note gives the reason and the way out."""
     return Cell(None, note)
 
 

@@ -24,14 +24,9 @@ GOAL = 1.5
 RUNS = 3
 TARGET = Path(__file__).resolve().parent / "results" / "mistakes.md"
 PROBE = (
-    "import sys, runpy\n"
-    "sys.argv = ['main_ppo', *sys.argv[1:]]\n"
-    "status = 1\n"
-    "try:\n"
-    "    runpy.run_module('hybridflow.trainer.main_ppo', run_name='__main__')\n"
-    "except SystemExit as end:\n"
-    "    status = end.code\n"
-    "sys.stderr.write(f\"\\nprobe {status} {'torch' in sys.modules}\\n\")\n"
+    "import sys, runpy\nsys.argv = ['main_ppo', *sys.argv[1:]]\nstatus = 1\ntry:\n    "
+    "runpy.run_module('hybridflow.trainer.main_ppo', run_name='__main__')\nexcept SystemExit as end:\n    "
+    "status = end.code\nsys.stderr.write(f\"\\nprobe {status} {'torch' in sys.modules}\\n\")\n"
 )
 
 
@@ -162,9 +157,10 @@ def table(seen: dict[str, Seen]) -> str:
     lines = [
         "# Seconds until the message of ten common mistakes",
         "",
-        f"Written by `benchmarks/mistakes.py`. CPU seconds, user and system, the least of {RUNS} runs of a fresh "
-        f"process of `python -m hybridflow.trainer.main_ppo` on {cpu_model()}, Python {platform.python_version()}. "
-        "The columns are the mistake, the seconds, whether torch was imported before the message, and the message.",
+        f"Written by `benchmarks/mistakes.py`. CPU seconds, user and system, the least of {RUNS} runs of a "
+        f"fresh process of `python -m hybridflow.trainer.main_ppo` on {cpu_model()}, Python "
+        f"{platform.python_version()}. The columns are the mistake, the seconds, whether torch was imported "
+        "before the message, and the message.",
         "",
         "| mistake | CPU s | torch | message |",
         "| --- | ---: | --- | --- |",

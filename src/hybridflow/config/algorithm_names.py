@@ -1,4 +1,5 @@
-"""What the checks must know of the maths without importing torch: names, needs and vetted defaults, as data.
+"""Facts about the maths that the checks need without importing torch: names, needs and vetted defaults, as
+data.
 
 `tests/architecture/test_names_agree.py` keeps it in step with the tables of `hybridflow.algorithms`.
 """
@@ -9,21 +10,21 @@ from typing import NamedTuple
 
 
 class EstimatorFacts(NamedTuple):
-    """What an advantage estimator needs besides scores."""
+    """Needs of an advantage estimator besides scores."""
 
     critic: bool = False
     group: bool = False
-    """Two or more responses a prompt."""
+    """Whether it needs two or more responses to each prompt."""
     reference: bool = False
     teacher: bool = False
     process_rewards: bool = False
 
 
 class LossFacts(NamedTuple):
-    """What a policy loss uses where the configuration is silent."""
+    """Defaults of a policy loss where the configuration sets none."""
 
     agg_mode: str = "token-mean"
-    """`actor.loss_agg_mode` of its paper."""
+    """Value of `actor.loss_agg_mode` in its paper."""
     clip: tuple[float, float] | None = None
     """(clip_ratio_low, clip_ratio_high) of its paper, where they are not PPO's."""
     reference: bool = False

@@ -26,7 +26,7 @@ PARTNERS: dict[str, tuple[str, ...]] = {"dpo": ("online_dpo", "spin"), "sppo": (
 
 
 def algorithm_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each unknown name, and for each need of the estimator or the loss that is not met."""
+    """Yield one line for each unknown name, and for each unmet need of the estimator or the loss."""
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
     for path, name, names in (

@@ -1,6 +1,6 @@
-"""What must hold of processes and how models are spread over them, as far as the keys alone can tell.
+"""The checks of processes and of the layout of models over them, as far as the keys alone can tell.
 
-Which devices there are is asked of the cluster, before any worker starts: `controller/ray/preflight.py`.
+`controller/ray/preflight.py` asks the cluster which devices it has, before any worker starts.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def num_processes(trainer: TrainerConfig | SFTTrainerConfig) -> int:
-    """Worker processes of a run: those of its pools, else nodes × devices."""
+    """Return the number of worker processes: those of the run's pools, else nodes × devices."""
     pools = getattr(trainer, "resource_pools", {})
-    return (
-        sum(sum(devices) for devices in pools.values()) if pools else trainer.nnodes * trainer.n_gpus_per_node
-    )
+    if pools:
+        return sum(sum(devices) for devices in pools.values())
+    return trainer.nnodes * trainer.n_gpus_per_node
 
 
 def resolved_controller(trainer: TrainerConfig | SFTTrainerConfig) -> str:
-    """`local` or `ray`: what `trainer.controller=auto` means for this number of processes."""
+    """Return `local` or `ray`: the controller that is set, or the one that `auto` stands for."""
     if trainer.controller != "auto":
         return trainer.controller
-    return "ray" if num_processes(trainer) > 1 or getattr(trainer, "resource_pools", {}) else "local"
+    if num_processes(trainer) > 1 or getattr(trainer, "resource_pools", {}):
+        return "ray"
+    return "local"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How one role is spread over the processes of its pool."""
+    """Layout of one role's model over the processes of its pool."""
 
     block: str
-    """Where its keys are, for example actor_rollout_ref.actor."""
+    """Block of the role's keys, for example actor_rollout_ref.actor."""
     fsdp: FSDPConfig
     sequence: int
     """Its ulysses_sequence_parallel_size."""
@@ -47,9 +49,12 @@ class Spread:
 
     @property
     def cut(self) -> tuple[int, int, int]:
-        """What decides which part of the parameters a rank holds."""
-        tensor, size = self.fsdp.tensor_parallel_size, self.fsdp.fsdp_size
-        return self.processes, self.processes // tensor if size == -1 else size, tensor
+        """Sizes that decide which parameters a rank holds: processes, FSDP, tensor parallel."""
+        tensor = self.fsdp.tensor_parallel_size
+        size = self.fsdp.fsdp_size
+        if size == -1:
+            size = self.processes // tensor
+        return self.processes, size, tensor
 
     def __str__(self) -> str:
         return (
@@ -58,12 +63,10 @@ class Spread:
         )
 
     def problems(self) -> Iterator[str]:
-        """One line for each thing that cannot be."""
-        tensor, size, here = (
-            self.fsdp.tensor_parallel_size,
-            self.fsdp.fsdp_size,
-            f"{self.block}.{self.fsdp_name}",
-        )
+        """Yield one line for each size that does not fit the others."""
+        tensor = self.fsdp.tensor_parallel_size
+        size = self.fsdp.fsdp_size
+        here = f"{self.block}.{self.fsdp_name}"
         ulysses = f"{self.block}.ulysses_sequence_parallel_size"
         if tensor > 1 and self.sequence > 1:
             yield (
@@ -94,8 +97,9 @@ class Spread:
 
 
 def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
-    """One line for each problem of a PPO run."""
-    trainer, roles = config.trainer, config.actor_rollout_ref
+    """Yield one line for each problem of a PPO run."""
+    trainer = config.trainer
+    roles = config.actor_rollout_ref
     yield from _controller(trainer)
     yield from _placement(trainer)
     cut = max(roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size or 1)
@@ -144,9 +148,9 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
             f"over what the same rank of the actor holds, but the actor has {spreads[0]} and the reference "
             f"{spreads[1]}: make them equal, or set ref_update_freq=0"
         )
-    width = roles.rollout.tensor_model_parallel_size if roles.rollout.name == "native" else 1
+    width = roles.rollout.tensor_model_parallel_size
     for processes in pool_sizes(trainer, "rollout"):
-        if processes % width:
+        if roles.rollout.name == "native" and processes % width:
             yield (
                 f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {processes} processes "
                 "that generate: set a divisor"
@@ -155,7 +159,7 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
-    """One line for each problem of a supervised run."""
+    """Yield one line for each problem of a supervised run."""
     yield from _controller(config.trainer)
     processes = num_processes(config.trainer)
     yield from Spread(
@@ -164,7 +168,7 @@ def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
 
 
 def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
-    """What is set and means less than it seems."""
+    """Yield one line for each key that is set and has less effect than it seems to have."""
     trainer = config.trainer
     if (
         isinstance(trainer, TrainerConfig)
@@ -176,11 +180,9 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
             "devices there are"
         )
     if num_processes(trainer) == 1:
-        blocks = (
-            ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config")
-            if isinstance(config, PPOConfig)
-            else ("engine",)
-        )
+        blocks = ["engine"]
+        if isinstance(config, PPOConfig):
+            blocks = ["actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config"]
         odd = [
             f"{block}.{name}"
             for block in blocks
@@ -200,7 +202,7 @@ ROLES = ("actor", "rollout", "reference", "critic", "teacher", "process_reward")
 
 
 def _placement(trainer: TrainerConfig) -> Iterator[str]:
-    """What is wrong with pools and placement whatever roles the run has; the rest is refused where the
+    """Problems with pools and placement whatever roles the run has; the others are refused where the
     placement is made.
     """
     pools = trainer.resource_pools
@@ -214,7 +216,7 @@ def _placement(trainer: TrainerConfig) -> Iterator[str]:
     for role, named in trainer.placement.items():
         if role not in ROLES:
             yield f"trainer.placement.{role} is no role: there are {', '.join(ROLES)}"
-        wanted = [named] if isinstance(named, str) else named
+        wanted = _pool_names(named)
         if not wanted:
             yield (
                 f"trainer.placement.{role}=[] leaves the {role} without devices: name a pool (there are "
@@ -230,12 +232,11 @@ def _placement(trainer: TrainerConfig) -> Iterator[str]:
 
 def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
     processes = num_processes(trainer)
-    if trainer.controller == "local" and (processes > 1 or getattr(trainer, "resource_pools", {})):
-        named = (
-            "trainer.resource_pools"
-            if getattr(trainer, "resource_pools", {})
-            else "trainer.nnodes × trainer.n_gpus_per_node"
-        )
+    pools = getattr(trainer, "resource_pools", {})
+    if trainer.controller == "local" and (processes > 1 or pools):
+        named = "trainer.nnodes × trainer.n_gpus_per_node"
+        if pools:
+            named = "trainer.resource_pools"
         yield (
             f"trainer.controller=local hosts every role in this process, but {named} ask for {processes}: "
             "set trainer.controller=ray or auto, or trainer.nnodes=1 and trainer.n_gpus_per_node=1"
@@ -243,16 +244,18 @@ def _controller(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
 
 
 def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:
-    """Processes of each pool that hosts a role; pools that do not exist are refused where placements are
-    made.
+    """Return the number of processes of each pool that hosts a role.
+
+    A pool that does not exist counts as one process here, and is refused where the placement is made.
     """
     if not trainer.resource_pools:
         return [num_processes(trainer)]
     named = trainer.placement.get(role, next(iter(trainer.resource_pools)))
-    return [
-        max(1, sum(trainer.resource_pools.get(pool, [])))
-        for pool in ([named] if isinstance(named, str) else named)
-    ]
+    return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in _pool_names(named)]
+
+
+def _pool_names(named: str | list[str]) -> list[str]:
+    return [named] if isinstance(named, str) else named
 
 
 def _lora(config: PPOConfig) -> Iterator[str]:

@@ -29,7 +29,9 @@ _IN_YAML = re.compile(
 
 
 def quote_bounds(text: str) -> str:
-    """An override or the text of a recipe with 'lo_hi' of a threshold in quotes, so that it stays a text."""
+    """Return an override, or the text of a recipe, with each threshold 'lo_hi' in quotes, so that it stays a
+    text.
+    """
     text = _IN_YAML.sub(r"\1'\2'", text)
     override = _ON_COMMAND_LINE.fullmatch(text)
     if override and re.fullmatch(r"[\d._,\s]+", override[2]):
@@ -38,8 +40,8 @@ def quote_bounds(text: str) -> str:
 
 
 def correction_problems(config: PPOConfig) -> Iterator[str]:
-    """Thresholds and options that do not parse or do not fit each other, and what bypass mode cannot be
-    joined with.
+    """Yield one line for each threshold or option that does not parse or does not fit the others, and for
+    each setting that bypass mode cannot be joined with.
     """
     correction = config.algorithm.rollout_correction
     yield from _weights(correction)
@@ -66,7 +68,8 @@ def correction_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _weights(correction: RolloutCorrectionConfig) -> Iterator[str]:
-    bounds, given = _numbers(correction.rollout_is_threshold), correction.rollout_is_threshold
+    given = correction.rollout_is_threshold
+    bounds = _numbers(given)
     if bounds is None or len(bounds) > 2:
         yield (
             f"{PATH}.rollout_is_threshold={given}: wanted a number, for example 2.0, or two as lo_hi, for "
@@ -110,7 +113,8 @@ def _rejection(correction: RolloutCorrectionConfig) -> Iterator[str]:
 
 
 def _threshold(option: str, threshold: str) -> Iterator[str]:
-    key, bounds = f"{PATH}.rollout_rs_threshold: {threshold} of {option}", _numbers(threshold)
+    key = f"{PATH}.rollout_rs_threshold: {threshold} of {option}"
+    bounds = _numbers(threshold)
     if option.endswith("k1"):
         if bounds is None or len(bounds) > 2:
             yield f"{key}: wanted lo_hi, for example 0.5_2.0, or one number u for [1/u, u]"
@@ -126,11 +130,9 @@ def _threshold(option: str, threshold: str) -> Iterator[str]:
 
 
 def correction_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    """Keys of the correction that this run does not read."""
-    correction, loss = (
-        config.algorithm.rollout_correction,
-        config.actor_rollout_ref.actor.policy_loss.loss_mode,
-    )
+    """Yield one line for each key of the correction that is set and that this run does not read."""
+    correction = config.algorithm.rollout_correction
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     for name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
         if correction.rollout_is is None and f"{PATH}.{name}" in given:
             yield f"{PATH}.{name} is read only with {PATH}.rollout_is=token or sequence"
@@ -151,8 +153,8 @@ def _split(text: str) -> list[str]:
 
 
 def _numbers(text: float | str) -> tuple[float, ...] | None:
-    """The numbers of 'a' or 'a_b'; None where one is none."""
+    """The numbers of 'a' or 'a_b'; None where a part is no number."""
     try:
-        return (text,) if isinstance(text, float) else tuple(float(part) for part in text.split("_"))
+        return tuple(float(part) for part in str(text).split("_"))
     except ValueError:
         return None

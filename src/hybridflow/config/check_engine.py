@@ -8,24 +8,27 @@ from hybridflow.config.check_cluster import pool_sizes
 from hybridflow.config.engine_features import ENGINES, KEY, TABLE
 from hybridflow.config.root import PPOConfig
 
-ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 
 
 def engine_problems(config: PPOConfig) -> Iterator[str]:
-    """One line for each feature that the keys ask for and the engine of `rollout.name` does not have."""
+    """Yield one line for each feature that the keys ask for and that `rollout.name` does not have."""
     column = TABLE[config.actor_rollout_ref.rollout.name]
     for feature, asked in asked_features(config):
         if not column[feature].has:
             able = [name for name, engine in ENGINES.items() if engine.trains and TABLE[name][feature].has]
-            yield (
-                f"{asked} with {KEY}={config.actor_rollout_ref.rollout.name}, which cannot: "
-                f"{column[feature].note}" + (f" (engines that can: {', '.join(able)})" if able else "")
-            )
+            others = ""
+            if able:
+                others = f" (engines that can: {', '.join(able)})"
+            name = config.actor_rollout_ref.rollout.name
+            yield f"{asked} with {KEY}={name}, which cannot do it: {column[feature].note}{others}"
 
 
 def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    """(feature, the key and value that ask for it)."""
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    """Yield (feature, the key and value that ask for it)."""
+    rollout = config.actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
     for block, sampling in ((ROLLOUT, rollout), (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs)):
         if sampling.do_sample and sampling.top_k > 0:
             yield "top_k", f"{block}.top_k={sampling.top_k}"
@@ -47,12 +50,9 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield "quantization", f"{ROLLOUT}.quantization={rollout.quantization}"
     if rollout.exact is True:
         yield "exact", f"{ROLLOUT}.exact=true"
-    if model.lora_rank or model.lora_adapter_path:
-        yield (
-            "lora",
-            f"{MODEL}.lora_rank={model.lora_rank}"
-            if model.lora_rank
-            else f"{MODEL}.lora_adapter_path={model.lora_adapter_path}",
-        )
+    if model.lora_rank:
+        yield "lora", f"{MODEL}.lora_rank={model.lora_rank}"
+    elif model.lora_adapter_path:
+        yield "lora", f"{MODEL}.lora_adapter_path={model.lora_adapter_path}"
     if (processes := sum(pool_sizes(config.trainer, "actor"))) > 1:
         yield "sharded_training", f"an actor on {processes} processes"

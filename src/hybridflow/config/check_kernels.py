@@ -1,4 +1,4 @@
-"""What must hold where a model asks for kernels that are not torch's own."""
+"""The checks of models that ask for kernels that are not torch's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridflow.config.root import PPOConfig, SFTConfig
 
 
 def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """One line for each model with use_liger=true that cannot have it."""
+    """Yield one line for each model with use_liger=true that cannot have it."""
     for block, model, fsdp in _models(config):
         if not model.use_liger:
             continue
@@ -40,11 +40,13 @@ def kernel_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 
 def _models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConfig, FSDPConfig | None]]:
-    """(path of the block, the block, how the model is spread) of each model that the run builds."""
+    """Yield (path of the block, the block, its sharding) of each model that the run builds."""
     if isinstance(config, SFTConfig):
         yield "model", config.model, config.engine
         return
-    roles, critic, process = config.actor_rollout_ref, config.critic, config.reward.process_reward_model
+    roles = config.actor_rollout_ref
+    critic = config.critic
+    process = config.reward.process_reward_model
     yield "actor_rollout_ref.model", roles.model, roles.actor.fsdp_config
     if critic.enable:
         yield "critic.model", critic.model, critic.fsdp_config

@@ -1,7 +1,7 @@
-"""What may surprise in a run that can run: keys that are set and not read, and settings that mean less than
-they seem to.
+"""Notes on a run that can run and may surprise: keys that are set and not read, and settings that have less
+effect than they seem to have.
 
-resolved config, the paths that the user set ──ppo_notes──► one line each
+resolved config, the paths that the user set ──ppo_notes──► one line for each
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from hybridflow.config.check_correction import correction_notes
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-PROCESS, OVERLONG = "reward.process_reward_model", "reward.reward_kwargs.overlong_buffer_cfg"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+PROCESS = "reward.process_reward_model"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
-# Which of our estimators and losses read a key (or the keys of a block): to all others it means nothing.
+# The estimators and losses that read a key, or the keys of a block; no other one reads it.
 READ_BY_ESTIMATORS: dict[str, tuple[str, ...]] = {
     "algorithm.gamma": ("gae", "reinforce_plus_plus"),
     "algorithm.lam": ("gae",),
@@ -48,7 +50,7 @@ NOT_OF_TOKEN_REWARDS = ("gdpo", "spin", "on_policy_distillation")
 
 
 def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    """One line for each setting that may surprise. `given`: paths that the user set."""
+    """Yield one line for each setting that may surprise. `given` are the paths that the user set."""
     yield from _rollout(config)
     yield from _names(config, given)
     yield from _kl_and_reference(config, given)
@@ -60,18 +62,18 @@ def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 
 
 def has_validation(config: PPOConfig) -> bool:
-    """Whether there is anything to validate on."""
+    """Return whether there is data to validate on."""
     return bool(config.data.val_files) or bool(config.data.task.name and config.data.task.val_size)
 
 
 def _rollout(config: PPOConfig) -> Iterator[str]:
-    rollout, name, facts = (
-        config.actor_rollout_ref.rollout,
-        config.algorithm.adv_estimator,
-        estimator_facts(config),
-    )
+    rollout = config.actor_rollout_ref.rollout
+    name = config.algorithm.adv_estimator
+    facts = estimator_facts(config)
     if rollout.do_sample and (rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0):
-        min_p = f", min_p={rollout.min_p}" if rollout.min_p > 0 else ""
+        min_p = ""
+        if rollout.min_p > 0:
+            min_p = f", min_p={rollout.min_p}"
         yield (
             f"{ROLLOUT}.top_p={rollout.top_p}, top_k={rollout.top_k}{min_p} leave tokens out of sampling; "
             "the log-probs kept and trained on are of the whole distribution at the temperature alone"
@@ -91,8 +93,10 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
 
 def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Keys of other estimators and losses, and clip bounds that are not those of the loss's paper."""
-    actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
-    loss, facts = actor.policy_loss.loss_mode, loss_facts(config)
+    actor = config.actor_rollout_ref.actor
+    estimator = config.algorithm.adv_estimator
+    loss = actor.policy_loss.loss_mode
+    facts = loss_facts(config)
     if estimator in ESTIMATORS:
         for path, readers in READ_BY_ESTIMATORS.items():
             if estimator not in readers and is_given(path, given):
@@ -119,11 +123,12 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 
 
 def _names_of(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    algorithm = config.algorithm
+    actor = config.actor_rollout_ref.actor
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL is charged twice"
     if algorithm.use_kl_in_reward and algorithm.adv_estimator in NOT_OF_TOKEN_REWARDS:
@@ -157,14 +162,17 @@ def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 
 
 def _all_known(config: PPOConfig) -> bool:
-    """Whether estimator and loss are both ours: a user's own may read any column, and so have any role built."""
+    """Whether estimator and loss are both built in: a user's own may need any column and any role."""
     return estimator_facts(config) is not None and loss_facts(config) is not None
 
 
 def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    """Switches, and the keys of what they leave off."""
-    algorithm, actor, facts = config.algorithm, config.actor_rollout_ref.actor, estimator_facts(config)
-    kwargs, within = config.reward.reward_kwargs, config.actor_rollout_ref.rollout.reuse_log_probs_within
+    """Keys of features that are switched off, and features that change each other."""
+    algorithm = config.algorithm
+    actor = config.actor_rollout_ref.actor
+    facts = estimator_facts(config)
+    kwargs = config.reward.reward_kwargs
+    within = config.actor_rollout_ref.rollout.reuse_log_probs_within
     if within is not None and algorithm.rollout_correction.bypass_mode:
         yield (
             f"actor_rollout_ref.rollout.reuse_log_probs_within={within} is not read with "
@@ -207,11 +215,9 @@ def _features(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 
 def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Roles that are built for nothing, or set up and not built."""
-    name, facts, warmup = (
-        config.algorithm.adv_estimator,
-        estimator_facts(config),
-        config.trainer.critic_warmup,
-    )
+    name = config.algorithm.adv_estimator
+    facts = estimator_facts(config)
+    warmup = config.trainer.critic_warmup
     if not config.critic.enable and warmup:
         yield (
             f"trainer.critic_warmup={warmup} without a critic: the actor stands still for {warmup} steps, "
@@ -228,10 +234,8 @@ def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             "critic.model.tokenizer_path is not used: the critic reads the token ids of "
             f"data.tokenizer={config.data.tokenizer}"
         )
-    process, given_process = (
-        config.reward.process_reward_model,
-        is_given(PROCESS, given - {f"{PROCESS}.enable"}),
-    )
+    process = config.reward.process_reward_model
+    given_process = is_given(PROCESS, given - {f"{PROCESS}.enable"})
     if not process.enable and given_process and _all_known(config):
         yield f"{PROCESS}.* is not read: algorithm.adv_estimator={name} runs without a process reward model"
     if process.enable and facts is not None and _all_known(config) and not facts.process_rewards:

@@ -1,5 +1,5 @@
-"""The checks that look at the file system: data files, model folders, user's own code, resume folders, the
-run folder.
+"""The checks of data files, of a user's own code, of resume folders and of the run folder, in the file
+system.
 
 Each yields one line per problem. Addresses with :// are remote and not looked at here; ~ is the home folder.
 """
@@ -20,20 +20,22 @@ TASKS = ("arithmetic_chain",)
 
 
 def is_remote(path: str) -> bool:
-    """Whether an address is for fsspec (hdfs://, s3://, …) and no local path."""
+    """Return whether an address is for fsspec (hdfs://, s3://, …) and no local path."""
     return "://" in path
 
 
 def local(path: str) -> Path:
-    """A local path with ~ expanded."""
+    """Return a local path with ~ expanded."""
     return Path(path).expanduser()
 
 
 def data_problems(
     train_files: str | list[str], val_files: str | list[str], task: TaskConfig, *, own_class: bool = False
 ) -> Iterator[str]:
-    """Files and task: exactly one of them, and every local file there; a user's own class may read files of
-    any kind, and folders.
+    """Yield one line where files and task are both set or both missing, and for each local file that is
+    missing.
+
+    A user's own dataset class may read files of any kind, and folders.
     """
     if not train_files and not task.name:
         yield (
@@ -86,7 +88,7 @@ def _written_as_path(path: str) -> bool:
 def plugin_problem(
     key: str, place: str | None, name: str | None = None, needs_name: str = ""
 ) -> Iterator[str]:
-    """User code as `path.py:name` or `package.module:name`: the file is there and a name is given."""
+    """Yield one line where user code, `path.py:name` or `package.module:name`, has no file or no name."""
     if not place or (":" not in place and not needs_name and name is None):
         return
     path, _, inner = place.rpartition(":") if ":" in place else (place, "", "")
@@ -99,7 +101,7 @@ def plugin_problem(
 
 
 def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
-    """`resume_path` has a path, and the path is a folder."""
+    """Yield one line where trainer.resume_mode=resume_path has no path, or the path is no folder."""
     path = trainer.resume_from_path
     if trainer.resume_mode != "resume_path":
         if path:
@@ -117,8 +119,8 @@ def resume_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
 
 
 def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
-    """The run folder, and the folders of samples, can be written, or made. They are only looked at: the run
-    may be refused yet.
+    """Yield one line for each folder of the run that can be neither written nor made. Nothing is made here:
+    the run may be refused yet.
     """
     folders = {"trainer.default_local_dir": trainer.default_local_dir}
     if isinstance(trainer, TrainerConfig):
@@ -152,7 +154,7 @@ def unwritable(key: str, folder: str | Path, error: OSError) -> str:
 
 
 def _look_at(folder: Path) -> None:
-    """OSError where the nearest folder that exists does not let us write."""
+    """Raise OSError where the nearest folder that exists cannot be written."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))

@@ -1,4 +1,4 @@
-"""What must hold of the keys that choose the reward function."""
+"""The checks of the keys that choose the reward function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CUSTOM = "reward.custom_reward_function"
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[str]:
-    """One line for each problem: more than one choice, options that nobody takes."""
+    """Yield one line for more than one choice of the reward, and for options that no function gets."""
     choices = {
         "reward.terms": repr(reward.terms) if reward.terms else "",
         f"{CUSTOM}.path": reward.custom_reward_function.path or "",

@@ -1,4 +1,4 @@
-"""What must hold of the engine that generates, as far as the keys alone can tell."""
+"""The checks of the engine that generates, as far as the keys alone can tell."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ VLLM_KEYS = (
     "engine_kwargs",
     "server",
 )
-"""Keys that change nothing of what the native engine gives."""
+"""Keys that the native engine and the hf engine do not read."""
 NATIVE_KEYS = ("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes", "kv_cache")
 """Keys of the native engine that the hf engine does not read."""
-OURS = (
-    *(
+SET_BY_US = {
+    "vllm": (
         "worker_extension_cls",
         "logprobs_mode",
         "generation_config",
@@ -32,12 +32,11 @@ OURS = (
         "model",
         "tensor_parallel_size",
         "enable_sleep_mode",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
     ),
-    *("enable_lora", "max_loras", "max_lora_rank"),
-)
-"""Arguments of vLLM that follow from our own keys or that we rely on."""
-SGLANGS = (
-    *(
+    "sglang": (
         "model_path",
         "random_seed",
         "tp_size",
@@ -47,22 +46,20 @@ SGLANGS = (
         "port",
         "enable_memory_saver",
         "enable_weights_cpu_backup",
-    ),
-    *(
         "custom_weight_loader",
         "incremental_streaming_output",
         "sampling_backend",
         "sampling_defaults",
         "speculative_algorithm",
     ),
-)
-"""The same of SGLang."""
+}
+"""Arguments of an engine that follow from keys of this schema, or on which hybridflow relies."""
 WITH_WEIGHTS = ("vllm", "sglang")
 """Engines that have weights of their own."""
 
 
 def rollout_problems(config: PPOConfig) -> Iterator[str]:
-    """One line for each problem of the engine that `rollout.name` chooses."""
+    """Yield one line for each problem of the engine that `rollout.name` chooses."""
     rollout = config.actor_rollout_ref.rollout
     sizes = rollout.cudagraph_capture_sizes
     if sizes is not None and (not sizes or min(sizes) < 1):
@@ -80,12 +77,15 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
-    """What is set and means less than it seems."""
+    """Yield one line for each key that is set and that the engine does not read."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in WITH_WEIGHTS:
         odd = [f"{ROLLOUT}.{name}" for name in VLLM_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
         if odd:
-            yield f"{', '.join(odd)}: settings of a separate engine; {ROLLOUT}.name={rollout.name} needs none"
+            yield (
+                f"{', '.join(odd)}: settings of a separate engine, which {ROLLOUT}.name={rollout.name} does "
+                "not read"
+            )
         if rollout.dtype == "bfloat16":
             yield (
                 f"{ROLLOUT}.dtype=bfloat16: read by vllm and sglang; {ROLLOUT}.name={rollout.name} "
@@ -94,7 +94,7 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     if rollout.name == "hf":
         odd = [f"{ROLLOUT}.{name}" for name in NATIVE_KEYS if is_given(f"{ROLLOUT}.{name}", given)]
         if odd:
-            yield f"{', '.join(odd)}: read by the native engine; {ROLLOUT}.name=hf needs none"
+            yield f"{', '.join(odd)}: settings of the native engine, which {ROLLOUT}.name=hf does not read"
     other = {"vllm": "sglang", "sglang": "vllm"}.get(rollout.name)
     if other is not None and getattr(rollout.engine_kwargs, other):
         yield (
@@ -120,35 +120,29 @@ def rollout_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 
 
 def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
-    server, sizes = rollout.server, pool_sizes(config.trainer, "rollout")
-    processes = sum(sizes)
-    if server.enable is False and server.address is not None:
-        yield (
-            f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.address={server.address}: leave one of "
-            "them out"
-        )
-    if server.enable is False and server.python is not None:
-        yield (
-            f"{ROLLOUT}.server.enable=false with {ROLLOUT}.server.python={server.python}, the python of a "
-            "server: leave one of them out"
-        )
-    if rollout.name == "sglang" and server.enable is False:
-        yield (
-            f"{ROLLOUT}.server.enable=false with {ROLLOUT}.name=sglang, which is always a server: leave "
-            f"{ROLLOUT}.server.enable out"
-        )
-    elif server.enable is False and processes > 1:
-        yield (
-            f"{ROLLOUT}.server.enable=false with {processes} processes that generate: vLLM in a process of "
-            f"ours serves it alone; leave {ROLLOUT}.server.enable out"
-        )
-    addresses = [server.address] if isinstance(server.address, str) else server.address
-    if addresses is not None and len(addresses) != processes:
+    yield from _servers(config, rollout)
+    yield from _lengths(config, rollout)
+    yield from _adapters(config, rollout)
+    given = getattr(rollout.engine_kwargs, rollout.name)
+    for name in sorted(set(given) & set(SET_BY_US[rollout.name])):
+        yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name} is set by hybridflow itself: leave it out"
+
+
+def _servers(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Servers that are switched off, that are too few, or that have no usable address."""
+    server = rollout.server
+    processes = sum(pool_sizes(config.trainer, "rollout"))
+    if server.enable is False:
+        yield from _server_off(rollout, processes)
+    addresses = server.address or []
+    if isinstance(addresses, str):
+        addresses = [addresses]
+    if server.address is not None and len(addresses) != processes:
         yield (
             f"{ROLLOUT}.server.address names {len(addresses)} servers, and {processes} processes generate: "
             "give one for each, or set trainer.placement.rollout to a pool of as many"
         )
-    for address in addresses or ():
+    for address in addresses:
         if not address.startswith("http://"):
             yield f"{ROLLOUT}.server.address={address}: wanted http://HOST:PORT"
     if rollout.tensor_model_parallel_size > 1 and processes > 1:
@@ -158,40 +152,60 @@ def _with_weights(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
             "and starts an engine on it. Set it to 1, or start larger servers yourself and give their "
             f"addresses ({ROLLOUT}.server.address)"
         )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+
+
+def _server_off(rollout: RolloutConfig, processes: int) -> Iterator[str]:
+    server = rollout.server
+    off = f"{ROLLOUT}.server.enable=false"
+    if server.address is not None:
+        yield f"{off} with {ROLLOUT}.server.address={server.address}: leave one of them out"
+    if server.python is not None:
+        yield (
+            f"{off} with {ROLLOUT}.server.python={server.python}, the python of a server: leave one of them "
+            "out"
+        )
+    if rollout.name == "sglang":
+        yield f"{off} with {ROLLOUT}.name=sglang, which is always a server: leave {ROLLOUT}.server.enable out"
+    elif processes > 1:
+        yield (
+            f"{off} with {processes} processes that generate: without servers vLLM serves one process "
+            f"alone: leave {ROLLOUT}.server.enable out"
+        )
+
+
+def _lengths(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Rows that are longer than the engine's limits."""
+    data = config.data
+    row = data.max_prompt_length + data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < row:
         yield (
             f"{ROLLOUT}.max_model_len={rollout.max_model_len} cannot hold "
-            f"data.max_prompt_length={config.data.max_prompt_length} + "
-            f"data.max_response_length={config.data.max_response_length} = {longest} tokens: set it to "
-            f"{longest} or more, or leave it out"
+            f"data.max_prompt_length={data.max_prompt_length} + "
+            f"data.max_response_length={data.max_response_length} = {row} tokens: set it to {row} or more, "
+            "or leave it out"
         )
-    longest = rollout.max_model_len or longest
-    if (
-        rollout.name == "vllm"
-        and not rollout.enable_chunked_prefill
-        and rollout.max_num_batched_tokens < longest
-    ):
+    longest = rollout.max_model_len or row
+    whole_prompts = rollout.name == "vllm" and not rollout.enable_chunked_prefill
+    if whole_prompts and rollout.max_num_batched_tokens < longest:
         yield (
             f"{ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} is less than "
             f"{ROLLOUT}.max_model_len={longest}, and {ROLLOUT}.enable_chunked_prefill=false: set it to "
             f"{longest} or more, or enable_chunked_prefill=true"
         )
+
+
+def _adapters(config: PPOConfig, rollout: RolloutConfig) -> Iterator[str]:
+    """Adapters that are to be sent by themselves and cannot be."""
     model = config.actor_rollout_ref.model
-    if rollout.lora_as_adapters and rollout.name != "vllm":
+    if not rollout.lora_as_adapters:
+        return
+    if rollout.name != "vllm":
         yield (
-            f"{ROLLOUT}.lora_as_adapters=true with {ROLLOUT}.name={rollout.name}, which takes them folded: "
-            "leave it out"
+            f"{ROLLOUT}.lora_as_adapters=true with {ROLLOUT}.name={rollout.name}, which takes adapters "
+            "folded into the weights: leave it out"
         )
-    elif rollout.lora_as_adapters and not (model.lora_rank or model.lora_adapter_path):
+    elif not (model.lora_rank or model.lora_adapter_path):
         yield (
             f"{ROLLOUT}.lora_as_adapters=true, and the actor has no adapters: set "
             "actor_rollout_ref.model.lora_rank, or leave it out"
         )
-    given, ours = (
-        (rollout.engine_kwargs.vllm, OURS)
-        if rollout.name == "vllm"
-        else (rollout.engine_kwargs.sglang, SGLANGS)
-    )
-    for name in sorted(set(given) & set(ours)):
-        yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name}: set by hybridflow itself; leave it out"

@@ -1,8 +1,7 @@
-"""From an untyped tree (nested dicts from YAML and overrides) to the frozen dataclasses, with every mistake
-reported at once.
+"""Conversion of an untyped tree (nested dicts from YAML and overrides) into the frozen dataclasses, with all
+mistakes reported together.
 
-{"data": {"seed": "x"}} ──convert(PPOConfig, tree)──► PPOConfig, or one ConfigError with a line for each wrong
-key
+{"data": {"seed": "x"}} ──convert(PPOConfig, tree)──► PPOConfig, or one ConfigError with a line for each key
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def convert(root: type[C], tree: Mapping[str, Any]) -> C:
 
 
 def raise_all(problems: list[str]) -> None:
-    """Raise one ConfigError that holds every line of `problems`; nothing when there is none."""
+    """Raise one ConfigError that holds every line of `problems`; return where there is none."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -51,7 +50,7 @@ def raise_all(problems: list[str]) -> None:
 
 
 def suggest(path: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """The known dotted paths nearest to `path`, by their whole text or by their last component."""
+    """Return the known dotted paths nearest to `path`, by their whole text or by their last word."""
     last = path.rsplit(".", 1)[-1].lower()
     scored: list[tuple[float, str]] = []
     for candidate in known:
@@ -65,11 +64,11 @@ def suggest(path: str, known: Iterable[str], limit: int = 3) -> list[str]:
 
 
 def unknown_key(path: str, known: Iterable[str]) -> str:
-    """The line for a key that does not exist."""
+    """Return the line for a key that does not exist."""
     near = suggest(path, known)
-    return f"unknown key {path}" + (
-        f"; did you mean {' or '.join(near)}?" if near else "; `hybridflow config` lists every key"
-    )
+    if near:
+        return f"unknown key {path}; did you mean {' or '.join(near)}?"
+    return f"unknown key {path}; `hybridflow config` lists every key"
 
 
 def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list[str], known: list[str]) -> C:
@@ -83,7 +82,8 @@ def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list
     problems.extend(unknown_key(f"{prefix}{name}", known) for name in tree if name not in fields)
     values: dict[str, Any] = {}
     for name, f in fields.items():
-        path, default = f"{prefix}{name}", getattr(base, name)
+        path = f"{prefix}{name}"
+        default = getattr(base, name)
         if name not in tree:
             values[name] = copy.deepcopy(default)
         elif dataclasses.is_dataclass(hints[name]):
@@ -95,15 +95,16 @@ def _convert_block(cls: type[C], tree: Any, base: C, prefix: str, problems: list
                 _check_bounds(values[name], f.metadata)
             except _Mismatch as mismatch:
                 wanted = type_name(hints[name]) + _bounds_text(f.metadata)
-                problems.append(
-                    f"{path}: got {_shown(tree[name])}, wanted {wanted}"
-                    + (f" ({mismatch})" if str(mismatch) else "")
-                )
+                problem = f"{path}: got {_shown(tree[name])}, wanted {wanted}"
+                if str(mismatch):
+                    problem += f" ({mismatch})"
+                problems.append(problem)
     return cls(**values)
 
 
 def _convert_value(hint: Any, value: Any) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if hint is Any:
         return value
     if origin in (Union, types.UnionType):
@@ -112,7 +113,7 @@ def _convert_value(hint: Any, value: Any) -> Any:
         if any(type(value) is type(arg) and value == arg for arg in args):
             return value
         near = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
-        raise _Mismatch(f"did you mean {near[0]!r}?" if near else "")
+        raise _Mismatch("".join(f"did you mean {name!r}?" for name in near))
     if origin is list:
         if not isinstance(value, (list, tuple)):
             raise _Mismatch

@@ -1,5 +1,5 @@
-"""Which generation engine can do what: the one table, from which the page docs/rollout/engines.md is made and
-runs are refused.
+"""The features of each generation engine, in one table: docs/rollout/engines.md is made from it, and runs are
+refused by it.
 
     ENGINES × FEATURES ──TABLE──► Cell: "yes" with the test that shows it, "unshown" with what was missing to
     show it, or "no" with the
@@ -18,7 +18,7 @@ KEY = "actor_rollout_ref.rollout.name"
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine is."""
+    """A generation engine, in one phrase."""
 
     what: str
     trains: bool
@@ -30,30 +30,32 @@ class Cell:
     """Whether an engine has a feature."""
 
     test: str | None
-    """The test that shows it, FILE::NAME under tests/; None: it does not have it."""
+    """Test that shows the feature, FILE::NAME under tests/; None: the engine does not have it, or no test
+    shows it.
+    """
     note: str = ""
-    """Where it holds, or why not and what to do."""
+    """Conditions under which it holds, or the reason why not and the way out."""
     unshown: bool = False
-    """It is there, and no test has shown it: nothing is refused, and nothing promised."""
+    """True where the engine may have it and no test shows it: nothing is refused, and nothing is promised."""
 
     @property
     def has(self) -> bool:
-        """Whether a run may ask for it."""
+        """Whether a run may ask for the feature."""
         return self.test is not None or self.unshown
 
 
 def yes(test: str, note: str = "") -> Cell:
-    """It has the feature, and this test shows it."""
+    """Return the cell of a feature that an engine has, and that this test shows."""
     return Cell(test, note)
 
 
 def no(note: str) -> Cell:
-    """It does not."""
+    """Return the cell of a feature that an engine lacks; the note gives the reason and the way out."""
     return Cell(None, note)
 
 
 def unshown(note: str) -> Cell:
-    """It may; here is what was missing to show it."""
+    """Return the cell of a feature that an engine may have; the note says why no test shows it."""
     return Cell(None, note, unshown=True)
 
 
@@ -100,14 +102,14 @@ FEATURES: Mapping[str, str] = {
     "any_architecture": "models that our attention refuses (Bloom, Falcon, Mamba)",
 }
 
-_SAMPLING, _ENDINGS = "conformance/test_sampling.py", "conformance/test_endings.py"
-_WEIGHTS, _ERRORS = "conformance/test_weights.py", "conformance/test_errors.py"
-_WORKERS, _HF_WORKERS = "unit/workers/test_rollout_worker.py", "unit/workers/test_hf_rollout.py"
-_HF, _OPENAI, _NATIVE = (
-    "unit/rollout/test_hf_engine.py",
-    "unit/rollout/test_openai_engine.py",
-    "unit/rollout/test_native_lifecycle.py",
-)
+_SAMPLING = "conformance/test_sampling.py"
+_ENDINGS = "conformance/test_endings.py"
+_WEIGHTS = "conformance/test_weights.py"
+_ERRORS = "conformance/test_errors.py"
+_WORKERS = "unit/workers/test_rollout_worker.py"
+_HF_WORKERS = "unit/workers/test_hf_rollout.py"
+_HF = "unit/rollout/test_hf_engine.py"
+_OPENAI = "unit/rollout/test_openai_engine.py"
 
 SHOWN_BY: Mapping[str, str] = {
     "greedy_parity": f"{_SAMPLING}::test_greedy_tokens_are_those_of_generate",
@@ -136,7 +138,7 @@ SHOWN_BY: Mapping[str, str] = {
 
 
 def _column(**other: Cell) -> dict[str, Cell]:
-    """What the conformance suite shows, and what is said of the rest."""
+    """Cells of one engine: those given, and for all other features the conformance suite's test."""
     return {name: other.get(name) or yes(SHOWN_BY[name]) for name in FEATURES}
 
 

@@ -1,8 +1,8 @@
-"""What follows from the keys alone: the sizes of a step, the steps of a run.
+"""The sizes of a step and the steps of a run, as far as they follow from the keys alone.
 
     resolved config, rows of training data ──explain──► lines (label, value, how)
 
-What follows from processes and models too is in `trainer/explain_run.py`.
+`trainer/explain_run.py` has the lines that need processes and models too.
 """
 
 from __future__ import annotations
@@ -22,35 +22,40 @@ class Line(NamedTuple):
 
 
 def explain(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
-    """Sequences, mini-batches and optimizer steps of a step and of the run, whatever processes it has."""
-    return (
-        _ppo_sizes(config, num_train_rows)
-        if isinstance(config, PPOConfig)
-        else _sft_sizes(config, num_train_rows)
-    )
+    """Return the sequences, mini-batches and optimizer steps of a step and of the run, for any number of
+    processes.
+    """
+    if isinstance(config, PPOConfig):
+        return _ppo_sizes(config, num_train_rows)
+    return _sft_sizes(config, num_train_rows)
 
 
 def num_training_steps(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> int | None:
-    """Steps of the run: trainer.total_training_steps, or epochs × steps an epoch; None when the number of
-    rows is not known.
+    """Return the steps of the run: trainer.total_training_steps, or epochs × steps an epoch; None when the
+    number of rows is not known.
 
     An epoch ends where fewer than data.train_batch_size rows are left. A step of dynamic sampling in which
     groups are dropped draws further generation batches: the steps stay as many, and the data is gone through
     more often.
     """
-    rows, trainer, limit = num_train_rows, config.trainer, config.data.train_max_samples
+    rows = num_train_rows
+    trainer = config.trainer
+    limit = config.data.train_max_samples
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     if rows is None and config.data.task.name:
         rows = config.data.task.size
     if rows is None:
         return None
-    rows = rows if limit < 0 else min(rows, limit)
+    if limit >= 0:
+        rows = min(rows, limit)
     return trainer.total_epochs * (rows // rows_per_step(config))
 
 
 def rows_per_step(config: PPOConfig | SFTConfig) -> int:
-    """Training rows that a step draws; with dynamic sampling the fewest, which is whole generation batches."""
+    """Return the training rows that a step draws; with dynamic sampling the fewest, in whole generation
+    batches.
+    """
     data = config.data
     if not isinstance(config, PPOConfig) or not config.algorithm.filter_groups.enable:
         return data.train_batch_size
@@ -59,13 +64,16 @@ def rows_per_step(config: PPOConfig | SFTConfig) -> int:
 
 
 def generation_batch(config: PPOConfig) -> int:
-    """Prompts that are generated for at once."""
-    data, sampled = config.data, config.algorithm.filter_groups.enable
-    return (data.gen_batch_size if sampled else None) or data.train_batch_size
+    """Return the number of prompts that are generated for at once."""
+    data = config.data
+    if config.algorithm.filter_groups.enable and data.gen_batch_size:
+        return data.gen_batch_size
+    return data.train_batch_size
 
 
 def _steps_line(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> Line:
-    steps, batch = num_training_steps(config, num_train_rows), rows_per_step(config)
+    steps = num_training_steps(config, num_train_rows)
+    batch = rows_per_step(config)
     if config.trainer.total_training_steps is not None:
         return Line("training steps", f"{steps:,}", "trainer.total_training_steps")
     if steps is None:
@@ -75,8 +83,10 @@ def _steps_line(config: PPOConfig | SFTConfig, num_train_rows: int | None) -> Li
 
 
 def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
-    data, actor, n = config.data, config.actor_rollout_ref.actor, rows_per_prompt(config)
-    rows, longest = data.train_batch_size * n, data.max_prompt_length + data.max_response_length
+    data = config.data
+    actor = config.actor_rollout_ref.actor
+    rows = data.train_batch_size * rows_per_prompt(config)
+    longest = data.max_prompt_length + data.max_response_length
     minis = math.ceil(data.train_batch_size / actor.ppo_mini_batch_size)
     per_step = minis * actor.ppo_epochs
     lines = [
@@ -106,17 +116,15 @@ def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
 
 
 def rows_per_prompt(config: PPOConfig) -> int:
-    """Rows of a prompt that are trained on: its responses, and for SPIN the data's own answer."""
+    """Return the rows of a prompt that are trained on: its responses, and for SPIN the data's own answer."""
     return config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "spin")
 
 
 def _sequences_line(config: PPOConfig) -> Line:
-    batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    each = (
-        f"rollout.n={n}"
-        if config.algorithm.adv_estimator != "spin"
-        else f"(rollout.n={n} + the data's own answer)"
-    )
+    batch = config.data.train_batch_size
+    each = f"rollout.n={config.actor_rollout_ref.rollout.n}"
+    if config.algorithm.adv_estimator == "spin":
+        each = f"({each} + the data's own answer)"
     return Line(
         "sequences per step",
         f"{batch * rows_per_prompt(config):,}",
@@ -126,13 +134,13 @@ def _sequences_line(config: PPOConfig) -> Line:
 
 def _generated_lines(config: PPOConfig) -> list[Line]:
     """Rows that are generated, where they are not those that are trained on."""
-    n, groups, remax = (
-        config.actor_rollout_ref.rollout.n,
-        config.algorithm.filter_groups,
-        config.algorithm.adv_estimator == "remax",
-    )
+    n = config.actor_rollout_ref.rollout.n
+    groups = config.algorithm.filter_groups
+    remax = config.algorithm.adv_estimator == "remax"
     prompts = rows_per_step(config)
-    each = f"(rollout.n={n} + 1 greedy)" if remax else f"rollout.n={n}"
+    each = f"rollout.n={n}"
+    if remax:
+        each = f"({each} + 1 greedy)"
     lines = []
     if groups.enable:
         batch = generation_batch(config)
@@ -170,7 +178,7 @@ def _sft_sizes(config: SFTConfig, num_train_rows: int | None) -> list[Line]:
 
 
 def format_bytes(size: float) -> str:
-    """Bytes in the unit that reads best."""
+    """Return a number of bytes as a text in the unit that reads best."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.1f} {unit}" if unit == "MiB" and size < 10 else f"{size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""From a recipe and a command line to a typed configuration.
+"""The way from a recipe and a command line to a typed configuration.
 
     recipe.yaml (and those it builds on) ─┐
                                           ├─► Setting(path, value) ─► aliases, verl_keys ─► untyped tree ─►
@@ -66,9 +66,9 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
     """
     problems: list[str] = []
     overrides, recipe = read_flags(overrides, recipe)
-    settings = (
-        [Setting(path, value) for path, value in flatten(read_recipe(recipe))] if recipe is not None else []
-    )
+    settings: list[Setting] = []
+    if recipe is not None:
+        settings.extend(Setting(path, value) for path, value in flatten(read_recipe(recipe)))
     for text in overrides:
         settings.extend(_parse(text, problems))
     settings = _interpolate(root, settings)
@@ -108,8 +108,8 @@ def prepare_config(
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
-    """The runs that a command line with sweeps (`a=1,2`, `choice(…)`, `range(…)`) stands for, the last key
-    fastest.
+    """Return the runs that a command line with sweeps (`a=1,2`, `choice(…)`, `range(…)`) stands for. The last
+    key varies fastest.
     """
     choices: list[list[str]] = []
     for text in overrides:
@@ -123,7 +123,7 @@ def expand_sweeps(overrides: Sequence[str]) -> list[list[str]]:
             )
         else:
             raise ConfigError(
-                f"{text}: of Hydra's sweeps, lists (a=1,2), choice(…) and range(…) can be run; list the "
+                f"{text}: of Hydra's sweeps, lists (a=1,2), choice(…) and range(…) can be run: list the "
                 "values"
             )
     return [list(run) for run in itertools.product(*choices)]
@@ -167,11 +167,9 @@ def _parse(text: str, problems: list[str]) -> list[Setting]:
         return [Setting(path, delete=True)]
     else:
         value = override.value()
-        return (
-            [Setting(p, v) for p, v in flatten(value, path + ".")]
-            if isinstance(value, dict) and value
-            else [Setting(path, value)]
-        )
+        if isinstance(value, dict) and value:
+            return [Setting(p, v) for p, v in flatten(value, path + ".")]
+        return [Setting(path, value)]
     return []
 
 
@@ -231,11 +229,11 @@ def _normalise(
 
 
 def _shown(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if isinstance(value, (bool, type(None)))
-        else str(value)
-    )
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _plain(tree: Mapping[str, Any]) -> dict[str, Any]:

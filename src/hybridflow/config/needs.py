@@ -1,7 +1,7 @@
-"""What a run needs, from the names of its estimator and its loss: which other roles, and which paper's
-defaults.
+"""The other roles that a run needs, and the defaults of a paper, by the names of its estimator and its loss.
 
-A user's own function (`path.py:name`) has no facts: nothing is assumed of it and nothing refused.
+There are no facts about a user's own function (`path.py:name`), so nothing is assumed of it and nothing
+refused.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from hybridflow.config.root import PPOConfig
 
 
 def estimator_facts(config: PPOConfig) -> EstimatorFacts | None:
-    """What is known of the advantage estimator; None of a user's own."""
+    """Return the facts about the advantage estimator; None for a user's own."""
     return ESTIMATORS.get(config.algorithm.adv_estimator)
 
 
 def loss_facts(config: PPOConfig) -> LossFacts | None:
-    """What is known of the policy loss; None of a user's own."""
+    """Return the facts about the policy loss; None for a user's own."""
     return POLICY_LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
 
 
 def needs_reference(config: PPOConfig) -> bool:
-    """Whether something in the run reads the log-probs of a reference policy."""
-    estimator, loss = estimator_facts(config), loss_facts(config)
+    """Return whether something in the run reads the log-probs of a reference policy."""
+    estimator = estimator_facts(config)
+    loss = loss_facts(config)
     return bool(
         config.algorithm.use_kl_in_reward
         or config.actor_rollout_ref.actor.use_kl_loss
@@ -35,11 +36,11 @@ def needs_reference(config: PPOConfig) -> bool:
 
 
 def needs_teacher(config: PPOConfig) -> bool:
-    """Whether the estimator reads the log-probs of a teacher."""
+    """Return whether the estimator reads the log-probs of a teacher."""
     estimator = estimator_facts(config)
     return estimator is not None and estimator.teacher
 
 
 def is_given(path: str, given: Set[str]) -> bool:
-    """Whether the user set the key, or one of the keys of the block."""
+    """Return whether the user set the key at `path`, or a key of the block at `path`."""
     return any(key == path or key.startswith(path + ".") for key in given)

@@ -1,4 +1,4 @@
-"""Recipes: YAML files that say only what differs from the defaults, and may build on others.
+"""Recipes: YAML files that hold only the keys that differ from the defaults, and may build on others.
 
 "grpo", "tiny/grpo" or path/to/run.yaml ──read_recipe──► nested dict, the recipes of its `defaults` list
 merged below it
@@ -25,42 +25,43 @@ schema.
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that come with the package, those in folders as `folder/name`."""
+    """Return the names of the recipes that come with the package, those in folders as `folder/name`."""
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
 def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe: a path to a YAML file, or a name (`grpo`, `tiny/grpo`, `../grpo`) beside another
-    recipe or in the package.
+    """Return the file of a recipe: a path to a YAML file, or a name (`grpo`, `tiny/grpo`, `../grpo`) beside
+    another recipe or in the package.
+
+    Raises ConfigError where there is none.
     """
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml"):
-        path = beside / path if beside is not None and not path.is_absolute() else path
+        if beside is not None:
+            # an absolute path stays as it is
+            path = beside / path
         if not path.is_file():
             raise ConfigError(f"recipe {name}: there is no file {path}")
         return path
-    for folder in ([beside] if beside is not None else []) + [FOLDER]:
+    for folder in filter(None, (beside, FOLDER)):
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     near = difflib.get_close_matches(str(name), recipe_names(), n=1)
-    text = (
-        f"did you mean {near[0]}?"
-        if near
-        else f"there are {', '.join(recipe_names())}; a path to a .yaml file works too"
+    if near:
+        raise ConfigError(f"no recipe is called {name}: did you mean {near[0]}?")
+    raise ConfigError(
+        f"no recipe is called {name}: there are {', '.join(recipe_names())}; a path to a .yaml file works too"
     )
-    raise ConfigError(f"no recipe is called {name}: {text}")
 
 
 def recipe_hint(word: str) -> str:
-    """What to write instead of a word that stands alone on a command line: perhaps it is a recipe, or nearly
-    one.
-    """
+    """Return a hint for a word that stands alone on a command line, which may be the name of a recipe."""
     names = recipe_names()
     if word in names or word.endswith((".yaml", ".yml")):
-        return f"A recipe is given as --recipe {word} (of the hybridflow command)"
+        return f"A recipe is given as --recipe {word} to `hybridflow train`"
     near = difflib.get_close_matches(word, names, n=1)
     if near:
-        return f"If it is the recipe {near[0]}, write --recipe {near[0]}"
+        return f"If you mean the recipe {near[0]}, write --recipe {near[0]}"
     return (
         f"Recipes are given as --recipe NAME: {', '.join(name for name in names if '/' not in name)}; also "
         "tiny/NAME, for tiny models"
@@ -68,8 +69,8 @@ def recipe_hint(word: str) -> str:
 
 
 def read_recipe(name: str | Path) -> dict[str, Any]:
-    """A recipe merged over those named in its `defaults` list, in order; `_self_` in the list says where its
-    own keys come (else last).
+    """Return a recipe merged over those named in its `defaults` list, in order. Its own keys come at `_self_`
+    in the list, or else last.
 
     ${…} is left in place. Raises ConfigError for a missing or unreadable recipe and for a circle.
     """
@@ -93,7 +94,9 @@ def _read(path: Path, through: tuple[Path, ...]) -> dict[str, Any]:
     parents = own.pop("defaults", [])
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise ConfigError(f"recipe {path}: `defaults` is a list of recipe names, got {parents!r}")
-    order = parents if "_self_" in parents else [*parents, "_self_"]
+    order = list(parents)
+    if "_self_" not in order:
+        order.append("_self_")
     layers = [own if name == "_self_" else _parent(name, path, through) for name in order]
     merged = OmegaConf.to_container(
         OmegaConf.merge(*(OmegaConf.create(layer) for layer in layers)), resolve=False

@@ -24,8 +24,9 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
-    """The configuration with derived values filled in, and one line for each that may surprise. `given`:
-    paths that the user set.
+    """Return the configuration with derived values filled in, and one line for each that may surprise.
+
+    `given` are the paths that the user set.
     """
     if isinstance(config, PPOConfig):
         loss, said = _bypass_loss(config)
@@ -37,10 +38,8 @@ def resolve(config: C, given: Set[str] = frozenset()) -> tuple[C, list[str]]:
 
 def _bypass_loss(config: PPOConfig) -> tuple[dict[str, Any], list[str]]:
     """In bypass mode `loss_type=reinforce` is the policy loss."""
-    correction, loss = (
-        config.algorithm.rollout_correction,
-        config.actor_rollout_ref.actor.policy_loss.loss_mode,
-    )
+    correction = config.algorithm.rollout_correction
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if not correction.bypass_mode or correction.loss_type != "reinforce" or loss == "reinforce":
         return {}, []
     path = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -51,7 +50,8 @@ def _bypass_loss(config: PPOConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _shared(config: PPOConfig | SFTConfig) -> dict[str, Any]:
-    data, trainer = config.data, config.trainer
+    data = config.data
+    trainer = config.trainer
     return {
         "data.train_files": _as_list(data.train_files),
         "data.val_files": _as_list(data.val_files),
@@ -70,12 +70,12 @@ def _sft(config: SFTConfig) -> dict[str, Any]:
 
 
 def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]:
-    actor, rollout, model = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        config.actor_rollout_ref.model,
-    )
-    data, notes = config.data, list[str]()
+    actor = config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
+    ref = config.actor_rollout_ref.ref
+    model = config.actor_rollout_ref.model
+    data = config.data
+    notes: list[str] = []
     mini = actor.ppo_mini_batch_size
     if mini > data.train_batch_size and "actor_rollout_ref.actor.ppo_mini_batch_size" not in given:
         notes.append(
@@ -97,9 +97,8 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
         or float(data.max_response_length),
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu
         or cap,
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
-        or cap,
-        "actor_rollout_ref.ref.ulysses_sequence_parallel_size": config.actor_rollout_ref.ref.ulysses_sequence_parallel_size
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu or cap,
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size": ref.ulysses_sequence_parallel_size
         or actor.ulysses_sequence_parallel_size,
         "distillation.log_prob_max_token_len_per_gpu": config.distillation.log_prob_max_token_len_per_gpu
         or cap,
@@ -125,19 +124,21 @@ def _ppo(config: PPOConfig, given: Set[str]) -> tuple[dict[str, Any], list[str]]
 
 
 def _clip_bounds(config: PPOConfig, given: Set[str], notes: list[str]) -> dict[str, Any]:
-    """The loss's own bounds on each side that the user left out; spelt out where there are such, so that what
-    is shown is in force.
+    """Clip bounds of the loss's paper on each side that the user left out, so that the bounds shown are in
+    force.
     """
-    actor, loss = config.actor_rollout_ref.actor, loss_facts(config)
+    actor = config.actor_rollout_ref.actor
+    loss = loss_facts(config)
     if loss is None or loss.clip is None:
         return {}
     own = {
         side: bool({f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_{side}"} & given) for side in ("low", "high")
     }
-    low, high = (
-        actor.clip_low if own["low"] else loss.clip[0],
-        actor.clip_high if own["high"] else loss.clip[1],
-    )
+    low, high = loss.clip
+    if own["low"]:
+        low = actor.clip_low
+    if own["high"]:
+        high = actor.clip_high
     filled = [f"clip_ratio_{side}={bound}" for side, bound in (("low", low), ("high", high)) if not own[side]]
     if filled:
         notes.append(
@@ -157,7 +158,9 @@ def _largest_ratio(config: PPOConfig, given: Set[str], notes: list[str]) -> dict
 
 
 def _critic(config: PPOConfig, mini: int, given: Set[str]) -> dict[str, Any]:
-    critic, model, actor = config.critic, config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    critic = config.critic
+    model = config.actor_rollout_ref.model
+    actor = config.actor_rollout_ref.actor
     facts = estimator_facts(config)
     values: dict[str, Any] = {
         "critic.enable": (facts is not None and facts.critic) if critic.enable is None else critic.enable,
@@ -174,11 +177,9 @@ def _critic(config: PPOConfig, mini: int, given: Set[str]) -> dict[str, Any]:
 
 
 def _process_reward_model(config: PPOConfig, given: Set[str]) -> dict[str, Any]:
-    process, facts, path = (
-        config.reward.process_reward_model,
-        estimator_facts(config),
-        "reward.process_reward_model",
-    )
+    process = config.reward.process_reward_model
+    facts = estimator_facts(config)
+    path = "reward.process_reward_model"
     cap = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     values: dict[str, Any] = {
         f"{path}.enable": (facts is not None and facts.process_rewards)
@@ -192,8 +193,8 @@ def _process_reward_model(config: PPOConfig, given: Set[str]) -> dict[str, Any]:
 
 
 def _followed_model(config: PPOConfig, block: str, path: str | None, given: Set[str]) -> dict[str, Any]:
-    """What a role's model takes over from the actor's: they read the same tokens; started from the same
-    weights, they are one model.
+    """Keys that a role's model takes over from the actor's, since both read the same tokens. Where the
+    weights are the same too, so is override_config.
     """
     model = config.actor_rollout_ref.model
     followed: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""How a key is declared: its default, its one-line meaning and its bounds stand together, once."""
+"""Declaration of a key: its default, its one-line meaning and its bounds, together in one place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def group(cls: type[Any], **defaults: Any) -> Any:
 
 
 def meaning(f: Field[Any]) -> str:
-    """The one-line meaning of a declared key ('' for a block)."""
+    """Return the one-line meaning of a declared key ('' for a block)."""
     return str(f.metadata.get("meaning", ""))
 
 

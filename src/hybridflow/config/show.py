@@ -6,6 +6,7 @@ config ──to_yaml──► text that can be saved and given back as a recipe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,17 +18,19 @@ COMMENT_COLUMN = 64
 
 
 def to_yaml(config: PPOConfig | SFTConfig, only_changed: bool = False) -> str:
-    """All keys as YAML with comments; `only_changed`: those that differ from their defaults and do not follow
-    from another key.
+    """Return all keys as YAML with comments. `only_changed`: only those that differ from their defaults and
+    do not follow from another key.
     """
     infos = keys_of(type(config))
     shown = {path: info for path, info in infos.items() if not only_changed or is_changed(config, info)}
-    return "\n".join(_lines(config, shown)) + "\n" if shown else "{}\n"
+    if not shown:
+        return "{}\n"
+    return "\n".join(_lines(config, shown)) + "\n"
 
 
 def is_changed(config: PPOConfig | SFTConfig, info: KeyInfo) -> bool:
-    """Whether a key was set: its value is neither the default nor what `resolve` derives in place of the
-    default.
+    """Return whether a key was set: its value is neither the default nor the one that `resolve` derives from
+    other keys.
     """
     value = get_value(config, info.path)
     if value == info.default:
@@ -48,12 +51,14 @@ def _lines(config: Any, infos: Mapping[str, KeyInfo]) -> list[str]:
             lines.append(f"{'  ' * i}{blocks[i]}:")
         open_blocks = blocks
         text = f"{'  ' * len(blocks)}{name}: {_scalar(get_value(config, path))}"
-        lines.append(f"{text:<{COMMENT_COLUMN}}  # {info.meaning}" if info.meaning else text)
+        if info.meaning:
+            text = f"{text:<{COMMENT_COLUMN}}  # {info.meaning}"
+        lines.append(text)
     return lines
 
 
 def _scalar(value: Any) -> str:
-    """A value on one line: JSON is YAML, but for a plain word needs no quotes."""
+    """A value on one line, as JSON (which is YAML); a plain word needs no quotes."""
     if isinstance(value, str):
         plain = value and all(c.isalnum() or c in "_./-" for c in value) and value[0].isalpha()
         word = value.lower() in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
@@ -63,18 +68,17 @@ def _scalar(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_scalar(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(f"{json.dumps(str(k), ensure_ascii=False)}: {_scalar(v)}" for k, v in value.items())
-            + "}"
-        )
+        entries = (f"{json.dumps(str(k), ensure_ascii=False)}: {_scalar(v)}" for k, v in value.items())
+        return "{" + ", ".join(entries) + "}"
     return json.dumps(value)
 
 
 def _number(value: float) -> str:
-    if value in (float("inf"), float("-inf")):
-        return ".inf" if value > 0 else "-.inf"
+    if math.isinf(value):
+        return repr(value).replace("inf", ".inf")
     text = repr(value)
     mantissa, e, exponent = text.partition("e")
-    # YAML 1.1 reads 1e-06 as a string
-    return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text
+    if e and "." not in mantissa:
+        # YAML 1.1 reads 1e-06 as a string
+        return f"{mantissa}.0e{exponent}"
+    return text

@@ -1,5 +1,4 @@
-"""The schema as a flat list of dotted paths, and small operations on nested dicts and nested frozen
-dataclasses.
+"""The schema as a flat list of dotted paths, and operations on nested dicts and nested frozen dataclasses.
 
 PPOConfig (a class) ──keys_of──► {"data.train_batch_size": KeyInfo, …}      read by load, verl_keys, show, the
 docs
@@ -54,7 +53,7 @@ _BLOCKS: dict[type[Any], frozenset[str]] = {}
 
 
 def keys_of(root: type[Any]) -> Mapping[str, KeyInfo]:
-    """Every key of a configuration class by dotted path, in the order of declaration."""
+    """Return every key of a configuration class by dotted path, in the order of declaration."""
     if root not in _KEYS:
         _KEYS[root] = types.MappingProxyType({info.path: info for info in _walk(root, root(), "")})
     return _KEYS[root]
@@ -63,7 +62,8 @@ def keys_of(root: type[Any]) -> Mapping[str, KeyInfo]:
 def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
     hints = type_hints(cls)
     for f in dataclasses.fields(cls):
-        path, value = f"{prefix}{f.name}", getattr(instance, f.name)
+        path = f"{prefix}{f.name}"
+        value = getattr(instance, f.name)
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _walk(type(value), value, path + ".")
         else:
@@ -72,7 +72,7 @@ def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
 
 
 def blocks_of(root: type[Any]) -> frozenset[str]:
-    """Dotted paths that hold other keys, such as `actor_rollout_ref.actor`."""
+    """Return the dotted paths that hold other keys, such as `actor_rollout_ref.actor`."""
     if root not in _BLOCKS:
         split = [path.split(".") for path in keys_of(root)]
         _BLOCKS[root] = frozenset(".".join(parts[:i]) for parts in split for i in range(1, len(parts)))
@@ -80,7 +80,7 @@ def blocks_of(root: type[Any]) -> frozenset[str]:
 
 
 def is_native(root: type[Any], path: str) -> bool:
-    """Whether `path` is a key of the schema, or stands below a key whose entries the user names."""
+    """Return whether `path` is a key of the schema, or is below a key whose entries the user names."""
     keys = keys_of(root)
     if path in keys:
         return True
@@ -90,8 +90,9 @@ def is_native(root: type[Any], path: str) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """A type as a user writes it: `int or null`, `one of 'error', 'left'`, `list of float`."""
-    origin, args = get_origin(hint), get_args(hint)
+    """Return a type as a user writes it: `int or null`, `one of 'error', 'left'`, `list of float`."""
+    origin = get_origin(hint)
+    args = get_args(hint)
     if hint is Any:
         return "anything"
     if hint is type(None):
@@ -108,17 +109,20 @@ def type_name(hint: Any) -> str:
 
 
 def to_tree(config: Any) -> dict[str, Any]:
-    """A configuration as nested plain dicts, lists and scalars; the inverse of `convert`."""
+    """Return a configuration as nested plain dicts, lists and scalars; the inverse of `convert`."""
     tree: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        tree[f.name] = to_tree(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
+        if dataclasses.is_dataclass(value):
+            tree[f.name] = to_tree(value)
+        else:
+            tree[f.name] = copy.deepcopy(value)
     return tree
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Leaves of nested dicts as (dotted path, value); an empty dict, or one whose keys are no plain names, is
-    a leaf.
+    """Return the leaves of nested dicts as (dotted path, value). An empty dict is a leaf, and so is one whose
+    keys are no plain names.
     """
     leaves: list[tuple[str, Any]] = []
     for name, value in tree.items():
@@ -148,11 +152,13 @@ def set_path(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def delete_path(tree: dict[str, Any], path: str) -> bool:
-    """Remove what stands at a dotted path; False when nothing does."""
+    """Remove the entry at a dotted path; return False where there is none."""
     *parents, last = path.split(".")
     node: Any = tree
     for name in parents:
-        node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            return False
+        node = node.get(name)
     if not isinstance(node, dict) or last not in node:
         return False
     del node[last]
@@ -160,14 +166,17 @@ def delete_path(tree: dict[str, Any], path: str) -> bool:
 
 
 def get_value(config: Any, path: str) -> Any:
-    """The value at a dotted path of a configuration."""
+    """Return the value at a dotted path of a configuration."""
     for name in path.split("."):
-        config = config[name] if isinstance(config, Mapping) else getattr(config, name)
+        if isinstance(config, Mapping):
+            config = config[name]
+        else:
+            config = getattr(config, name)
     return config
 
 
 def with_values(config: C, values: Mapping[str, Any]) -> C:
-    """A copy of `config` in which the keys at these dotted paths hold these values."""
+    """Return a copy of `config` in which the keys at these dotted paths hold these values."""
     nested: dict[str, dict[str, Any]] = {}
     changes: dict[str, Any] = {}
     for path, value in values.items():

@@ -45,8 +45,8 @@ SYNCHRONOUS = (
     "set trainer.v1.trainer_mode=sync"
 )
 ONE_MODEL_LAYOUT = (
-    "this model is sharded as the actor is: set the key in "
-    "actor_rollout_ref.actor.fsdp_config, or leave it out"
+    "this model is sharded as the actor is: set the key in actor_rollout_ref.actor.fsdp_config, or leave it "
+    "out"
 )
 
 

@@ -42,7 +42,7 @@ TWO = "trainer.n_gpus_per_node=2"
         ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"], "set by hybridflow itself"),
         ([VLLM, f"{ROLLOUT}.engine_kwargs.vllm.enable_lora=true"], "set by hybridflow itself"),
         ([VLLM, f"{ROLLOUT}.lora_as_adapters=true"], "the actor has no adapters"),
-        ([SGLANG, f"{ROLLOUT}.lora_as_adapters=true"], "which takes them folded"),
+        ([SGLANG, f"{ROLLOUT}.lora_as_adapters=true"], "which takes adapters folded"),
         ([SGLANG, f"{ROLLOUT}.engine_kwargs.sglang.sampling_backend=flashinfer"], "set by hybridflow itself"),
         ([SGLANG, f"{ROLLOUT}.server.enable=false"], "which is always a server"),
         ([SGLANG, f"{ROLLOUT}.max_model_len=9"], "or leave it out"),
@@ -67,7 +67,7 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
         [*base, *sizes, f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4", f"{ROLLOUT}.load_format=auto"],
     )
     assert native.config.actor_rollout_ref.rollout.max_model_len is None
-    (note,) = [note for note in native.notes if "needs none" in note]
+    (note,) = [note for note in native.notes if "does not read" in note]
     assert f"{ROLLOUT}.load_format" in note and f"{ROLLOUT}.engine_kwargs" in note
     both = [f"{ROLLOUT}.enable_prefix_caching=false", f"{ROLLOUT}.enforce_eager=true"]
     read = prepare_config(PPOConfig, [*base, *both])
@@ -90,7 +90,7 @@ def test_vllm_gets_its_longest_row_and_native_says_what_it_does_not_need(base: l
         "has blocks of its own" in note for note in prepare_config(PPOConfig, [*base, VLLM, *blocks]).notes
     )
     assert any(
-        "kv_cache: read by the native engine" in note
+        "kv_cache: settings of the native engine" in note
         for note in prepare_config(PPOConfig, [*base, f"{ROLLOUT}.name=hf", *blocks]).notes
     )
     assert any(

@@ -1,4 +1,6 @@
-"""The documents are true where a test can tell: links lead somewhere, and the README's reward does what it says."""
+"""The documents are true where a test can tell: links lead somewhere, and the README's reward does what it
+says.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def test_tiles_and_cards_say_what_there_is_and_no_more(tmp_path: Path) -> None:
             same = {"critic/rewards/mean": reward, "critic/score/mean": reward}
             trackers.log(same | {"actor/pg_clipfrac": 0.0, "response_length/clip_ratio": 0.5}, step)
     (tmp_path / "summary.json").write_text(
-        '{"greedy_before": 0.5, "greedy_after": 0.9, "num_questions": 8, "seconds_rl": 62.0, "cpu": "a processor"}'
+        '{"greedy_before": 0.5, "greedy_after": 0.9, "num_questions": 8, "seconds_rl": 62.0, "cpu": "a '
+        'processor"}'
     )
     (tmp_path / "machine.json").write_text('{"cpu": "a processor", "threads": 1, "torch": "2"}')
     page = shown(tmp_path)

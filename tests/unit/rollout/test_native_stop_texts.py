@@ -99,7 +99,8 @@ def test_the_first_completed_text_is_found(decode: object, stop: tuple[str, ...]
 def test_a_stop_text_whose_first_character_is_cut_by_the_first_look_is_found() -> None:
     face, rest, nothing, b, space, c = 15, 16, 17, 1, 18, 19
     tokens = [face, rest, *[nothing] * 4, b, space, c]
-    # the last tokens that could hold the text begin inside of its first character, which is then two broken ones
+    # the last tokens that could hold the text begin inside of its first character, which is then two broken
+    # ones
     assert byte_decode(tokens[1:]) == "\ufffd\ufffdb c"
     assert StopTexts(byte_decode).completed(tokens, ("😀b c",)) == "😀b c"
 

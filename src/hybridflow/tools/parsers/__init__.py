@@ -1,4 +1,4 @@
-"""Formats in which families of models write tool calls: one format a file, one table from names to parsers."""
+"""Formats in which families of models write tool calls: one format a file, one table of all parsers."""
 
 from __future__ import annotations
 

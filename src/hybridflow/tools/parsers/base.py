@@ -103,7 +103,7 @@ def call_of(value: Any, key: str) -> ToolCall | None:
 
 
 def as_json(arguments: dict[str, Any]) -> str:
-    """Return arguments as JSON that can be sent: half a surrogate pair stays the escape that the model wrote."""
+    """Return arguments as JSON that can be sent; half a surrogate pair stays an escape."""
     text = json.dumps(arguments, ensure_ascii=False)
     return text if _can_be_sent(text) else json.dumps(arguments)
 

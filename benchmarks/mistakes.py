@@ -32,7 +32,9 @@ PROBE = (
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing done wrong: what is changed in the folder of a right run, and the overrides that then differ."""
+    """One thing done wrong: what is changed in the folder of a right run, and the overrides that then
+    differ.
+    """
 
     name: str
     spoil: Callable[[Path], list[str]]
@@ -102,7 +104,9 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
 
 
 def right_run(folder: Path) -> list[str]:
-    """Write what a run reads, as far as it is looked at before a model is loaded, and return its overrides."""
+    """Write what a run reads, as far as it is looked at before a model is loaded, and return its
+    overrides.
+    """
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2"}')

@@ -187,7 +187,9 @@ def next_question() -> Any:
 
 
 def in_turn(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int) -> dict[str, list[Any]]:
-    """Run each way in `rounds` rounds after `warm_up` ones, in an order that turns; return what each gives."""
+    """Run each way in `rounds` rounds after `warm_up` ones, in an order that turns; return what each
+    gives.
+    """
     names = list(ways)
     found = {name: list[Any]() for name in ways}
     for turn in range(warm_up + rounds):

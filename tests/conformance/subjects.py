@@ -111,7 +111,9 @@ class Subject:
         return [responses[prompt] for prompt in prompts]
 
     def give(self, weights: dict[str, Tensor], lost: str | None = None) -> int:
-        """Push weights as the next version, and let the copy have them too unless one gets lost; the version."""
+        """Push weights as the next version, and let the copy have them too unless one gets lost; the
+        version.
+        """
         assert self.push is not None
         self.version += 1
         self.push(weights, self.version, lost)

@@ -77,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     reward.add_argument(
         "--response",
         default="ground_truth",
-        help="what is scored: ground_truth, empty, generate (the model answers), a column of the data, a file, "
-        "or a text",
+        help="what is scored: ground_truth, empty, generate (the model answers), a column of the data, "
+        "a file, or a text",
     )
     reward.add_argument("--recipe", help=RECIPE)
     reward.add_argument("overrides", nargs="*", help=OVERRIDES)

@@ -255,7 +255,9 @@ class _NotSimple(Exception):
 
 
 def _filled(value: Any, tree: Mapping[str, Any]) -> Any:
-    """A copy of `value` in which each `${path}` is the plain value at that path of `tree`; else _NotSimple."""
+    """A copy of `value` in which each `${path}` is the plain value at that path of `tree`; else
+    _NotSimple.
+    """
     if isinstance(value, Mapping):
         if not all(type(name) is str for name in value):
             raise _NotSimple

@@ -12,8 +12,8 @@ from hybridflow.trainer.run_folder import RunFolder
 def check_before_torch(config: PPOConfig | SFTConfig) -> None:
     """Raise an error of the user's for what can be seen now and would stop the run later.
 
-    That is data and a reward that do not fit each other, a tracker that is not installed, and a run folder that
-    cannot be written.
+    That is data and a reward that do not fit each other, a tracker that is not installed, and a run folder
+    that cannot be written.
     """
     splits = check_data(config)
     if isinstance(config, PPOConfig):

@@ -1,4 +1,4 @@
-"""Rollout correction on a batch: importance weights, rejection and metrics as columns and metrics of its rows.
+"""Rollout correction of a batch: importance weights and rejection as columns of its rows, and metrics.
 
 rollout_log_probs, log-probs of the trainer ──correct_rollout──► rollout_is_weights, tokens to keep, metrics
 """

@@ -19,7 +19,8 @@ from hybridflow.cli.main import main
 
 sys.modules["wandb"] = None  # as if it were not installed
 model, run, file = sys.argv[1:]
-keys = ["train", "actor_rollout_ref.model.path=" + model, "data.task.name=arithmetic_chain", "trainer.device=cpu"]
+task = ["data.task.name=arithmetic_chain", "trainer.device=cpu"]
+keys = ["train", "actor_rollout_ref.model.path=" + model, *task]
 wanted = {
     "trainer.logger=[console,wandb]": "trainer.logger lists 'wandb', and wandb is not installed",
     "trainer.default_local_dir=" + file + "/run": file + " is a file, and a folder is wanted there",

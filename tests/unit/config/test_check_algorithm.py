@@ -1,4 +1,6 @@
-"""Each estimator and loss runs with what it needs and is refused without; keys that nothing reads are named."""
+"""Each estimator and loss runs with what it needs and is refused without; keys that nothing reads are
+named.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ from hybridflow.data.prompts import PromptDataset, PromptRow
 
 class Mine(PromptDataset):
     def __init__(self, files, tokenizer, config):
-        super().__init__([{**row, "prompt": "new " + row["prompt"]} for row in load_rows(files)], tokenizer, config)
+        rows = [{**row, "prompt": "new " + row["prompt"]} for row in load_rows(files)]
+        super().__init__(rows, tokenizer, config)
 
 class Dicts:
     def __init__(self, files, tokenizer, config): self.size = 6

@@ -1,4 +1,6 @@
-"""The state of a sharded engine, the guard that all ranks share, and what ranks agree on before they compute."""
+"""The state of a sharded engine, the guard that all ranks share, and what ranks agree on before they
+compute.
+"""
 
 from __future__ import annotations
 

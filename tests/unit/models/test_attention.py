@@ -1,4 +1,6 @@
-"""The attention function itself: what it refuses, how rows are put into buckets, and plain maths in float64."""
+"""The attention function itself: what it refuses, how rows are put into buckets, and plain maths in
+float64.
+"""
 
 from __future__ import annotations
 

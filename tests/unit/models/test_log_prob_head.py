@@ -129,7 +129,8 @@ def test_sum_of_squared_probabilities(with_entropy: bool, rows_per_chunk: int) -
     for asked in (True, False):
         hidden, weight, bias, targets = _inputs()
         out = token_log_probs(
-            hidden, weight, bias, targets, temperature=0.6, with_entropy=with_entropy, with_sum_pi_squared=asked,
+            hidden, weight, bias, targets, temperature=0.6,
+            with_entropy=with_entropy, with_sum_pi_squared=asked,
             softcap=transform.softcap, logit_scale=transform.scale, chunk_bytes=rows_per_chunk * V * 8,
         )  # fmt: skip
         (out.log_probs.sum() + (0 if out.entropy is None else out.entropy.sum())).backward()

@@ -1,4 +1,6 @@
-"""Models whose sequences are cut among ranks: the same outputs, and gradients that sum to the uncut model's."""
+"""Models whose sequences are cut among ranks: the same outputs, and gradients that sum to the uncut
+model's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rows that share their prompt's tokens: the same log-probs and gradients as with a prompt of their own each."""
+"""Rows that share their prompt's tokens: the same log-probs and gradients as with a prompt of their own
+each.
+"""
 
 from __future__ import annotations
 

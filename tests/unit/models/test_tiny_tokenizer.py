@@ -14,7 +14,8 @@ from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 QUESTION = "3 + 4 - 2 + 5 = ?"
 ANSWER = "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"
 TEXTS = [
-    QUESTION, ANSWER, ANSWER + "<|im_end|>", "12 - 305 = -293", "3+4=?", "#### 10", "####10", "a  b\n\nc\t", "The user said: assistant!",
+    QUESTION, ANSWER, ANSWER + "<|im_end|>", "12 - 305 = -293", "3+4=?", "#### 10", "####10", "a  b\n\nc\t",
+    "The user said: assistant!",
     string.printable[:96], "  + - ", " . . ", "",
 ]  # fmt: skip
 

@@ -17,12 +17,16 @@ from hybridflow.observability.trackers import build_trackers
 SCRIPTS = Path(report.__file__).parent
 BROWSER = """
 class Node {
-  constructor() { Object.assign(this, { children: [], style: {}, dataset: {}, text: "", classList: { add() {} } }); }
+  constructor() {
+    Object.assign(this, { children: [], style: {}, dataset: {}, text: "", classList: { add() {} } });
+  }
   append(...nodes) { this.children.push(...nodes); }
   prepend(...nodes) { this.children.unshift(...nodes); }
   replaceChildren(...nodes) { this.children = nodes; }
   set textContent(text) { this.children = []; this.text = text; }
-  get textContent() { return this.text + this.children.map((one) => one.textContent ?? String(one)).join("|"); }
+  get textContent() {
+    return this.text + this.children.map((one) => one.textContent ?? String(one)).join("|");
+  }
   setAttribute(name, value) { this[name] = value; }
   addEventListener() {} remove() {}
   querySelector() { return null; } querySelectorAll() { return []; }
@@ -31,7 +35,9 @@ class Node {
 }
 const byId = {};
 globalThis.document = {
-  getElementById: (id) => (byId[id] ??= new Node()), createElement: () => new Node(), createElementNS: () => new Node(),
+  getElementById: (id) => (byId[id] ??= new Node()),
+  createElement: () => new Node(),
+  createElementNS: () => new Node(),
   addEventListener() {}, documentElement: new Node(),
 };
 globalThis.matchMedia = () => ({ matches: false, addEventListener() {} });
@@ -43,7 +49,8 @@ byId.data.text = process.argv[1];
 PRINT = """
 console.log(JSON.stringify({
   tiles: byId.tiles.children.map((one) => one.textContent), subtitle: byId.subtitle.textContent,
-  cards: byId.curves.children.map((one) => one.children[0].children[0].textContent + ": " + one.children[1].textContent),
+  cards: byId.curves.children.map(
+    (one) => one.children[0].children[0].textContent + ": " + one.children[1].textContent),
 }));
 """
 

@@ -41,9 +41,13 @@ BAD = {
     "hangs_in_c": lambda info: re.match("(a+)+$", "a" * 60 + "b"),
     "kills": lambda info: os._exit(3),
     "segfault": lambda info: ctypes.string_at(0),
-    "child": lambda info: open(info["note"], "w").write(str(subprocess.Popen(["sleep", "3600"]).pid)) and time.sleep(3600),
-    "pid": lambda info: {"score": 1.0, "pid": os.getpid(), "torch": "torch" in sys.modules, "main": sys.modules["__main__"].__name__,
-                         "threads": os.environ.get("OMP_NUM_THREADS")},
+    "child": lambda info: (
+        open(info["note"], "w").write(str(subprocess.Popen(["sleep", "3600"]).pid)) and time.sleep(3600)
+    ),
+    "pid": lambda info: {
+        "score": 1.0, "pid": os.getpid(), "torch": "torch" in sys.modules,
+        "main": sys.modules["__main__"].__name__, "threads": os.environ.get("OMP_NUM_THREADS"),
+    },
     "slow": lambda info: time.sleep(0.05) or info["number"],
     "number": lambda info: info["number"],
 }

@@ -13,7 +13,9 @@ NAN = float("nan")
 
 
 def rows() -> DataProto:
-    """Responses of 3, 2 and 1 tokens; the middle token of row 0 is an observation; row 2 is out of the loss."""
+    """Responses of 3, 2 and 1 tokens; the middle token of row 0 is an observation; row 2 is out of the
+    loss.
+    """
     columns = make_rows(
         [[1, 1], [1], [1, 1, 1]], [[2, 3, 4], [5, 6], [7]], 0, response_masks=[[1, 0, 1], [1, 1], [1]]
     )

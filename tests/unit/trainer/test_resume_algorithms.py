@@ -75,7 +75,8 @@ def test_a_resume_under_another_algorithm_says_so(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = ["algorithm.adv_estimator=grpo", "trainer.total_training_steps=1", "trainer.save_freq=1"]
-    elsewhere = "actor_rollout_ref.actor.fsdp_config.param_offload=true"  # where a model is says nothing of what it learns
+    # the place of a model does not change what it learns
+    elsewhere = "actor_rollout_ref.actor.fsdp_config.param_offload=true"
     for settings in (
         first,
         [*first, "trainer.total_training_steps=2", elsewhere],

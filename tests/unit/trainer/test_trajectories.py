@@ -23,7 +23,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, fail_on=N
     if fail_on is not None and solution_str[:1] in fail_on:
         raise ValueError("a response that cannot be scored")
     even = float(len(solution_str) % 2 == 0)
-    return {"score": even + 0.01 * len(solution_str) + 0.001 * int(ground_truth), "acc": even, "text": solution_str}
+    score = even + 0.01 * len(solution_str) + 0.001 * int(ground_truth)
+    return {"score": score, "acc": even, "text": solution_str}
 """
 FILTER = ("algorithm.filter_groups.enable=true", "algorithm.adv_estimator=grpo")
 Made = tuple[DataProto, dict[str, float]]

@@ -90,7 +90,9 @@ def test_draws_are_keyed_by_the_seed() -> None:
 
 
 def test_acc_is_the_core_where_a_source_has_it() -> None:
-    """Sources have different extra keys; a row without one counts 0, a source without one has no such metric."""
+    """Sources have different extra keys; a row without one counts 0, a source without one has no such
+    metric.
+    """
     found = validation_metrics(
         ["math", "math", "code", "code"],
         ["a", "b", "c", "d"],

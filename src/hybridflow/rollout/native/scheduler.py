@@ -225,7 +225,8 @@ def _worth_waiting_for(batch: Sequence[Admission], context: tuple[int, ...], sta
     """Return whether a prompt shares so much with this pass that it should enter after it."""
     if len(context) <= LEAST:
         return False
-    # tokens that a prompt of the pass must share with this one, so that waiting saves half of the work or more
+    # tokens that a prompt of the pass must share with this one, so that waiting saves at least half of the
+    # work
     wanted = max(LEAST, (len(context) + start + 1) // 2)
     beginning = context[:wanted]
     return any(one.stop >= wanted and one.prompt[:wanted] == beginning for one in batch)

@@ -26,8 +26,8 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/config_docs.py from the dataclasses in src/hybridflow/config; do not edit. -->
 
-A run is described by keys. A recipe (`--recipe grpo`) sets those of an algorithm, and `key=value` on the command
-line sets one more. `null` as a value means that the key follows another key or is off.
+A run is described by keys. A recipe (`--recipe grpo`) sets those of an algorithm, and `key=value` on the
+command line sets one more. `null` as a value means that the key follows another key or is off.
 """
 
 FIRST_KEYS = {
@@ -48,18 +48,19 @@ GRAMMAR = """\
 ## How keys are written
 
 - On the command line, `key=value` sets a key: `a.b=1`, `a=[x,y]`, `a={k: v}`, `a='some text'`. The grammar is
-  Hydra's. A value may refer to another key, `${trainer.project_name}`, or to the environment, `${oc.env:HOME}`.
+  Hydra's. A value may refer to another key, `${trainer.project_name}`, or to the environment,
+  `${oc.env:HOME}`.
 - A leading `+` is not needed and does no harm. `~key` sets a key back to its default.
-- A recipe is a YAML file that sets several keys, and may build on others through its `defaults` list. `--recipe`
-  takes a name or a path. `python -m hybridflow.trainer.main_ppo` takes the file as
+- A recipe is a YAML file that sets several keys, and may build on others through its `defaults` list.
+  `--recipe` takes a name or a path. `python -m hybridflow.trainer.main_ppo` takes the file as
   `--config-path FOLDER --config-name NAME`.
 - `hybridflow train --multirun` runs `a=1,2` one after another, each in a run folder of its own. Let
   `trainer.experiment_name` follow the values, as in `lr-${actor_rollout_ref.actor.optim.lr}`.
-- `hybridflow config` lists every key. Followed by a run's words it prints the whole configuration as it will run,
-  and with `--explain` what follows from it: steps, processes, memory.
+- `hybridflow config` lists every key. Followed by a run's words it prints the whole configuration as it will
+  run, and with `--explain` what follows from it: steps, processes, memory.
 
-Wrong keys, types and values are reported together, before anything is built. A model folder is looked at then,
-too.
+Wrong keys, types and values are reported together, before anything is built. A model folder is looked at
+then, too.
 """
 
 

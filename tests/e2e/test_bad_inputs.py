@@ -119,7 +119,10 @@ REFUSED: list[Case] = [
     ),
     (
         "overlong buffer over the longest response",
-        keys("reward.reward_kwargs.overlong_buffer_cfg.enable=true"),
+        keys(
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=true",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=4096",
+        ),
         ("overlong_buffer_cfg.len=4096", "data.max_response_length=12"),
     ),
     (

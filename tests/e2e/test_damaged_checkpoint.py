@@ -70,7 +70,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused(
     keys = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={wanted}")
     assert main_ppo(small_run(inputs, saved, *keys, steps=6)) == 1
     message = capsys.readouterr().err
-    assert f"CheckpointError: checkpoint {wanted} is damaged" in message and "Traceback" not in message
+    assert f"CheckpointError: {wanted} is no whole checkpoint" in message and "Traceback" not in message
 
 
 def test_all_damaged_is_an_error(inputs: Inputs, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

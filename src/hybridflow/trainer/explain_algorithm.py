@@ -79,7 +79,7 @@ def look(overrides: Sequence[str] = (), recipe: str | Path | None = None) -> Loa
     }
     for model in ("actor_rollout_ref.model", "critic.model", f"{PRM}.model", "distillation.teacher_model"):
         set_aside |= {f"{model}.path": "owner/model", f"{model}.tokenizer_path": None}
-    surprises = check(with_values(config, set_aside), loaded.given)
+    surprises = check(with_values(config, set_aside), loaded.given, runs=False)
     return Loaded(config, [*loaded.notes, *notes, *surprises], loaded.given)
 
 

@@ -166,7 +166,7 @@ def test_a_refused_run_leaves_no_folder(
     [
         ("grpo", "A recipe is given as --recipe grpo"),
         ("mine.yaml", "A recipe is given as --recipe mine.yaml"),
-        ("drgrpo", "If it is the recipe dr_grpo, write --recipe dr_grpo"),
+        ("drgrpo", "If you mean the recipe dr_grpo, write --recipe dr_grpo"),
         ("something-else", "Recipes are given as --recipe NAME: cispo, "),
     ],
 )

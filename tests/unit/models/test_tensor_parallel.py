@@ -208,7 +208,7 @@ def test_experts_are_refused(model_type: str) -> None:
 
 
 def test_parameters_that_the_plan_forgets_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"says nothing of layers.0.self_attn.[qk]_norm.weight"):
+    with pytest.raises(ModelError, match=r"does not name layers.0.self_attn.[qk]_norm.weight"):
         tensor_slices(tiny_hf("cohere", use_qk_norm=True))
 
 

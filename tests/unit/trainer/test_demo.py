@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.trackers import build_trackers
 from hybridflow.trainer.demo import demo, warm_up
 from hybridflow.trainer.demo.demo import DemoOptions
@@ -47,7 +48,7 @@ def test_the_warm_up_tries_all_questions_only_near_the_mark(
     monkeypatch.setattr(warm_up, "build_sft", build)
     monkeypatch.setattr(warm_up, "load_tokenizer", lambda folder: None)
     monkeypatch.setattr(warm_up, "held_out_questions", lambda tokenizer, seed: range(1024))
-    (tmp_path / "model").mkdir()
+    create_tiny_model(tmp_path / "model", hidden=32, intermediate=64, heads=2, kv_heads=1)
     options = warm_up.WarmUpOptions()
     warm = warm_up.warm_up(tmp_path / "model", tmp_path / "sft", seed=0, options=options)
     assert asked == [256, 256, 256, 1024, 256, 1024, 256, 1024]

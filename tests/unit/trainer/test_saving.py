@@ -288,7 +288,7 @@ def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(
     with pytest.raises(
         CheckpointError,
         match=(
-            r"actor/.*safetensors is not there.*trainer\.default_local_dir must be on a file system that "
+            r"actor/.*safetensors is missing.*trainer\.default_local_dir must be on a file system that "
             r"all nodes"
         ),
     ):

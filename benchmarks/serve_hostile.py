@@ -225,19 +225,32 @@ MOMENTS = {
     "3 MB of text have come": [(PLAIN, plain("a" * 3_000_000))],
     "a long prompt is computed": [(PLAIN, plain("a" * 4_000))] * 8,
 }
+AT_WORK_CPU_S = 0.5
+"""CPU seconds that the server has worked on the requests of a moment before it is told to end."""
 
 
-async def end_at(moment: str, url: str, headers: dict[str, str], process: subprocess.Popen[str]) -> float:
-    """Seconds from SIGTERM, sent while these requests are at work, to the end of the process."""
+async def end_at(
+    moment: str, url: str, headers: dict[str, str], process: subprocess.Popen[str]
+) -> tuple[float, int]:
+    """Seconds from SIGTERM to the end of the process, and how many requests had no answer when it came.
+
+    The signal is sent when the server has worked on them for half a second of CPU time, or has answered all.
+    """
+    server_process = psutil.Process(process.pid)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
+        before = sum(server_process.cpu_times()[:2])
         asked = [asyncio.ensure_future(client.post(path, json=body)) for path, body in MOMENTS[moment]]
-        await asyncio.sleep(1.0)
+        while not all(each.done() for each in asked):
+            await asyncio.sleep(0.02)
+            if sum(server_process.cpu_times()[:2]) - before > AT_WORK_CPU_S:
+                break
+        open_requests = sum(not each.done() for each in asked)
         process.send_signal(signal.SIGTERM)
         started = time.perf_counter()
         await asyncio.to_thread(process.wait, 600)
         seconds = time.perf_counter() - started
         await asyncio.gather(*asked, return_exceptions=True)
-    return seconds
+    return seconds, open_requests
 
 
 def measure(options: argparse.Namespace, model: Path) -> dict[str, Any]:
@@ -253,7 +266,8 @@ def measure(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     for moment in MOMENTS:
         with server(model, options.source) as (process, url, headers):
             ends[moment] = asyncio.run(end_at(moment, url, headers, process))
-            print(f"SIGTERM while {moment}: {ends[moment]:.1f} s", flush=True)
+            seconds, still_open = ends[moment]
+            print(f"SIGTERM while {moment}: {seconds:.1f} s, {still_open} at work", flush=True)
             loads.append(os.getloadavg()[0])
     return {
         "date": datetime.date.today().isoformat(),
@@ -284,8 +298,8 @@ Measured {date}, {rounds} rounds; load of the machine (1 minute) {low:.1f} to {h
 |---|---|---|---|---|---|---|---|
 {table}
 
-| SIGTERM while | seconds until the process ended |
-|---|---|
+| SIGTERM while | requests without an answer then | seconds until the process ended |
+|---|---|---|
 {ends}
 """
 TITLES = {"now": "Now", "before": "What it was (the checkout of `--source`)"}
@@ -316,8 +330,14 @@ def section(kind: str, run: dict[str, Any]) -> str:
         high=high,
         cores=os.cpu_count(),
         table="\n".join(row_of(attack) for attack in run["attacks"]),
-        ends="\n".join(f"| {moment} | {seconds:.1f} |" for moment, seconds in run["ends"].items()),
+        ends="\n".join(end_row(moment, *end) for moment, end in run["ends"].items()),
     )
+
+
+def end_row(moment: str, seconds: float, still_open: int | None) -> str:
+    """A line of the table of SIGTERM."""
+    count = "not counted" if still_open is None else str(still_open)
+    return f"| {moment} | {count} | {seconds:.1f} |"
 
 
 def write(runs: dict[str, Any], machine: str) -> None:

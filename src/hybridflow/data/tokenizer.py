@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from hybridflow.config.check_model import TOKENIZER_FILES
 from hybridflow.data.messages import Message
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import DataError, ModelError
@@ -24,15 +25,6 @@ from hybridflow.errors import DataError, ModelError
 logger = logging.getLogger(__name__)
 
 Tokenizer = PreTrainedTokenizerBase
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:

@@ -166,8 +166,9 @@ class Progress:
 
     def heard(self) -> None:
         """Note that the run has just said something, so that no line about silence is due."""
-        if self._display is not None:
-            self._display.last_output = self._clock()
+        display = self._display  # another thread may end the display meanwhile
+        if display is not None:
+            display.last_output = self._clock()
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -81,8 +81,7 @@ def require_chat_template(tokenizer: Tokenizer) -> None:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path or ''} has no chat template, and the data holds "
             "messages: use a chat model's tokenizer (data.tokenizer=...), put a chat_template.jinja beside "
-            "it, or "
-            "give prompts as strings that are already templated"
+            "it, or give prompts as strings that are already templated"
         )
 
 

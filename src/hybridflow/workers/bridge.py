@@ -79,8 +79,7 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
     if unknown:
         raise ConfigError(
             f"algorithm.options has {', '.join(unknown)}, which the estimator {name} does not take: its "
-            "arguments are "
-            f"{', '.join((*estimator.needs, *estimator.takes))}"
+            f"arguments are {', '.join((*estimator.needs, *estimator.takes))}"
         )
     return estimator
 

@@ -55,8 +55,8 @@ PAGE = """# `hybridflow serve` under load
 {date} · `{command}` · {machine}
 
 Written by benchmarks/serve_load.py; do not edit. {waves} waves of {requests} requests at once to one server
-with a model of 0.4 M parameters, up to 64 tokens a response. Wanted: all answered or cancelled, none failed, no
-response left in work, memory flat.
+with a model of 0.4 M parameters, up to 64 tokens a response. Wanted: all answered or cancelled, none failed,
+no response left in work, memory flat.
 
 | wave | answered | left | 400 | 401 | failed | in work | MiB | open files | seconds | median s | 99 % s |
 |---|---|---|---|---|---|---|---|---|---|---|---|

@@ -51,8 +51,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.is_value_model:
         raise ConfigError(
             "--is-value-model: value models are not merged, since their head is no language model's. A "
-            "critic "
-            "resumes from its checkpoint; merge the actor"
+            "critic resumes from its checkpoint; merge the actor"
         )
     for given, what in (
         (

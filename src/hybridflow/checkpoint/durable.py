@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-FOLDER_KEY = "trainer.default_local_dir"
-
 
 def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
@@ -38,20 +36,6 @@ def replace_file(path: Path, text: str) -> None:
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
-
-
-def why_unwritable(folder: Path, error: Exception) -> str:
-    """Explain why a folder cannot be written, naming the file in its way if there is one, and what to set."""
-    whole = folder.absolute()
-    for path in (whole, *whole.parents):
-        if path.exists() and not path.is_dir():
-            return (
-                f"{folder} cannot be written: {path} is a file, and a folder is wanted there. Move the file, "
-                f"or set {FOLDER_KEY} to another folder"
-            )
-    return (
-        f"{folder} cannot be written ({error}). Make room, or set {FOLDER_KEY} to a folder that you may write"
-    )
 
 
 @contextmanager

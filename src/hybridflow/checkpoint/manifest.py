@@ -159,8 +159,7 @@ def _parse(path: Path, fields: Mapping[str, Any]) -> Manifest:
     if fields.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {fields.get('format')!r:.80}, and this version reads format {FORMAT}: use "
-            "the "
-            "version of hybridflow that wrote it"
+            "the version of hybridflow that wrote it"
         )
     try:
         roles = tuple(_relative(role) for role in as_list(fields["roles"], "roles"))

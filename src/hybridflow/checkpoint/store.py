@@ -22,14 +22,17 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree, why_unwritable
+from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree
 from hybridflow.checkpoint.layout import LOCK, MANIFEST, STEP_PREFIX, TRACKER, step_folders, step_of
 from hybridflow.checkpoint.manifest import FileDigest, read_manifest, write_manifest
 from hybridflow.checkpoint.shard_index import check_shards, read_index
 from hybridflow.checkpoint.state import State, load_tree, save_tree
+from hybridflow.config.check_paths import why_unwritable
 from hybridflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+FOLDER_KEY = "trainer.default_local_dir"
 
 _LEFTOVER = re.compile(rf"\.(tmp|old|trash)_(({STEP_PREFIX})\d+|{re.escape(TRACKER)})_\d+")
 
@@ -150,9 +153,9 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:
             in_the_way = self.run_dir / f"{STEP_PREFIX}{step}"
             folder = in_the_way if in_the_way.is_file() else self.run_dir
+            why = why_unwritable(FOLDER_KEY, folder, error)
             raise CheckpointError(
-                f"cannot save step {step}: {why_unwritable(folder, error)}. Steps of the checkpoints there: "
-                f"{_steps(self.run_dir)}"
+                f"cannot save step {step}: {why}. Steps of the checkpoints there: {_steps(self.run_dir)}"
             ) from error
 
     def latest(self) -> Path | None:

@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-"""Files of which a tokenizer's folder has at least one; `data.tokenizer` has the same."""
+"""Files of which a tokenizer's folder has at least one."""
 INDEX = "model.safetensors.index.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "chat_templates")
 EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridflow.config.data import TaskConfig
-from hybridflow.config.model import ModelConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 DATA_SUFFIXES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson")
@@ -65,24 +64,6 @@ def data_problems(
                 )
             elif local(file).suffix.lower() not in DATA_SUFFIXES:
                 yield f"{key}={file}: wanted a file that ends in {', '.join(DATA_SUFFIXES)}"
-
-
-def model_problem(model: ModelConfig, key: str) -> list[str]:
-    """A model path that is missing, or that is written as a local folder and is none."""
-    if not model.path:
-        return [
-            f"{key}.path is not set: give a Hugging Face folder or a hub name, for example "
-            f"{key}.path=Qwen/Qwen2.5-0.5B-Instruct"
-        ]
-    problems = []
-    for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
-        if path and not is_remote(path) and not local(path).exists() and _written_as_path(path):
-            problems.append(f"{key}.{name}: there is no folder {path}")
-    return list(dict.fromkeys(problems[:1])) if model.tokenizer_path == model.path else problems
-
-
-def _written_as_path(path: str) -> bool:
-    return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
 
 
 def plugin_problem(
@@ -139,18 +120,24 @@ def folder_problems(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[str]:
             yield unwritable(key, folder, error)
 
 
-def unwritable(key: str, folder: str | Path, error: OSError) -> str:
-    """Say why the folder of a key cannot be written, naming the file in its way if there is one."""
+def unwritable(key: str, folder: str | Path, error: Exception) -> str:
+    """Explain why the folder that a key is set to cannot be written, and what to do."""
+    return f"{key}={why_unwritable(key, folder, error)}"
+
+
+def why_unwritable(key: str, folder: str | Path, error: Exception) -> str:
+    """Explain why a folder cannot be written, naming the file in its way if there is one, and what to do;
+    `key` says where folders are set.
+    """
     whole = local(str(folder)).absolute()
     for path in (whole, *whole.parents):
         if path.exists() and not path.is_dir():
             return (
-                f"{key}={folder} cannot be written: {path} is a file, and a folder is wanted there. Move the "
-                f"file, or set {key} to another folder"
+                f"{folder} cannot be written: {path} is a file, and a folder is wanted there. Move the file, "
+                f"or set {key} to another folder"
             )
-    return (
-        f"{key}={folder} cannot be written ({error.strerror or error}): set it to a folder that you may write"
-    )
+    reason = getattr(error, "strerror", None) or error
+    return f"{folder} cannot be written ({reason}): make room, or set {key} to a folder that you may write"
 
 
 def _look_at(folder: Path) -> None:

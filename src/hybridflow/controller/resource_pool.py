@@ -39,8 +39,7 @@ class ResourcePool:
         if wrong:
             raise ConfigError(
                 f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes, and "
-                "each "
-                f"node needs at least 1: leave {', '.join(map(str, wrong))} out of "
+                f"each node needs at least 1: leave {', '.join(map(str, wrong))} out of "
                 f"trainer.resource_pools.{self.name}"
             )
 
@@ -81,10 +80,8 @@ class Placement:
         if unused:
             raise ConfigError(
                 f"no role lives on resource pool {', '.join(unused)}, so its devices would stand idle: give "
-                "it "
-                f"a role by trainer.placement (the roles of this run are {', '.join(self.pools_of_role)}), "
-                "or "
-                "take it out of trainer.resource_pools"
+                "it a role by trainer.placement (the roles of this run are "
+                f"{', '.join(self.pools_of_role)}), or take it out of trainer.resource_pools"
             )
 
     @classmethod

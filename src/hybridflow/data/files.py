@@ -172,8 +172,7 @@ def _why_unreadable(table: pa.Table, place: int) -> str:
         except UnicodeDecodeError as error:
             return (
                 f"column {name} holds text that is not UTF-8 ({error.reason} at byte {error.start}): the "
-                "file is "
-                "damaged, write it anew"
+                "file is damaged, write it anew"
             )
         except _UNREADABLE as error:
             return f"column {name} cannot be read ({type(error).__name__}: {error})"

@@ -135,6 +135,5 @@ def media_message(source: str, column: str, row: int) -> str:
     """The message for data that is not text alone."""
     return (
         f"{source} has a column {column}, filled in row {row}: {TEXT_ONLY}; use another data set, or take "
-        "the "
-        "column out to train on the text without it"
+        "the column out to train on the text without it"
     )

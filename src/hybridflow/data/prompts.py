@@ -113,8 +113,8 @@ class PromptDataset:
         elif has_unused_template(self.tokenizer, first):
             logger.warning(
                 "the prompts of %s are plain text and go to the model as they stand, without the chat "
-                "template "
-                "of the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
+                "template of the tokenizer: where they are not templated already, set data.wrap_prompts=true "
+                "to make "
                 "each a user's message",
                 self.rows.source,
             )

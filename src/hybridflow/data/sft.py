@@ -93,8 +93,7 @@ class SFTDataset:
         elif has_unused_template(self.tokenizer, first):
             logger.warning(
                 "the prompts of %s are plain text and are learned as they stand, without the chat template "
-                "of "
-                "the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
+                "of the tokenizer: where they are not templated already, set data.wrap_prompts=true to make "
                 "each "
                 "a user's message",
                 self.rows.source,
@@ -242,9 +241,8 @@ def assistant_spans(
         if not through.startswith(before) or not text.startswith(through):
             raise ValueError(
                 f"the chat template renders the text up to message {number} differently when more messages "
-                "follow, so the assistant's tokens cannot be told apart: split the conversation into one "
-                "row per "
-                "answer, or use a template with {% generation %} marks"
+                "follow, so the assistant's tokens cannot be told apart: split the conversation into one row "
+                "per answer, or use a template with {% generation %} marks"
             )
         spans.append((len(before), len(through)))
     if not spans:

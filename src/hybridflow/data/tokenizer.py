@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from hybridflow.config.check_model import TOKENIZER_FILES
 from hybridflow.data.messages import Message
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import DataError, ModelError
@@ -24,15 +25,6 @@ from hybridflow.errors import DataError, ModelError
 logger = logging.getLogger(__name__)
 
 Tokenizer = PreTrainedTokenizerBase
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -89,8 +81,7 @@ def require_chat_template(tokenizer: Tokenizer) -> None:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path or ''} has no chat template, and the data holds "
             "messages: use a chat model's tokenizer (data.tokenizer=...), put a chat_template.jinja beside "
-            "it, or "
-            "give prompts as strings that are already templated"
+            "it, or give prompts as strings that are already templated"
         )
 
 

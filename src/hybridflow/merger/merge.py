@@ -75,8 +75,7 @@ def merge(
     if lora == "keep" and dtype != "source":
         raise ConfigError(
             f"--dtype {dtype} with --lora keep: adapters that stay adapters are written as they were "
-            "trained. "
-            "Leave --dtype out"
+            "trained. Leave --dtype out"
         )
     written = _written_dtype(source, dtype)
     building = target.parent / f".tmp_{target.name}_{os.getpid()}"
@@ -227,8 +226,7 @@ def _in_dtype(
         if bool((rounded.isinf() & tensor.isfinite()).any()):
             raise CheckpointError(
                 f"{name} has numbers up to {float(tensor.abs().max()):.3g}, which {written} cannot hold: "
-                "merge "
-                "with --dtype bfloat16 or --dtype float32"
+                "merge with --dtype bfloat16 or --dtype float32"
             )
         yield name, rounded.to(getattr(torch, source.dtype))
 
@@ -291,10 +289,8 @@ def _check_log_probs(policy: PolicyModel, wanted: Tensor, allowed: Allowed, fold
     if not found <= allowed.nats:  # also where it is nan
         raise CheckpointError(
             f"{folder} and the checkpoint do not give the same log-probs: they differ by {found:.3g} nats, "
-            "and "
-            f"{allowed.nats:.3g} is allowed for {str(allowed.dtype).removeprefix('torch.')}. Write wider "
-            "weights "
-            "(--dtype trained); for adapters, give the model that the run started from (--base_model)"
+            f"and {allowed.nats:.3g} is allowed for {str(allowed.dtype).removeprefix('torch.')}. Write wider "
+            "weights (--dtype trained); for adapters, give the model that the run started from (--base_model)"
         )
     return f"log-probs of a probe batch within {found:.2g} nats of those of the checkpoint's model"
 

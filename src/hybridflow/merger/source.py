@@ -152,7 +152,9 @@ def folder_dtype(folder: Path) -> str | None:
     """Return the dtype that a Hugging Face folder's configuration names; None where it names no usual one."""
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict):
         return None
     said = content.get("dtype") or content.get("torch_dtype")
     return said if said in _FOLDER_DTYPES else None

@@ -137,8 +137,7 @@ def _refuse_unknown(name: str, unknown: dict[str, Any]) -> None:
         told = ", ".join(f"{key}={type(value).__name__}" for key, value in left.items())
         raise ModelError(
             f"{name} passes arguments to attention that are not implemented here ({told}); dropping them "
-            "would "
-            "change its log-probs, so this model cannot be trained"
+            "would change its log-probs, so this model cannot be trained"
         )
 
 

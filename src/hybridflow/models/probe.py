@@ -75,8 +75,7 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
             raise ModelError(
                 f"{type(policy.hf).__name__} does not give the same log-probs {how} as a row alone: they "
                 f"differ by {worst:.3g} nats, at most {limit:.3g} is allowed. Its layers do something that "
-                "our "
-                "attention does not implement, so it cannot be trained here"
+                "our attention does not implement, so it cannot be trained here"
             )
     return max(differences.values())
 
@@ -131,10 +130,9 @@ def _packed(policy: PolicyModel, rows: list[Tensor]) -> list[Tensor]:
     wanted = policy.config.get_text_config().num_hidden_layers
     if len(layout.calls) != wanted or set(layout.calls.values()) != {1}:
         raise ModelError(
-            f"{type(policy.hf).__name__}: {len(layout.calls)} of {wanted} layers call the attention "
-            f"function (calls by layer: {dict(layout.calls)}). Recurrent and linear-attention layers mix "
-            "rows "
-            "when packed, so this model cannot be trained here"
+            f"{type(policy.hf).__name__}: {len(layout.calls)} of {wanted} layers call the attention function "
+            f"(calls by layer: {dict(layout.calls)}). Recurrent and linear-attention layers mix rows when "
+            "packed, so this model cannot be trained here"
         )
     return list(policy.logits(hidden)[0].log_softmax(-1).split(_LENGTHS))
 

@@ -76,6 +76,8 @@ class Progress:
         self.step: int | None = None
         """The training step that is running, from 1; None before the first one."""
         self.total_steps: int | None = None
+        self.has_trained = False
+        """True after the last step, when only the end of the run is left."""
         self.seconds_left: float | None = None
         """Estimated seconds until the end of the run; None while unknown."""
         self.between_items: Callable[[], None] = _nothing
@@ -135,10 +137,12 @@ class Progress:
     def steps(self, total: int) -> Iterator[None]:
         """Count training steps inside the context; whoever runs them sets `step`."""
         self.total_steps = total
+        self.has_trained = False
         try:
             yield
         finally:
             self.step = None
+            self.has_trained = True
 
     def describe(self) -> str:
         """Return what is being done in one line: step, phases from the outer to the inner, time of the
@@ -162,12 +166,15 @@ class Progress:
                 return f"in step {self.step}/{self.total_steps}"
             if self._phases:
                 return f"while {self._phases[-1].words}"
+        if self.has_trained:
+            return "while the run was ending"
         return "before the first step"
 
     def heard(self) -> None:
         """Note that the run has just said something, so that no line about silence is due."""
-        if self._display is not None:
-            self._display.last_output = self._clock()
+        display = self._display  # another thread may end the display meanwhile
+        if display is not None:
+            display.last_output = self._clock()
 
     @contextmanager
     def shown(self) -> Iterator[None]:

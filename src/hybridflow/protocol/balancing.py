@@ -141,8 +141,7 @@ def _too_large(unit: Sequence[int], size: int, max_tokens: int, max_rows: int) -
         )
     return (
         f"{group}; they have {size} tokens and it may hold {max_tokens}: set *_max_token_len_per_gpu to at "
-        f"least {size} "
-        "(for any responses: n × the longest prompt and response), or rollout.n lower"
+        f"least {size} (for any responses: n × the longest prompt and response), or rollout.n lower"
     )
 
 

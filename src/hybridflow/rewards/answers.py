@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridflow.rewards.request import Outcome
+from hybridflow.rewards.result import FLOAT32_MAX
 
 MAX_ANSWER = 64 << 20
 """Longest answer in bytes; extra values beyond it are refused."""
@@ -54,11 +55,16 @@ def decode(payload: bytes) -> dict[str, Any]:
 
 
 def outcome_of(message: dict[str, Any]) -> Outcome:
-    """The Outcome in a "scored" message. Raises ValueError or KeyError where a field is missing or of another
-    type.
+    """The Outcome in a "scored" message.
+
+    Raises ValueError, KeyError or TypeError where a field is missing, of another type, or a number that no
+    score of ours is.
     """
+    score = message["score"]
+    if not abs(score) <= FLOAT32_MAX:  # also where it is nan
+        raise ValueError(f"a scored message has the score {score}")
     outcome = Outcome(
-        score=float(message["score"]),
+        score=float(score),
         extras=message["extras"],
         error=message["error"],
         detail=message["detail"],

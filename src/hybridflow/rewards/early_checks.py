@@ -67,11 +67,8 @@ def _check_truth(reward: RewardConfig, split: SplitFacts) -> None:
     if needing and not {"reward_model", "answer"} & set(split.columns) and split.columns:
         raise RewardError(
             f"{split.source} has neither a column reward_model with a ground_truth in it nor a column "
-            "answer, and "
-            f"the reward {needing[0]} compares the response with the ground truth: add one, or choose a "
-            "reward "
-            "that needs none (its columns: "
-            f"{', '.join(split.columns)})"
+            f"answer, and the reward {needing[0]} compares the response with the ground truth: add one, or "
+            f"choose a reward that needs none (its columns: {', '.join(split.columns)})"
         )
 
 
@@ -125,8 +122,7 @@ def _check_keys(config: PPOConfig, sources: Sequence[str]) -> None:
         raise ConfigError(
             f"algorithm.gdpo_reward_keys names {', '.join(missing)}, which {what} not for every row; it "
             f"returns {', '.join(['score', *sorted(allowed)])}: name some of these, or add a term that "
-            "returns "
-            "the key (reward.terms)"
+            "returns the key (reward.terms)"
         )
     filters = config.algorithm.filter_groups
     if filters.enable and filters.metric not in SCORE_NAMES and filters.metric not in some:

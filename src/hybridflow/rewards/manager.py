@@ -109,8 +109,7 @@ class RewardManager:
             longer = "raise reward.timeout; "
         return (
             f"{report}\nMend the function ({longer}`hybridflow reward-test` tries it on a few rows), or let "
-            "the "
-            "run go on: reward.on_error=zero scores such rows 0, reward.on_error=drop leaves them out of "
+            "the run go on: reward.on_error=zero scores such rows 0, reward.on_error=drop leaves them out of "
             "the loss"
         )
 

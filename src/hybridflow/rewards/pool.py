@@ -332,8 +332,7 @@ class RewardPool:
             raise RewardError(
                 f"a reward worker did not finish loading {describe(self._config)} within "
                 f"{self._start_timeout:g} seconds: keep the file's imports light, or load inside the "
-                "function "
-                "what it needs"
+                "function what it needs"
             )
         self._blame(worker, batch, lambda seconds: timed_out(self._config.timeout, seconds))
 

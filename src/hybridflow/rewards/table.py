@@ -81,8 +81,8 @@ def name_for_source(data_source: str) -> str:
         raise RewardError(
             f"reward.function=auto knows no reward for data_source {data_source!r} (it knows: "
             f"{', '.join(DATA_SOURCES)}); set reward.function to one of {', '.join(REWARD_FUNCTIONS)}, give "
-            "your own by "
-            "reward.custom_reward_function.path=FILE.py:NAME, or choose another column by data.reward_fn_key"
+            "your own by reward.custom_reward_function.path=FILE.py:NAME, or choose another column by "
+            "data.reward_fn_key"
         )
     return name
 

@@ -33,8 +33,6 @@ from hybridflow.trainer.ppo.spread import engine_keys, is_actors_module, rollout
 from hybridflow.trainer.sft.build import ROLES as SFT_ROLES
 from hybridflow.trainer.sft.build import sizes as sft_sizes
 
-TRAINED = ("actor", "critic", "process_reward", "sft")
-
 
 def explain_run(config: PPOConfig | SFTConfig, num_train_rows: int | None = None) -> list[Line]:
     """Return the sizes of a step, the processes and their rows, and the memory of a process where the models'

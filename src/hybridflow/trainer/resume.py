@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import TRAINER
 from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
 from hybridflow.config.model import CheckpointContentsConfig
@@ -40,21 +42,36 @@ def find(store: CheckpointStore, mode: str, path: str | None) -> Checkpoint | No
     return store.load_latest()
 
 
+@contextmanager
+def written_by_a_run() -> Iterator[None]:
+    """Raise CheckpointError where the driver's state in a checkpoint has not the fields that a run writes."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of the driver in the checkpoint was not written by a run: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
 def check_belongs(state: Mapping[str, Any], *, kind: str, seed: int) -> None:
-    """Raise CheckpointError for the state of another kind of run (`ppo`, `sft`) or of a run with another
-    seed.
+    """Raise CheckpointError for the state of another kind of run (`ppo`, `sft`), of a run with another seed,
+    or of no run.
     """
-    saved = state.get(TRAINER, {})
     anew = "start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
-    if saved.get("kind") != kind:
+    with written_by_a_run():
+        saved = as_dict(state.get(TRAINER, {}), TRAINER)
+        saved_kind = saved.get("kind")
+        if saved_kind != kind:
+            raise CheckpointError(
+                f"The checkpoint belongs to a run of kind {saved_kind!s:.80}, this one is of kind {kind}: "
+                f"{anew}. To start from its weights, "
+                "`hybridflow merge` it and set the model's path to the folder"
+            )
+        saved_seed = int(saved["seed"])
+    if saved_seed != seed:
         raise CheckpointError(
-            f"The checkpoint belongs to a run of kind {saved.get('kind')}, this one is of kind {kind}: "
-            f"{anew}. To start from its weights, "
-            "`hybridflow merge` it and set the model's path to the folder"
-        )
-    if int(saved["seed"]) != seed:
-        raise CheckpointError(
-            f"The checkpoint belongs to a run with trainer.seed={saved['seed']}, this one has {seed}: set "
+            f"The checkpoint belongs to a run with trainer.seed={saved_seed}, this one has {seed}: set "
             f"the same seed, or {anew}."
         )
 

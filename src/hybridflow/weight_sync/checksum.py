@@ -58,6 +58,5 @@ def explain_difference(name: str, sent: Tensor, arrived: Tensor, *, version: int
     return (
         f"weights of version {version} did not arrive as the trainer holds them: the first that differs is "
         f"{name}, whose checksum there is {int(sent) % 2**64:016x} and here {here}. Nothing was generated "
-        "with "
-        "them"
+        "with them"
     )

@@ -48,6 +48,8 @@ LOSS_SHARES = (
 )
 """Metrics that micro-batches and ranks add up to the loss of a mini-batch."""
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
 
 def kl_controller(config: AlgorithmConfig) -> KLController:
     """Return the controller of KL-in-reward that `algorithm.kl_ctrl` asks for."""
@@ -77,8 +79,7 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
     if unknown:
         raise ConfigError(
             f"algorithm.options has {', '.join(unknown)}, which the estimator {name} does not take: its "
-            "arguments are "
-            f"{', '.join((*estimator.needs, *estimator.takes))}"
+            f"arguments are {', '.join((*estimator.needs, *estimator.takes))}"
         )
     return estimator
 
@@ -215,6 +216,12 @@ def _reward_components(batch: DataProto, keys: list[str]) -> Tensor:
             raise RewardError(
                 f"algorithm.gdpo_reward_keys: {key} is {odd[0]!r} for {len(odd)} rows, wanted a number for "
                 f"every row{failed}"
+            )
+        beyond = [value for value in columns[key] if abs(value) > FLOAT32_MAX]
+        if beyond:
+            raise RewardError(
+                f"algorithm.gdpo_reward_keys: {key} is {beyond[0]} for {len(beyond)} rows, wanted a finite "
+                f"number that float32 can hold (at most {FLOAT32_MAX:.4g}): scale what the reward returns"
             )
     return torch.tensor(
         [[float(value) for value in columns[key]] for key in keys], dtype=torch.float32

@@ -40,9 +40,9 @@ def test_missing_trackers_and_folders_that_cannot_be_written_are_found_without_t
     (tmp_path / "checkpoints").write_text("a file in the way")
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "config.json").write_text('{"model_type": "qwen2"}')
     for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
-        (model / name).touch()
+        (model / name).touch()  # there as far as a look tells
     arguments = [str(tmp_path / name) for name in ("model", "run", "checkpoints")]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=600, check=False

@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from possible_run import problem, write_model_folder
 
-from hybridflow.config import PPOConfig, SFTConfig, check_model
+from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.data import tokenizer
 
 MODEL = "actor_rollout_ref.model.path"
 
@@ -107,10 +106,6 @@ def test_the_built_in_task_needs_a_chat_template(base: list[str], tmp_path: Path
     assert "has no chat template" in problem(base, *task)
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     prepare_config(PPOConfig, [*base, *task])
-
-
-def test_the_files_of_a_tokenizer_are_those_that_loading_knows() -> None:
-    assert check_model.TOKENIZER_FILES == tokenizer.TOKENIZER_FILES
 
 
 def test_it_is_found_before_torch_is_imported(base: list[str], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hybridflow.checkpoint.sharded import save_shards
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.merger import compare, merge
+from hybridflow.merger.source import folder_dtype
 from hybridflow.models.adapter_folder import CONFIG, WEIGHTS
 from hybridflow.models.build import build_policy
 from hybridflow.models.export import ADAPTER_FOLDER, save_config, save_hf
@@ -126,6 +127,12 @@ def test_weights_in_the_checkpoint_have_the_dtype_of_the_source(tmp_path: Path, 
     assert all(again[key].equal(tensor.bfloat16()) for key, tensor in policy.state_dict().items())
     save_hf(policy, tmp_path / "wide")
     assert file_dtypes(tmp_path / "wide") == {torch.float32}
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"dtype": ["float16"]}', "{", "[" * 100_000])
+def test_a_configuration_that_names_no_dtype(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert folder_dtype(tmp_path) is None
 
 
 def test_numbers_beyond_a_dtype(tmp_path: Path, tiny_folder: Path) -> None:

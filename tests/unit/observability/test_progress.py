@@ -52,6 +52,7 @@ def test_what_is_done_is_told_from_the_outer_to_the_inner_with_counts() -> None:
         "step 3/8 · updating the actor · mini-batch 2/2 · 0.0s",
     ]
     assert progress.describe() == "", "nothing is left of a run that is over"
+    assert progress.place() == "while the run was ending"
 
 
 def test_a_phase_ends_with_an_error_and_only_awaited_results_may_be_broken_off() -> None:

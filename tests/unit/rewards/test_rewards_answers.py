@@ -146,6 +146,9 @@ def test_an_outcome_survives_its_way() -> None:
             decode(odd)
     with pytest.raises(ValueError, match="another type"):
         outcome_of(message | {"extras": [1]})
+    for score in (float("nan"), float("inf"), -1e39, 10**400, [1.0], "1", None):
+        with pytest.raises((ValueError, TypeError)):
+            outcome_of(message | {"score": score})
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,24 @@ def test_math_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{a \fbox{b} c}", "b"),
+        (r"\boxed{a \fbox{b c}", "b c"),
+        (r"} \fbox{3}}", "3"),
+        (r"{ \boxed{} x", ""),
+        (r"boxed{1} {2}", None),
+        (r"\boxed{" * 200_000, None),  # looked at once, and not once for each box
+    ],
+)
+def test_the_last_box_of_a_text(text: str, wanted: str | None) -> None:
+    assert math_reward.last_boxed(text) == wanted
+
+
+@pytest.mark.parametrize(
     ("response", "wanted"),
     [
         ("3 - 2 = 1 . 1 + 2 = 3 . #### 3", 1.0),
@@ -123,6 +141,8 @@ def test_math_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
         ("#### 3 .", 0.0),
         ("#### 33", 0.0),
         ("3", 0.0),
+        ("#### " + "3" * 5_000, 0.0),
+        ("#### 0003", 1.0),
     ],
 )
 def test_arithmetic_chain(response: str, wanted: float) -> None:

@@ -12,7 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from hybridflow.errors import ModelError, RolloutError
 from hybridflow.models.attention import ATTENTION_NAME, PackedLayout
 from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
+from hybridflow.rollout.base import (
+    GenerationOutput,
+    GenerationRequest,
+    RolloutStats,
+    SamplingParams,
+    SomeWeights,
+)
 from hybridflow.rollout.hf.engine import HFEngine, batches_well
 
 EOS = 2
@@ -153,3 +159,16 @@ def test_what_it_cannot_serve_is_told_of_that_request() -> None:
     )
     with pytest.raises(RolloutError, match="no weight of that name"):
         engine.update_weights([("nonsense", torch.zeros(1))], 1)
+
+
+def test_weights_that_are_missing_are_named() -> None:
+    engine = HFEngine(model(tie_word_embeddings=True), eos_token_ids=(EOS,))
+    weights = {name: weight.clone() for name, weight in engine.model.state_dict().items()}
+    lost = [name for name in weights if "layers.1.mlp" in name]
+    some = [(name, weight) for name, weight in weights.items() if name not in lost]
+    with pytest.raises(RolloutError, match=rf"missing: {lost[0]}, {lost[1]}.*give it all of them"):
+        engine.update_weights(some, version=3)
+    assert engine.policy_version == 0
+    engine.update_weights(SomeWeights(some), version=3)
+    engine.update_weights([(n, w) for n, w in weights.items() if n != "lm_head.weight"], version=4)
+    assert engine.policy_version == 4, "it is tied to the embeddings, which have come"

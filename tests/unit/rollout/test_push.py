@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -115,6 +117,34 @@ def test_a_push_that_is_cut_off_leaves_no_version(engine: ProcessPoolExecutor) -
         send(engine, weights()[:4], 8)
     send(engine, weights(), 9)
     assert engine.submit(engine_has, {}).result(600)["version"] == 9
+
+
+def test_memory_that_is_full_is_reported_and_nothing_stays(
+    engine: ProcessPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the check the trainer's process would be killed by SIGBUS in the middle of a write."""
+
+    def full(handle: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(transports, "MEMORY", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RolloutError, match=rf"trainer's side: {tmp_path} has no room for .* \(No space left"):
+        send(engine, weights(), 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_group_that_fails_is_an_error_of_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any) -> None:
+        raise RuntimeError("Timed out waiting 600000ms for recv operation to complete")
+
+    monkeypatch.setattr(transports, "_group", late)
+    writer = transports.GroupWriter(64, torch.device("cpu"), host="127.0.0.1", receivers=1, timeout=600)
+    try:
+        with pytest.raises(RolloutError, match="the process group of a push failed: Timed out"):
+            writer.meet()
+    finally:
+        writer.close()
 
 
 def test_an_engine_that_stops_reading_has_no_version() -> None:

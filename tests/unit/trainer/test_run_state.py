@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 from tiny_trainer import actor_module, build, ppo_config, tiny_model
 
+from hybridflow.checkpoint.layout import DATA, TRAINER
 from hybridflow.checkpoint.shard_index import saved_parts
 from hybridflow.checkpoint.sharded import load_shards
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.errors import CheckpointError
 from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.resume import check_belongs
 from hybridflow.workers.state import StatefulGroup
 
 KL = (
@@ -176,6 +179,30 @@ def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> 
         build(ppo_config(wider, tmp_path / "run", *GRPO)),
     ):
         pass
+
+
+def test_a_drivers_state_that_no_run_wrote_is_refused(model: Path, tmp_path: Path) -> None:
+    whole = {"kind": "ppo", "step": 1, "seed": 1, "kl_controller": {"value": 0.1}, "exact": {"ended": False}}
+    for odd in ([], None, "ppo", {"kind": "ppo"}, {"kind": "ppo", "seed": []}, {"kind": "ppo", "seed": "x"}):
+        with pytest.raises(CheckpointError, match="was not written by a run"):
+            check_belongs({TRAINER: odd}, kind="ppo", seed=1)
+    with pytest.raises(CheckpointError, match="of kind None"):
+        check_belongs({}, kind="ppo", seed=1)
+    with build(ppo_config(model, tmp_path / "run", *GRPO)) as trainer:
+        trainer.state.step = 1
+        loaded = trainer.store.load(trainer.state.save(trainer.store))
+        position = loaded.state[DATA]
+        for data, fields in (
+            ([], whole),
+            ({}, whole),
+            ({**position, "epoch": "first"}, whole),
+            (position, {**whole, "step": None}),
+            (position, {**whole, "kl_controller": 3}),
+        ):
+            forged = replace(loaded, state={DATA: data, TRAINER: fields})
+            with pytest.raises(CheckpointError, match="was not written by a run"):
+                trainer.state.take(forged)
+        trainer.state.take(loaded)
 
 
 PROCESS = """

@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,30 @@ def test_a_signal_while_saving_lets_the_checkpoint_become_whole(
     send_at(monkeypatch, "hybridflow.checkpoint.store:CheckpointStore._publish", step=4)
     main_ppo.run(config)  # it was the last step: all is done
     assert digests(tmp_path / "run") == digests(undisturbed[1])
+
+
+def test_a_run_whose_last_validation_is_left_out_is_not_done(
+    undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, whole = undisturbed
+    config = ppo_config(model, tmp_path / "run", *PPO)
+    with monkeypatch.context() as patch:
+        send_at(patch, *MOMENTS["validation"], step=4)
+        with pytest.raises(Stopped, match="step 4/4"):
+            main_ppo.run(config)
+    validated = {name for name in metrics_of(whole)[4] if name.startswith("val")}
+    assert validated and not validated & set(metrics_of(tmp_path / "run")[4])
+    main_ppo.run(config)
+    assert metrics_of(tmp_path / "run") == metrics_of(whole)
+
+
+def test_a_supervised_run_whose_last_validation_is_left_out_is_not_done(
+    undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = sft_config(undisturbed[0], tmp_path / "run", "trainer.test_freq=2")
+    send_at(monkeypatch, *SFT_MOMENTS["validation"], step=2)
+    with pytest.raises(Stopped, match="step 2/2"):
+        main_sft.run(replace(config, trainer=replace(config.trainer, total_training_steps=2)))
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -367,6 +367,17 @@ def test_reward_components_by_their_keys() -> None:
     )
 
 
+@pytest.mark.parametrize("value", [1e39, -1e39, 10**60, float("inf")])
+def test_reward_components_beyond_float32_are_refused(value: float) -> None:
+    batch = rows("aabb", token_level_rewards=SCORES, token_level_scores=SCORES)
+    batch.non_tensor_batch["fmt"] = np.array([1.0, value, 1.0, 1.0], dtype=object)
+    config = AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys=["score", "fmt"])
+    with pytest.raises(
+        RewardError, match=r"fmt is .* for 1 rows, wanted a finite number that float32 can hold"
+    ):
+        advantages_of(batch, config)
+
+
 def test_correction_weights_and_rejects_what_the_policy_sampled_only() -> None:
     batch = rows(
         rollout_log_probs=torch.zeros(4, 3), is_demonstration=torch.tensor([False, True, False, False])

@@ -45,8 +45,7 @@ def gdpo(
     if len(weights) != num_keys:
         raise ConfigError(
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {num_keys} rewards: give one for "
-            "each of "
-            "algorithm.gdpo_reward_keys, or none for 1 each"
+            "each of algorithm.gdpo_reward_keys, or none for 1 each"
         )
     total = components.new_zeros(len(components))
     varies = torch.zeros_like(counts)

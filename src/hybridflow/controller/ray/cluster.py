@@ -286,8 +286,7 @@ class Cluster:
             if len(on) != 1 or on & used:
                 raise WorkerError(
                     f"other runs took devices while pool {pool.name!r} was placed, and two of its nodes "
-                    "became "
-                    "one: start the run again"
+                    "became one: start the run again"
                 )
             used |= on
             (node_id,) = on

@@ -76,9 +76,8 @@ def start(config: RayConfig, **offered: Any) -> tuple[str, str]:
             if attempt == START_ATTEMPTS:
                 raise ConfigError(
                     f"Ray did not start within 30 s, {START_ATTEMPTS} times: this machine is too busy (its "
-                    "load is "
-                    f"{load:.0f} on {num_cpus()} CPUs). Try again when it has less to do, or join a Ray that "
-                    "runs already (ray_kwargs.ray_init.address)"
+                    f"load is {load:.0f} on {num_cpus()} CPUs). Try again when it has less to do, or join a "
+                    "Ray that runs already (ray_kwargs.ray_init.address)"
                 ) from error
             logger.warning("Ray did not start within 30 s (the machine's load is %.0f): trying again", load)
     raise AssertionError("the loop returns or raises")

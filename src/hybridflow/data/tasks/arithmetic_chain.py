@@ -57,10 +57,9 @@ class ArithmeticChain:
             terms = self._draw(split, index, seen)
             if terms is None:
                 raise DataError(
-                    f"arithmetic_chain with hops={self.hops}, max_number={self.max_number} has about "
-                    f"{index} different {split} questions, {size} were asked for: lower data.task.val_size "
-                    "or "
-                    "raise hops"
+                    f"arithmetic_chain with hops={self.hops}, max_number={self.max_number} has about {index} "
+                    f"different {split} questions, {size} were asked for: lower data.task.val_size or raise "
+                    "hops"
                 )
             if split == "validation":
                 seen.add(question(terms))

@@ -20,9 +20,8 @@ _ODD_LOG_PROB = (
 )
 _BROKEN_INPUT = "Look at what it was computed from, first of all the scores of the reward function"
 _OVERFLOW = (
-    "The model's outputs and the columns of its rows are finite, so the loss or its gradient overflows. "
-    "Look for "
-    "a learning rate that is too high, and for a reward or an advantage of great size"
+    "The model's outputs and the columns of its rows are finite, so the loss or its gradient overflows. Look "
+    "for a learning rate that is too high, and for a reward or an advantage of great size"
 )
 
 
@@ -57,8 +56,7 @@ class NonfiniteGuard:
         self.in_a_row += 1
         text = (
             f"{self.name}: this optimizer step is skipped, because its loss or its gradient is not finite "
-            "(loss "
-            f"{loss}, gradient norm {grad_norm}; {self.in_a_row} in a row of at most {self.limit}). "
+            f"(loss {loss}, gradient norm {grad_norm}; {self.in_a_row} in a row of at most {self.limit}). "
             f"{_cause(batch, outputs or {})}. {self._keep(batch, num_steps)}"
         )
         if self.in_a_row >= self.limit:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from hybridflow.errors import RewardError, install_extra
 from hybridflow.rewards.functions.ground_truth import required
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\{")
+_BRACE = re.compile(r"[{}]")
 
 
 def compute_score(
@@ -47,19 +51,23 @@ def compute_score(
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}` of `text`; None if there is
     none.
+
+    One pass over the text: a policy that only repeats `\boxed{` must not run into the deadline.
     """
-    end = len(text)
-    while True:
-        start = max(text.rfind(mark, 0, end) for mark in ("\\boxed{", "\\fbox{"))
-        if start < 0:
-            return None
-        opening = text.index("{", start)
-        depth = 0
-        for position in range(opening, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[opening + 1 : position]
-        end = start  # this box was cut off: an earlier one may be whole
+    boxes = {mark.end() - 1 for mark in _BOX.finditer(text)}
+    open_braces: list[int] = []
+    last: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text):
+        place = brace.start()
+        if brace[0] == "{":
+            open_braces.append(place)
+        elif open_braces:
+            opening = open_braces.pop()
+            if opening in boxes and (last is None or opening > last[0]):
+                last = (opening, place)
+    if last is None:
+        return None
+    return text[last[0] + 1 : last[1]]
 
 
 @cache

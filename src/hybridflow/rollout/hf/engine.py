@@ -25,6 +25,7 @@ from hybridflow.errors import RolloutError
 from hybridflow.models.probe import difference, probe_tolerance
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
 from hybridflow.rollout.hf.batch import Batch, Ended, Row
+from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import check_ids, refused, request_problem
@@ -77,23 +78,13 @@ class HFEngine:
         """Set the version of the weights, which the engine shares with the trainer."""
         self._version = version
 
-    @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights into the model by their Hugging Face names.
 
-        Raises RolloutError for a name or shape that the model does not have.
+        Raises RolloutError for a name or shape that the model does not have, and for weights that are
+        missing, unless the sender says by `SomeWeights` that the others are in place.
         """
-        own = self.model.state_dict()
-        for name, weight in weights:
-            if name not in own or own[name].shape != weight.shape:
-                has = (
-                    f"its own is {tuple(own[name].shape)}" if name in own else "it has no weight of that name"
-                )
-                raise RolloutError(
-                    f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the "
-                    f"model: {has}"
-                )
-            own[name].copy_(weight)
+        load_weights(self.model, weights)
         self._version = version
 
     def sleep(self, level: int = 1) -> None:

@@ -28,9 +28,9 @@ from hybridflow.rollout.base import (
     GenerationOutput,
     GenerationRequest,
     RolloutStats,
-    SomeWeights,
     WeightSource,
 )
+from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.generation import BatchSettings, Generation, Weights
 from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
 from hybridflow.rollout.native.memory import KVMemory, SlotMemory, free_memory
@@ -130,7 +130,6 @@ class NativeEngine:
         self._version = version
         self._recheck_graphs()
 
-    @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights into the module, by Hugging Face name.
 
@@ -140,29 +139,7 @@ class NativeEngine:
         Only for weights that come from elsewhere: what the trainer does to the shared module is here already.
         """
         self._weights_state += 1
-        own = self.policy.hf.state_dict(keep_vars=True)
-        lacking = {id(parameter): name for name, parameter in reversed(list(own.items()))}
-        for name, weight in weights:
-            if name not in own or own[name].shape != weight.shape:
-                has = "it has no weight of that name"
-                if name in own:
-                    has = f"its own is {tuple(own[name].shape)}"
-                raise RolloutError(
-                    f"update_weights got {name!r} of shape {tuple(weight.shape)}, which does not fit the "
-                    f"model: {has}"
-                )
-            own[name].copy_(weight)
-            lacking.pop(id(own[name]), None)  # with one of two tied weights the other has come too
-        if lacking and not isinstance(weights, SomeWeights):
-            names = list(lacking.values())[::-1]
-            shown = ", ".join(names[:5])
-            if len(names) > 5:
-                shown += f" and {len(names) - 5} more"
-            raise RolloutError(
-                f"update_weights got {len(own) - len(names)} of {len(own)} weights; missing: {shown}. The "
-                "engine now holds old and new weights together: give it all of them, or wrap those that "
-                "changed in SomeWeights"
-            )
+        load_weights(self.policy.hf, weights)
         self._version = version
         self._recheck_graphs()
 

@@ -100,9 +100,8 @@ class OpenAIEngine:
         """Raises RolloutError: the endpoint's weights are its own."""
         raise RolloutError(
             f"the openai engine cannot update the weights of {self.base_url}: they are the endpoint's own. "
-            "To train, use "
-            "actor_rollout_ref.rollout.name=native, or another engine that docs/rollout/engines.md lists "
-            "with weight updates"
+            "To train, use actor_rollout_ref.rollout.name=native, or another engine that "
+            "docs/rollout/engines.md lists with weight updates"
         )
 
     def set_version(self, version: int) -> None:

@@ -176,7 +176,11 @@ class Listener:
 def connect(host: str, port: int, token: str, timeout: float) -> socket.socket:
     """Connect to a `Listener` and send its token."""
     connection = socket.create_connection((host, port), timeout=timeout)
-    connection.sendall(token.encode())
+    try:
+        connection.sendall(token.encode())
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

@@ -96,10 +96,13 @@ def push(
 
 
 def _judge(job: Future[list[Any]], version: int, broken: RolloutError | None) -> None:
-    said = (answer["error"] for answer in job.result() if "error" in answer)
-    reason = next(said, broken)
-    if reason is not None:
-        raise RolloutError(f"weights of version {version} did not reach the engine: {reason}") from broken
+    reasons = [answer["error"] for answer in job.result() if "error" in answer][:1]
+    if broken is not None:
+        reasons.append(f"on the trainer's side: {broken}" if reasons else str(broken))
+    if reasons:
+        raise RolloutError(
+            f"weights of version {version} did not reach the engine: {'; '.join(reasons)}"
+        ) from broken
 
 
 def _send(

@@ -14,7 +14,8 @@ import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -85,8 +86,11 @@ class SharedMemoryWriter:
         handle, path = tempfile.mkstemp(prefix="hybridflow_", dir=memory_folder())
         self._path = Path(path)
         try:
-            os.ftruncate(handle, size)
+            _reserve(handle, size)
             self._map = mmap.mmap(handle, size)
+        except BaseException:
+            self.close()
+            raise
         finally:
             os.close(handle)
         self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -102,6 +106,24 @@ class SharedMemoryWriter:
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Give a file its size and the memory for it; RolloutError where there is too little.
+
+    Without it, the process that writes into a file beyond the memory's end is killed by SIGBUS.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        os.ftruncate(handle, size)
+        return
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        raise RolloutError(
+            f"{memory_folder() or tempfile.gettempdir()} has no room for a bucket of {size:,} bytes of "
+            f"weights ({error.strerror}): make it larger (in a container: --shm-size), or set "
+            "actor_rollout_ref.rollout.server.transport to another one"
+        ) from error
 
 
 class SharedMemoryReader:
@@ -218,10 +240,12 @@ class GroupWriter:
         }
 
     def meet(self) -> None:
-        self._group = _group(self._store, 0, self._world, self.buffer.device.type, self._timeout)
+        with _failures_explained():
+            self._group = _group(self._store, 0, self._world, self.buffer.device.type, self._timeout)
 
     def publish(self, size: int) -> None:
-        _broadcast(self._group, self.buffer[:size])
+        with _failures_explained():
+            _broadcast(self._group, self.buffer[:size])
 
     def close(self) -> None:
         self._group = None
@@ -234,18 +258,22 @@ class GroupReader:
     def __init__(self, facts: dict[str, Any]) -> None:
         timeout = facts["timeout"]
         self._tunnel = TunnelEnd(facts["host"], facts["port"], facts["token"], timeout)
-        store = TCPStore(
-            self._tunnel.host,
-            self._tunnel.port,
-            facts["world"],
-            is_master=False,
-            timeout=timedelta(seconds=timeout),
-        )
         device = torch.device(facts["device"])
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self._buffer = torch.empty(facts["size"], dtype=torch.uint8, device=device)
-        self._group: Any = _group(store, facts["rank"], facts["world"], device.type, timeout)
+        try:
+            store = TCPStore(
+                self._tunnel.host,
+                self._tunnel.port,
+                facts["world"],
+                is_master=False,
+                timeout=timedelta(seconds=timeout),
+            )
+            self._buffer = torch.empty(facts["size"], dtype=torch.uint8, device=device)
+            self._group: Any = _group(store, facts["rank"], facts["world"], device.type, timeout)
+        except BaseException:
+            self._tunnel.close()
+            raise
 
     def fetch(self, size: int) -> Tensor:
         _broadcast(self._group, self._buffer[:size])
@@ -254,6 +282,15 @@ class GroupReader:
     def close(self) -> None:
         self._group = None
         self._tunnel.close()
+
+
+@contextmanager
+def _failures_explained() -> Iterator[None]:
+    """Turn what a process group raises, where its peers are gone or late, into a RolloutError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RolloutError(f"the process group of a push failed: {error}") from error
 
 
 def _group(store: Any, rank: int, world: int, device: str, timeout: float) -> Any:

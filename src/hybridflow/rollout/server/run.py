@@ -54,8 +54,7 @@ def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tup
     if given is None or len(given) < SHORTEST_TOKEN:
         raise ConfigError(
             f"--host {host} lets others on the network in, so it needs a token of at least {SHORTEST_TOKEN} "
-            "characters: "
-            "set HYBRIDFLOW_SERVE_TOKEN, or leave --host out to serve this machine only"
+            "characters: set HYBRIDFLOW_SERVE_TOKEN, or leave --host out to serve this machine only"
         )
     return given, False
 

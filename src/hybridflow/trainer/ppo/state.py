@@ -20,7 +20,7 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import CheckpointError
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where
+from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where, written_by_a_run
 from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.bridge import KLController
 
@@ -132,10 +132,11 @@ class RunState:
             if name not in loaded.engines:
                 raise CheckpointError(f"The checkpoint has no '{name}': it was saved by a run without one.")
             group.load(loaded.path / name, parts_to_load(name, loaded.engines[name], self.contents[name]))
-        self.loader.load_state_dict(state[DATA])
-        self.kl_controller.load_state_dict(state[TRAINER]["kl_controller"])
-        # older checkpoints have none
-        self.exact.load_state_dict(state[TRAINER].get("exact", {"ended": False}))
-        self.step = int(state[TRAINER]["step"])
+        with written_by_a_run():
+            self.loader.load_state_dict(state[DATA])
+            self.kl_controller.load_state_dict(state[TRAINER]["kl_controller"])
+            # older checkpoints have none
+            self.exact.load_state_dict(state[TRAINER].get("exact", {"ended": False}))
+            self.step = int(state[TRAINER]["step"])
         self.saved_step = self.step
         self.validation_due = bool(state[TRAINER].get("validation_due", False))

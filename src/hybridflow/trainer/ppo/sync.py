@@ -81,6 +81,8 @@ class SyncTrainer:
                 last_validation = validation or last_validation
                 if after_step is not None and after_step(step, logged):
                     break
+            if self.state.validation_due:  # a signal has left out the validation of the last step
+                self.signals.check()
             self.state.saves.commit(self.store)
         return last_validation
 

@@ -17,7 +17,7 @@ from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.sft import SFTRow
-from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where
+from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where, written_by_a_run
 from hybridflow.trainer.saving import RunSaves, SavedEngine
 from hybridflow.workers.sft import SFTGroup
 
@@ -86,9 +86,12 @@ class SFTState:
         if loaded is None:
             return 0
         check_belongs(loaded.state, kind="sft", seed=self.seed)
-        self.group.load(loaded.path / ACTOR, parts_to_load("model", loaded.engines[ACTOR], self.contents))
-        self.loader.load_state_dict(loaded.state[DATA])
-        self.step = int(loaded.state[TRAINER]["step"])
+        self.group.load(
+            loaded.path / ACTOR, parts_to_load("model", loaded.engines.get(ACTOR, ()), self.contents)
+        )
+        with written_by_a_run():
+            self.loader.load_state_dict(loaded.state[DATA])
+            self.step = int(loaded.state[TRAINER]["step"])
         self.saved_step = self.step
         self.validation_due = bool(loaded.state[TRAINER].get("validation_due", False))
         say_where(self.step, self.total_steps, loaded.path)

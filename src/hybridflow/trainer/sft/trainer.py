@@ -97,6 +97,8 @@ class SFTTrainer:
             done = step
             if after_step is not None and after_step(step):
                 break
+        if self.state.validation_due:  # a signal has left out the validation of the last step
+            self.signals.check()
         self.state.saves.commit(self.store)
         return done
 

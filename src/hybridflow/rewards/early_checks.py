@@ -101,6 +101,25 @@ def _check_truth(reward: RewardConfig, split: SplitFacts) -> None:
             f"{', '.join(split.columns)})"
         )
 
+    for file, sources in split.without_truth.items():
+        _check_truth_of_file(reward, file, sources)
+
+
+def _check_truth_of_file(reward: RewardConfig, file: str, sources: Sequence[str]) -> None:
+    """Raise RewardError if the first rows of a file have no ground truth and all of them need one."""
+    if reward.on_error != "raise":
+        return
+    names = set(names_of(reward))
+    needing = sorted(names & set(NEEDS_TRUTH))
+    if not needing and "auto" in names:
+        needing = sorted(_functions_of(sources) & set(NEEDS_TRUTH))
+    if needing:
+        raise RewardError(
+            f"{file}: none of its first rows has a ground truth (reward_model.ground_truth, or the column "
+            f"answer), and the reward {needing[0]} compares the response with it: add one, or choose a "
+            "reward that needs none"
+        )
+
 
 def _functions_of(sources: Sequence[str]) -> set[str]:
     """The built-in functions that `auto` takes for the sources that it knows."""

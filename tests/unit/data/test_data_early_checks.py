@@ -113,6 +113,29 @@ def test_sources_of_validation_files_and_late_rows(tmp_path: Path) -> None:
     check(ppo(train, RewardConfig(custom_reward_function=CustomRewardConfig(__file__)), val_files=late))
 
 
+NO_TRUTH = {"data_source": "gsm8k", "prompt": ROW["prompt"]}
+NULL_TRUTH = {**ROW, "reward_model": {"style": "rule", "ground_truth": None}}
+
+
+@pytest.mark.parametrize("row", [NO_TRUTH, NULL_TRUTH], ids=["no column", "null"])
+def test_one_file_of_several_without_ground_truth(tmp_path: Path, row: dict[str, Any]) -> None:
+    good = write(tmp_path / "good.jsonl", [ROW] * 3)
+    bad = write(tmp_path / "bad.jsonl", [row] * 3)
+    said = r"bad\.jsonl: none of its first rows has a ground truth .* the reward gsm8k"
+    for reward in (RewardConfig(), RewardConfig(function="gsm8k")):
+        with pytest.raises(RewardError, match=said):
+            check(ppo([good, bad], reward))
+    with pytest.raises(RewardError, match=r"bad\.jsonl"):
+        check(ppo(good, val_files=[good, bad]))
+    check(ppo([good, bad], RewardConfig(on_error="zero")))
+    check(ppo([good, bad], RewardConfig(function="random")))
+    check(ppo([good, bad], RewardConfig(custom_reward_function=CustomRewardConfig(__file__))))
+
+
+def test_a_single_row_without_ground_truth_passes(tmp_path: Path) -> None:
+    check(ppo(write(tmp_path / "a.jsonl", [NULL_TRUTH, ROW])))
+
+
 def test_empty_image_columns_and_some_bad_rows_pass(tmp_path: Path) -> None:
     rows = [{**ROW, "images": []}, {**ROW, "images": None}, {**ROW, "images": []}]
     for suffix in ("parquet", "jsonl"):

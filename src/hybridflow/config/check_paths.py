@@ -34,7 +34,8 @@ def data_problems(
     """Yield one line where files and task are both set or both missing, and for each local file that is
     missing.
 
-    A user's own dataset class may read files of any kind, and folders.
+    A user's own dataset class may read files of any kind, folders, and what is no file: "owner/name" may be a
+    data set of a hub.
     """
     if not train_files and not task.name:
         yield (
@@ -56,7 +57,8 @@ def data_problems(
             if not file or is_remote(file):
                 continue
             if own_class:
-                if not local(file).exists():
+                named_as_file = _written_as_path(file) or local(file).suffix.lower() in DATA_SUFFIXES
+                if named_as_file and not local(file).exists():
                     yield f"{key}: there is no {file}"
             elif not local(file).is_file():
                 yield f"{key}: there is no file {file}" + (

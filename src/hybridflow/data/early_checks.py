@@ -11,8 +11,8 @@ for it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,6 +57,8 @@ class SplitFacts:
     columns: list[str]
     sources: list[str]
     """The different data sources of the rows that were looked at."""
+    without_truth: dict[str, list[str]] = field(default_factory=dict)
+    """The files none of whose first rows has a ground truth, with the data sources of these rows."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,16 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
         source = ", ".join(look.rows.source for look in looks)
         columns = list(dict.fromkeys(name for look in looks for name in look.rows.columns))
         _check_columns(Rows([[dict.fromkeys(columns)]], source), data)
+        without_truth = {}
         for look in looks:
             look.rows.refuse_media()
             _check_first_rows(look.rows, data)
+            if isinstance(data, DataConfig) and not _has_truth(look.rows, data):
+                without_truth[look.rows.source] = _sources(look.rows[:FIRST_ROWS], data)
         if key == "data.train_files":
             _check_number(source, looks, config)
         sources = list(dict.fromkeys(name for look in looks for name in look.sources))
-        found.append(SplitFacts(key, source, columns, sources))
+        found.append(SplitFacts(key, source, columns, sources, without_truth))
     return found
 
 
@@ -146,7 +151,7 @@ def _lines(address: str, path: Path) -> Iterator[Row]:
                 yield parse_line(address, number, line)
 
 
-def _sources(rows: Rows, data: DataConfig | SFTDataConfig) -> list[str]:
+def _sources(rows: Iterable[Row], data: DataConfig | SFTDataConfig) -> list[str]:
     """The different data sources of the rows, as `complete_row` names them."""
     if isinstance(data, SFTDataConfig):
         return []
@@ -181,6 +186,18 @@ def _check_first_rows(rows: Rows, data: DataConfig | SFTDataConfig) -> None:
         raise DataError(
             f"{rows.source}: none of the first {len(reasons)} rows can be used; row 0: {reasons[0]}"
         )
+
+
+def _has_truth(rows: Rows, data: DataConfig) -> bool:
+    """Whether one of the first rows has a ground truth."""
+    for index, row in enumerate(rows[:FIRST_ROWS]):
+        try:
+            complete = complete_row(row, index, data)
+        except (KeyError, TypeError, ValueError):  # the dataset leaves it out
+            continue
+        if complete["reward_model"].get("ground_truth") is not None:
+            return True
+    return False
 
 
 def _check_conversation(row: Row, columns: list[str], data: SFTDataConfig) -> None:

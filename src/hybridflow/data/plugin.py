@@ -88,11 +88,10 @@ def load_module(location: str, *, key: str = "") -> ModuleType:
 
     Raises ConfigError if it does not exist or raises while it is imported.
     """
+    check_location(location, key=key)
     where = _prefix(key)
     if location.endswith(".py"):
         return _load_file(Path(location).expanduser(), where)
-    if "/" in location or "\\" in location:
-        raise ConfigError(f"{where}{location} is not a Python file (its name must end in .py); {WANTED}")
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
@@ -105,9 +104,21 @@ def load_module(location: str, *, key: str = "") -> ModuleType:
         raise ConfigError(f"{where}importing {location} failed: {_last_line(error)}") from error
 
 
+def check_location(location: str, *, key: str = "") -> None:
+    """Raise ConfigError if a Python file does not exist, or a path is none of a Python file.
+
+    Nothing is imported, so a module's dotted name is not looked for.
+    """
+    where = _prefix(key)
+    if location.endswith(".py"):
+        path = Path(location).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{where}no file {path} (looked in {Path.cwd()})")
+    elif "/" in location or "\\" in location:
+        raise ConfigError(f"{where}{location} is not a Python file (its name must end in .py); {WANTED}")
+
+
 def _load_file(path: Path, where: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{where}no file {path} (looked in {Path.cwd()})")
     path = path.resolve()
     content = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
     name = f"hybridflow_plugin_{path.stem}_{content}"

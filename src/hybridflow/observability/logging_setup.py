@@ -32,6 +32,9 @@ _NOISY = (
 FILE_WIDTH = 120
 """Columns of output that is no terminal; at rich's own 80 the names of metrics would break in the middle."""
 
+WIDE_ENOUGH_FOR_COLUMNS = 50
+"""Columns of a terminal from which a log line has room for its time and level."""
+
 console = Console()
 """The console of a run; log lines, step lines and the status line share it, so that none overwrites another.
 """
@@ -75,8 +78,15 @@ def quieten_third_parties() -> None:
 
 
 def _rich_handler() -> logging.Handler:
+    columns_fit = console.width >= WIDE_ENOUGH_FOR_COLUMNS
     return RichHandler(
-        console=console, show_path=False, rich_tracebacks=False, markup=False, log_time_format="%H:%M:%S"
+        console=console,
+        show_path=False,
+        show_time=columns_fit,
+        show_level=columns_fit,
+        rich_tracebacks=False,
+        markup=False,
+        log_time_format="%H:%M:%S",
     )
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.rewards.load import DEFAULT_NAMES, is_async, load_builtin, load_user_function
+from hybridflow.rewards.load import DEFAULT_NAMES, is_async, is_path, load_builtin, load_user_function
 from hybridflow.rewards.result import normalize_result
-from hybridflow.rewards.table import REWARD_FUNCTIONS, RewardFunction
+from hybridflow.rewards.table import RewardFunction
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int) -> list[Term]:
             raise ConfigError(f"{key}: got weight={weight!r}, wanted a number")
         name = term["name"]
         column = name
-        if name not in REWARD_FUNCTIONS and (":" in name or name.endswith(".py")):
+        if is_path(name):
             function = load_user_function(name, DEFAULT_NAMES[0], options, key=key)
             column = _function_name(name)
         else:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridflow.config.check_reward import CUSTOM
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.early_checks import SplitFacts
+from hybridflow.data.plugin import check_location
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.table import DATA_SOURCES, NEEDS_TRUTH, RETURNED, name_for_source
+from hybridflow.rewards.load import is_path, split_path
+from hybridflow.rewards.table import DATA_SOURCES, NEEDS_TRUTH, RETURNED, check_options, find, name_for_source
 
 SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 """Names of `algorithm.filter_groups.metric` for the score itself."""
@@ -24,9 +27,11 @@ SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 def check_reward(config: PPOConfig, splits: Sequence[SplitFacts]) -> None:
     """Raise RewardError or ConfigError for what would stop the run when the first responses are scored.
 
-    That is a data source that `auto` knows no reward for, rows without the ground truth that a built-in
-    reward compares with, and keys of `algorithm` that no built-in reward returns.
+    That is a function that does not exist, a data source that `auto` knows no reward for, rows without the
+    ground truth that a built-in reward compares with, and keys of `algorithm` that no built-in reward
+    returns.
     """
+    _check_functions(config.reward)
     for split in splits:
         _check_sources(config.reward, split)
         _check_truth(config.reward, split)
@@ -39,6 +44,28 @@ def names_of(reward: RewardConfig) -> list[str]:
     if reward.terms:
         return [str(term.get("name")) for term in reward.terms if isinstance(term, dict)]
     return [reward.custom_reward_function.path or reward.function]
+
+
+def _check_functions(reward: RewardConfig) -> None:
+    """Raise ConfigError for a built-in function or a file that does not exist; a user's file is not run."""
+    custom = reward.custom_reward_function
+    if reward.terms:
+        for position, term in enumerate(reward.terms):
+            if isinstance(term, dict) and isinstance(term.get("name"), str):
+                _check_function(term["name"], f"reward.terms[{position}]")
+    elif custom.path:
+        check_location(split_path(custom.path)[0], key=CUSTOM)
+    else:
+        _check_function(reward.function, "reward.function")
+        if not is_path(reward.function):
+            check_options(reward.function, dict(custom.reward_kwargs), key="reward.function")
+
+
+def _check_function(name: str, key: str) -> None:
+    if is_path(name):
+        check_location(split_path(name)[0], key=key)
+    else:
+        find(name, key=key)
 
 
 def _check_sources(reward: RewardConfig, split: SplitFacts) -> None:
@@ -69,6 +96,25 @@ def _check_truth(reward: RewardConfig, split: SplitFacts) -> None:
             f"{split.source} has neither a column reward_model with a ground_truth in it nor a column "
             f"answer, and the reward {needing[0]} compares the response with the ground truth: add one, or "
             f"choose a reward that needs none (its columns: {', '.join(split.columns)})"
+        )
+
+    for file, sources in split.without_truth.items():
+        _check_truth_of_file(reward, file, sources)
+
+
+def _check_truth_of_file(reward: RewardConfig, file: str, sources: Sequence[str]) -> None:
+    """Raise RewardError if the first rows of a file have no ground truth and all of them need one."""
+    if reward.on_error != "raise":
+        return
+    names = set(names_of(reward))
+    needing = sorted(names & set(NEEDS_TRUTH))
+    if not needing and "auto" in names:
+        needing = sorted(_functions_of(sources) & set(NEEDS_TRUTH))
+    if needing:
+        raise RewardError(
+            f"{file}: none of its first rows has a ground truth (reward_model.ground_truth, or the column "
+            f"answer), and the reward {needing[0]} compares the response with it: add one, or choose a "
+            "reward that needs none"
         )
 
 

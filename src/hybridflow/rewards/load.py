@@ -40,8 +40,8 @@ def load_user_function(path: str, name: str, options: dict[str, Any], *, key: st
     Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is
     imported.
     """
-    location, colon, last = path.rpartition(":")
-    if colon and location and "/" not in last and "\\" not in last:
+    last = split_path(path)[1]
+    if last:
         if name not in (DEFAULT_NAMES[0], last):
             raise ConfigError(f"{key}: path says {last!r} and name says {name!r}; give the name once")
         function = load_object(path, key=key)
@@ -55,6 +55,19 @@ def load_user_function(path: str, name: str, options: dict[str, Any], *, key: st
         raise ConfigError(f"{key}: {path} names a {type(function).__name__}, wanted a function")
     _check_signature(function, path, options, key)
     return _bound(function, options)
+
+
+def is_path(name: str) -> bool:
+    """Whether `name` names a user's function, and not a built-in one."""
+    return name.endswith(".py") or (":" in name and name not in table.REWARD_FUNCTIONS)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """The file or module and the function's name, which is empty where the path does not carry one."""
+    location, _, last = path.rpartition(":")
+    if location and "/" not in last and "\\" not in last:
+        return location, last
+    return path, ""
 
 
 def _bound(function: RewardFunction, options: dict[str, Any]) -> RewardFunction:

@@ -8,7 +8,7 @@ from hybridflow.config.check_reward import CUSTOM, reward_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.compose import compose, load_terms
-from hybridflow.rewards.load import DEFAULT_NAMES, load_builtin, load_user_function
+from hybridflow.rewards.load import DEFAULT_NAMES, is_path, load_builtin, load_user_function
 from hybridflow.rewards.table import RewardFunction
 
 
@@ -32,7 +32,7 @@ def resolve(config: RewardConfig, seed: int) -> RewardFunction:
         return compose(load_terms(config.terms, seed))
     if custom.path:
         return load_user_function(custom.path, custom.name, dict(custom.reward_kwargs), key=CUSTOM)
-    if ":" in config.function:
+    if is_path(config.function):
         return load_user_function(
             config.function, DEFAULT_NAMES[0], dict(custom.reward_kwargs), key="reward.function"
         )

@@ -6,7 +6,8 @@
                             it
     Stopped ──trainer──► the last whole step is saved ──command──► one sentence and the exit status
 
-A second signal ends the run at once, whatever it is doing.
+A second signal ends the run at once, whatever it is doing. One that comes right after the first is taken for
+the same wish: `timeout` sends each signal twice, and a terminal's Ctrl-C may come with a SIGTERM of a parent.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,12 +32,16 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+SAME_WISH_SECONDS = 1.0
+"""Seconds after the first signal in which others change nothing."""
+
 
 class StopSignals:
     """Catches SIGINT and SIGTERM inside its context; outside of one it never asks for anything."""
 
     def __init__(self) -> None:
         self._number: int | None = None
+        self._came = 0.0  # when the first signal did, by the monotonic clock
         self._unsaved: Callable[[], bool] = _nothing_unsaved
         self._may_leave = True
         self._before: dict[int, Any] = {}
@@ -99,10 +105,13 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._number is not None:
+            if time.monotonic() - self._came < SAME_WISH_SECONDS:
+                return
             for each, handler in self._before.items():
                 signal.signal(each, handler)
             raise Stopped(number, progress.place(), at_once=True)
         self._number = number
+        self._came = time.monotonic()
         if self._may_leave and (progress.can_break_off or not self._unsaved()):
             raise Stopped(number, progress.place())
         name = signal.Signals(number).name

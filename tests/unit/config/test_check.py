@@ -304,9 +304,11 @@ def test_a_users_own_data_class_reads_what_it_likes(tmp_path: Path, base: list[s
         f"data.train_files=[{tmp_path}/rows.csv,{tmp_path}/model]",
     ]
     prepare_config(PPOConfig, [*base, *own])
-    assert "data.train_files: there is no /no/such.csv" in problem(
-        base, *own, "data.train_files=/no/such.csv"
-    )
+    prepare_config(PPOConfig, [*base, *own, "data.train_files=openai/gsm8k"])
+    for missing in ("/no/such.csv", "such.parquet"):
+        assert f"data.train_files: there is no {missing}" in problem(
+            base, *own, f"data.train_files={missing}"
+        )
 
 
 def test_all_problems_at_once(base: list[str]) -> None:

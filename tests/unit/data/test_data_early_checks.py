@@ -110,7 +110,30 @@ def test_sources_of_validation_files_and_late_rows(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"b\.parquet: .*'mine'"):
         check(ppo(train, val_files=late))
     check(ppo(train, RewardConfig(on_error="zero"), val_files=late))  # 5000 of 5001 rows score
-    check(ppo(train, RewardConfig(custom_reward_function=CustomRewardConfig("mine.py")), val_files=late))
+    check(ppo(train, RewardConfig(custom_reward_function=CustomRewardConfig(__file__)), val_files=late))
+
+
+NO_TRUTH = {"data_source": "gsm8k", "prompt": ROW["prompt"]}
+NULL_TRUTH = {**ROW, "reward_model": {"style": "rule", "ground_truth": None}}
+
+
+@pytest.mark.parametrize("row", [NO_TRUTH, NULL_TRUTH], ids=["no column", "null"])
+def test_one_file_of_several_without_ground_truth(tmp_path: Path, row: dict[str, Any]) -> None:
+    good = write(tmp_path / "good.jsonl", [ROW] * 3)
+    bad = write(tmp_path / "bad.jsonl", [row] * 3)
+    said = r"bad\.jsonl: none of its first rows has a ground truth .* the reward gsm8k"
+    for reward in (RewardConfig(), RewardConfig(function="gsm8k")):
+        with pytest.raises(RewardError, match=said):
+            check(ppo([good, bad], reward))
+    with pytest.raises(RewardError, match=r"bad\.jsonl"):
+        check(ppo(good, val_files=[good, bad]))
+    check(ppo([good, bad], RewardConfig(on_error="zero")))
+    check(ppo([good, bad], RewardConfig(function="random")))
+    check(ppo([good, bad], RewardConfig(custom_reward_function=CustomRewardConfig(__file__))))
+
+
+def test_a_single_row_without_ground_truth_passes(tmp_path: Path) -> None:
+    check(ppo(write(tmp_path / "a.jsonl", [NULL_TRUTH, ROW])))
 
 
 def test_empty_image_columns_and_some_bad_rows_pass(tmp_path: Path) -> None:
@@ -177,8 +200,8 @@ def test_keys_that_no_built_in_reward_returns(
             ["right", "random"],
             "acc",
         ),
-        (RewardConfig(custom_reward_function=CustomRewardConfig("mine.py")), ["anything"], "anything"),
-        (RewardConfig(terms=[{"name": "gsm8k"}, {"name": "my.py:polite"}]), ["polite"], "polite"),
+        (RewardConfig(custom_reward_function=CustomRewardConfig(__file__)), ["anything"], "anything"),
+        (RewardConfig(terms=[{"name": "gsm8k"}, {"name": f"{__file__}:polite"}]), ["polite"], "polite"),
     ],
 )
 def test_keys_that_a_reward_returns_pass(
@@ -187,6 +210,47 @@ def test_keys_that_a_reward_returns_pass(
     filters = FilterGroupsConfig(enable=True, metric=metric)
     algorithm = AlgorithmConfig(gdpo_reward_keys=keys, filter_groups=filters)
     check(ppo(write(tmp_path / "a.jsonl", [ROW] * 3), reward, algorithm=algorithm))
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (RewardConfig(function="gsm9k"), "reward.function: got 'gsm9k', wanted auto, "),
+        (RewardConfig(function="absent.py:score"), r"reward.function: no file absent.py \(looked in "),
+        (RewardConfig(function="rewards/mine:score"), "reward.function: rewards/mine is not a Python file"),
+        (
+            RewardConfig(custom_reward_function=CustomRewardConfig(path="absent.py")),
+            "reward.custom_reward_function: no file absent.py",
+        ),
+        (
+            RewardConfig(
+                function="exact_match", custom_reward_function=CustomRewardConfig(reward_kwargs={"a": 1})
+            ),
+            "reward.function: exact_match has no option a",
+        ),
+        (RewardConfig(terms=[{"name": "gsm8k"}, {"name": "gsm9k"}]), r"reward.terms\[1\]: got 'gsm9k'"),
+        (RewardConfig(terms=[{"name": "absent.py"}]), r"reward.terms\[0\]: no file absent.py"),
+    ],
+)
+def test_a_reward_that_does_not_exist(tmp_path: Path, reward: RewardConfig, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(ppo(write(tmp_path / "a.jsonl", [ROW] * 4), reward))
+
+
+def test_a_reward_in_a_file_is_not_run_by_the_early_check(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit(3)\n")
+    data = write(tmp_path / "a.jsonl", [ROW] * 4)
+    for path in (str(file), f"{file}:score"):
+        check(ppo(data, RewardConfig(function=path)))
+        check(ppo(data, RewardConfig(custom_reward_function=CustomRewardConfig(path=path))))
+        check(ppo(data, RewardConfig(terms=[{"name": path}])))
+
+
+def test_the_name_of_a_function_may_be_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(**row):\n    return 0.5\n")
+    assert resolve(RewardConfig(function=str(file)), 0)() == 0.5
 
 
 @pytest.mark.parametrize("name", [name for name in RETURNED if name != "reasoning_gym"])

@@ -8,6 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
+from hybridflow.observability import logging_setup
 from hybridflow.observability import progress as module
 from hybridflow.observability.progress import Progress
 from hybridflow.observability.timing import Timer
@@ -107,3 +108,14 @@ def test_a_terminal_has_a_line_that_moves() -> None:
             progress._display._live.refresh()  # type: ignore[attr-defined]
     assert re.search(r"step 3/8 · generating 12/32 · \d", console.file.getvalue())  # type: ignore[attr-defined]
     assert progress._display is None
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(20, 2), (100, 1)])
+def test_a_log_line_keeps_its_room_on_a_narrow_terminal(
+    columns: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(logging_setup, "console", Console(file=out, force_terminal=True, width=columns))
+    handler = logging_setup._rich_handler()
+    handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "twenty-five letters in all", (), None))
+    assert len(out.getvalue().splitlines()) == lines

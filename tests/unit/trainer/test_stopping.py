@@ -17,7 +17,7 @@ from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.errors import Stopped
 from hybridflow.observability.progress import progress
 from hybridflow.observability.trackers.jsonl import read_metrics
-from hybridflow.trainer import main_ppo, main_sft
+from hybridflow.trainer import main_ppo, main_sft, stopping
 from hybridflow.trainer.command import ends_in_status
 from hybridflow.trainer.stopping import newest_checkpoint
 
@@ -71,8 +71,11 @@ def send_at(
         nonlocal calls
         calls += progress.step == step
         if calls == nth and progress.step == step:
-            for _ in range(times):
+            try:
                 os.kill(os.getpid(), number)
+            finally:  # also where the first one is raised here
+                for _ in range(times - 1):
+                    os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(holder, name, wrapped)
@@ -156,6 +159,7 @@ def test_a_supervised_run_whose_last_validation_is_left_out_is_not_done(
 def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
     async_save: bool, undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", 0.0)
     saving = f"actor_rollout_ref.actor.checkpoint.async_save={str(async_save).lower()}"
     config = ppo_config(undisturbed[0], tmp_path / "run", *PPO, saving)
     send_at(monkeypatch, "hybridflow.checkpoint.store:save_tree", step=4, times=2)
@@ -165,6 +169,20 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
     said = "interrupted in step 4/4; there is no checkpoint yet; the same command starts anew"
     assert caught.value.message == said
     assert not list((tmp_path / "run").glob(".tmp_*"))
+
+
+@pytest.mark.parametrize("moment", ["generation", "update"])
+def test_a_signal_that_is_sent_twice_counts_once(
+    moment: str, undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "SAME_WISH_SECONDS", 600.0)
+    config = ppo_config(undisturbed[0], tmp_path / "run", *PPO)
+    send_at(monkeypatch, *MOMENTS[moment], times=2)
+    with pytest.raises(Stopped) as caught:
+        main_ppo.run(config)
+    saved = 1 if moment == "generation" else 2
+    assert not caught.value.at_once
+    assert f"newest checkpoint global_step_{saved}; the same command goes on" in caught.value.message
 
 
 def test_before_the_first_step_there_is_nothing_to_wait_for(

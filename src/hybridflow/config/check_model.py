@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.check_paths import is_remote, local
+from hybridflow.config.check_paths import is_remote, is_written_as_path, local
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.needs import needs_teacher
 from hybridflow.config.root import PPOConfig, SFTConfig
@@ -85,7 +85,7 @@ def is_missing_folder(path: str) -> bool:
     """Return whether a path is written as a local one and is not there; any other may be a hub name."""
     if is_remote(path) or local(path).exists():
         return False
-    return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
+    return is_written_as_path(path)
 
 
 def _folder(model: ModelConfig, key: str, runs: bool) -> Iterator[str]:

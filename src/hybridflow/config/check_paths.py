@@ -28,6 +28,11 @@ def local(path: str) -> Path:
     return Path(path).expanduser()
 
 
+def is_written_as_path(path: str) -> bool:
+    """Return whether a path can only be a local one, by the way it is written, and no name on a hub."""
+    return path.startswith(("/", "./", "../", "~", "$")) or path.count("/") > 1 or path.endswith("/")
+
+
 def data_problems(
     train_files: str | list[str], val_files: str | list[str], task: TaskConfig, *, own_class: bool = False
 ) -> Iterator[str]:
@@ -57,7 +62,7 @@ def data_problems(
             if not file or is_remote(file):
                 continue
             if own_class:
-                named_as_file = _written_as_path(file) or local(file).suffix.lower() in DATA_SUFFIXES
+                named_as_file = is_written_as_path(file) or local(file).suffix.lower() in DATA_SUFFIXES
                 if named_as_file and not local(file).exists():
                     yield f"{key}: there is no {file}"
             elif not local(file).is_file():

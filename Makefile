@@ -14,9 +14,9 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv, once: torch, then hybridflow and about 100 packages."
 	@echo "This takes three to ten minutes and 2 GB of disk with a CPU build of torch; a CUDA build takes several GB more."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[1/2] torch (the largest download)"
+	@echo "[1/2] torch, the largest download. After it, unpacking takes a minute or two and prints nothing."
 	$(PIP) torch==2.13.0
-	@echo "[2/2] hybridflow and the packages that its tests need"
+	@echo "[2/2] hybridflow and the packages that its tests need. Unpacking takes a few minutes and prints nothing."
 	$(PIP) --constraint constraints.txt --editable ".[dev]"
 	@touch $(READY)
 	@echo "Ready. Activate it with: . $(BIN)/activate"

@@ -148,14 +148,17 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def reward_test(options: argparse.Namespace) -> int:
-    """Score the first rows of the training data."""
-    from hybridflow.cli.reward_view import show_reward_test
+    """Score the first rows of the training data; only answers of the model need a model."""
+    from hybridflow.cli.reward_view import GENERATE, show_reward_test
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
-    prepared = prepare_config(PPOConfig, options.overrides, recipe=options.recipe, runs=False)
+    generates = options.response == GENERATE
+    prepared = prepare_config(
+        PPOConfig, options.overrides, recipe=options.recipe, runs=False, needs_model=generates
+    )
     _show_notes(prepared.notes)
     return show_reward_test(prepared.config, rows=options.rows, response=options.response)
 

@@ -41,18 +41,27 @@ ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
 
 
-def check(config: PPOConfig | SFTConfig, given: Set[str] = frozenset(), *, runs: bool = True) -> list[str]:
+def check(
+    config: PPOConfig | SFTConfig,
+    given: Set[str] = frozenset(),
+    *,
+    runs: bool = True,
+    needs_model: bool = True,
+) -> list[str]:
     """Cross-check a resolved configuration and return notes on what may surprise.
 
     `given` are the paths that the user set. `runs=False` looks at no weights and no tokenizer, for commands
-    that only show what a run would be. Raises ConfigError that lists every problem.
+    that only show what a run would be; `needs_model=False` at no model at all. Raises
+    ConfigError that lists every problem.
     """
     if isinstance(config, PPOConfig):
-        problems = [*_ppo_problems(config), *model_problems(config, runs=runs)]
+        problems = list(_ppo_problems(config))
         notes = [*ppo_notes(config, given), *rollout_notes(config, given), *cluster_notes(config, given)]
     else:
-        problems = [*_sft_problems(config), *model_problems(config, runs=runs)]
+        problems = list(_sft_problems(config))
         notes = list(cluster_notes(config, given))
+    if needs_model:
+        problems += model_problems(config, runs=runs)
     raise_all(problems)
     return notes
 

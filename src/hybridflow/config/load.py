@@ -94,16 +94,22 @@ def load_config(root: type[C], overrides: Sequence[str] = (), recipe: str | Path
 
 
 def prepare_config(
-    root: type[C], overrides: Sequence[str] = (), recipe: str | Path | None = None, *, runs: bool = True
+    root: type[C],
+    overrides: Sequence[str] = (),
+    recipe: str | Path | None = None,
+    *,
+    runs: bool = True,
+    needs_model: bool = True,
 ) -> Loaded[C]:
     """Return the configuration that a command runs with: loaded, with derived values filled in, and checked.
 
     `runs=False` is for commands that show a run: a model's folder then needs neither weights nor a tokenizer.
-    Raises ConfigError that lists every problem.
+    `needs_model=False` is for commands that use no model: none has to be set. Raises ConfigError that
+    lists every problem.
     """
     loaded: Loaded[C] = load_config(root, overrides, recipe)
     resolved: tuple[C, list[str]] = resolve(loaded.config, loaded.given)
-    surprises = check(resolved[0], loaded.given, runs=runs)
+    surprises = check(resolved[0], loaded.given, runs=runs, needs_model=needs_model)
     return Loaded(resolved[0], [*loaded.notes, *resolved[1], *surprises], loaded.given)
 
 

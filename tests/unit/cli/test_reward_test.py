@@ -114,6 +114,13 @@ def test_rows_that_cannot_be_used_are_passed_over_or_named(
     assert "row 0 has no column 'question'; the columns: data_source, prompt" in capsys.readouterr().err
 
 
+def test_only_answers_of_the_model_need_a_model(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    without = [word for word in words if not word.startswith("actor_rollout_ref.model.path")]
+    assert main(without) == 0 and "5 of 5 rows scored" in capsys.readouterr().out
+    assert main([*without, "--response", "generate"]) == 1
+    assert "actor_rollout_ref.model.path is not set" in capsys.readouterr().err
+
+
 def test_without_generation_it_needs_no_torch(words: list[str]) -> None:
     code = (
         "import sys; from hybridflow.cli.main import main; status = main(sys.argv[1:]); "

@@ -24,7 +24,7 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.dry_run import dry_run
 from hybridflow.rewards.pool import RewardPool
 
-TIMEOUT = 2.5
+TIMEOUT = 10.0
 
 BAD = """
 import asyncio, ctypes, os, re, subprocess, sys, time, json
@@ -35,7 +35,7 @@ BAD = {
     "none": lambda info: None,
     "no_score": lambda info: {"acc": 1.0},
     "sys_exit": lambda info: sys.exit(3),
-    "stdin": lambda info: input(),
+    "stdin": lambda info: sys.stdin.read().strip() or 1 / 0,
     "prints": lambda info: print("x" * 1_000_000) or 1.0,
     "hangs": lambda info: time.sleep(3600),
     "hangs_in_c": lambda info: re.match("(a+)+$", "a" * 60 + "b"),
@@ -84,9 +84,9 @@ HARMLESS = {
     "prints": ("", ""),
 }
 DEADLY = {
-    "stdin": ("EOFError", "EOF"),
-    "hangs": ("timeout", f"reward.timeout={TIMEOUT}"),
-    "hangs_in_c": ("timeout", f"reward.timeout={TIMEOUT}"),
+    "stdin": ("ZeroDivisionError", ""),
+    "hangs": ("timeout", f"reward.timeout={TIMEOUT:g} "),
+    "hangs_in_c": ("timeout", f"reward.timeout={TIMEOUT:g} "),
     "kills": ("died", "exit code 3"),
     "segfault": ("died", "SIGSEGV"),
 }

@@ -157,7 +157,7 @@ def test_devices_that_a_cluster_does_not_have_are_missed_before_it_is_joined(clu
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_a_pool_spans_nodes_and_one_of_them_dies(nodes: RayNodes) -> None:
     driver = start("spread", nodes.address)
     assert driver.stdin is not None
@@ -185,7 +185,7 @@ def test_a_pool_spans_nodes_and_one_of_them_dies(nodes: RayNodes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_a_cluster_of_another_version_and_one_that_was_only_left(nodes: RayNodes) -> None:
     """The driver of the test before has left; the cluster still answers."""
     driver = start("version", nodes.address)

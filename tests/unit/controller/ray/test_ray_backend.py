@@ -30,7 +30,7 @@ from hybridflow.errors import WorkerError, WorkerLost
 from hybridflow.protocol import DataProto
 
 # processes start slowly on a busy machine: once for all
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture

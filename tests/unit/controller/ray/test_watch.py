@@ -23,7 +23,7 @@ from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback
 
 # Ray starts slowly on a busy machine: once for all
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 
 WAIT = 120.0

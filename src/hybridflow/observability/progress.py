@@ -15,6 +15,7 @@ import pdb
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ class Progress:
         return self._clock()
 
 
-class _Display:
+class _Display(ABC):
     """How progress is shown on one kind of console."""
 
     last_output = 0.0
@@ -226,11 +227,13 @@ class _Display:
         self.progress = progress
         self.last_output = progress.now
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Begin to show the progress."""
 
+    @abstractmethod
     def stop(self) -> None:
-        raise NotImplementedError
+        """Show nothing any longer."""
 
 
 class _StatusLine(_Display):

@@ -62,6 +62,8 @@ class _Task(Generic[T]):
             self.answer.set_result(job)
 
     def _fail(self, error: BaseException) -> None:
+        if isinstance(error, StopIteration):  # a future refuses it, and the request would wait for ever
+            error = RuntimeError(f"the chat template or the tokenizer raised {error!r}")
         if not self.answer.done():
             self.answer.set_exception(error)
 

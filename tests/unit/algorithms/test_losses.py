@@ -12,6 +12,7 @@ import torch
 from hybridflow.algorithms import preference
 from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss, vanilla
+from hybridflow.algorithms.policy_losses.dpo import in_a_pair
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.process_reward import process_reward_loss
 from hybridflow.algorithms.value_loss import value_loss
@@ -124,6 +125,17 @@ def test_value_loss_by_hand(
         clipped,
         value,
     ]
+
+
+def test_rows_in_a_pair_by_hand() -> None:
+    advantages = torch.tensor([[1.0, 1.0], [-1.0, 0.0], [2.0, 2.0], [3.0, 3.0], [-1.0, -1.0], [0.0, 0.0]])
+    groups = torch.tensor([7, 7, 3, 3, 5, 7])
+    every_token = torch.ones_like(advantages, dtype=torch.bool)
+    # group 7 has both signs and a row of mean 0; groups 3 and 5 have one sign each
+    assert in_a_pair(advantages, every_token, groups).tolist() == [True, True, False, False, False, False]
+    without_the_partner = every_token.clone()
+    without_the_partner[1] = False
+    assert not in_a_pair(advantages, without_the_partner, groups).any()
 
 
 def test_every_docstring_opens_with_its_equation_and_says_what_was_left_out() -> None:

@@ -63,6 +63,22 @@ def test_normalised_weights_by_hand() -> None:
     assert weights("token", "90_100", batch_normalize=True) == [[0.0, 0.0], [0.0], []]
 
 
+def test_the_mean_of_normalised_weights_is_over_the_rows_it_is_told() -> None:
+    # the second row is trained on but not counted, as a row that was sampled by another policy
+    counted = torch.tensor([[True], [False], [True]]).expand(MASK.shape)
+    by_token, by_row = (
+        rollout_weights(
+            OLD, ROLLOUT, MASK, level=level, threshold=8.0, batch_normalize=True, normalize_over=counted
+        )
+        for level in ("token", "sequence")
+    )
+    # token: the mean of 4 and ½ is 9/4; sequence: the first row's weight is 4 · ½ = 2
+    torch.testing.assert_close(by_token[0], torch.tensor([4.0, 0.5, 0.0]) / 2.25)
+    torch.testing.assert_close(by_token[1], torch.tensor([1.0, 0.0, 0.0]) / 2.25)
+    torch.testing.assert_close(by_row[0], torch.tensor([1.0, 1.0, 0.0]))
+    torch.testing.assert_close(by_row[1], torch.tensor([0.5, 0.0, 0.0]))
+
+
 def test_log_ratios_and_their_sums_are_clamped() -> None:
     rollout = torch.full((1, 3), -30.0, dtype=torch.float64)
     mask = torch.ones(1, 3, dtype=torch.bool)

@@ -5,6 +5,7 @@ fast.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 def demo(options: argparse.Namespace) -> int:
     """Train the tiny model and show what changed."""
     from hybridflow.cli.demo_view import show_summary
+    from hybridflow.errors import Stopped
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.observability.progress import progress
 
@@ -28,9 +30,17 @@ def demo(options: argparse.Namespace) -> int:
             reward=options.reward,
             overrides=tuple(options.overrides),
         )
-        summary = run_demo(wanted)
+        try:
+            summary = run_demo(wanted)
+        except KeyboardInterrupt as interrupted:
+            raise Stopped(signal.SIGINT, _after_demo(wanted.folder)) from interrupted
     show_summary(summary)
     return 0
+
+
+def _after_demo(folder: Path) -> str:
+    """Return what is said of a demo that was interrupted."""
+    return f"in the demo, which starts anew the next time; what it has made so far is in {folder}"
 
 
 def train(options: argparse.Namespace) -> int:
@@ -132,18 +142,23 @@ def doctor(options: argparse.Namespace) -> int:
 
 def merge(options: argparse.Namespace) -> int:
     """Write a checkpoint's actor as a Hugging Face folder."""
-    from hybridflow.merger import merge as merge_checkpoint
     from hybridflow.observability.logging_setup import setup_logging
+    from hybridflow.observability.progress import progress
 
     setup_logging()
-    merge_checkpoint(
-        Path(options.checkpoint),
-        Path(options.target),
-        lora=options.lora,
-        base_model=options.base_model,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-    )
+    with progress.shown():
+        with progress.phase("importing torch and transformers"):
+            from hybridflow.merger import merge as merge_checkpoint
+
+        with progress.phase("merging the checkpoint"):
+            merge_checkpoint(
+                Path(options.checkpoint),
+                Path(options.target),
+                lora=options.lora,
+                base_model=options.base_model,
+                dtype=options.dtype,
+                trust_remote_code=options.trust_remote_code,
+            )
     return 0
 
 

@@ -112,9 +112,12 @@ def run(options: argparse.Namespace) -> int:
             f"{install_extra('serve')}"
         )
     from hybridflow.observability.logging_setup import setup_logging
-    from hybridflow.rollout.server.run import choose_token, listen
+    from hybridflow.observability.progress import progress
 
     setup_logging()
+    with progress.shown(), progress.phase("importing torch and transformers"):
+        from hybridflow.rollout.server.run import choose_token, listen
+
     given = options.api_key
     if given is None:
         given = os.environ.get(TOKEN_VARIABLE)
@@ -128,10 +131,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, bound: Any, token: str | None, is_new: bool, folder: Path) -> int:
-    from hybridflow.rollout.server.build import build_service
-    from hybridflow.rollout.server.run import run_server
+    from hybridflow.observability.progress import progress
 
-    service = build_service(_settings(options, folder))
+    with progress.shown(), progress.phase("loading the model"):
+        from hybridflow.rollout.server.build import build_service
+        from hybridflow.rollout.server.run import run_server
+
+        service = build_service(_settings(options, folder))
     host, port = bound.getsockname()[:2]
     shown = host
     if ":" in host:

@@ -76,6 +76,8 @@ class Progress:
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.step: int | None = None
         """The training step that is running, from 1; None before the first one."""
+        self.finished_step: int | None = None
+        """The newest step whose work cannot be lost any more by leaving it."""
         self.total_steps: int | None = None
         self.has_trained = False
         """True after the last step, when only the end of the run is left."""
@@ -138,6 +140,7 @@ class Progress:
     def steps(self, total: int) -> Iterator[None]:
         """Count training steps inside the context; whoever runs them sets `step`."""
         self.total_steps = total
+        self.finished_step = None
         self.has_trained = False
         try:
             yield
@@ -161,10 +164,13 @@ class Progress:
         return f"{' · '.join(parts)} · {duration(self._clock() - phases[-1].started)}"
 
     def place(self) -> str:
-        """Return where the run is, as part of a sentence: "in step 3/8" or "while loading the model"."""
+        """Return where the run is, as part of a sentence: "in step 3/8", "after step 3/8" or "while loading
+        the model".
+        """
         with self._lock:
             if self.step is not None:
-                return f"in step {self.step}/{self.total_steps}"
+                word = "after" if self.step == self.finished_step else "in"
+                return f"{word} step {self.step}/{self.total_steps}"
             if self._phases:
                 return f"while {self._phases[-1].words}"
         if self.has_trained:

@@ -45,6 +45,10 @@ def test_what_is_done_is_told_from_the_outer_to_the_inner_with_counts() -> None:
             for _ in progress.each(["first", "second"], "mini-batch", 2):
                 told.append(progress.describe())
         assert progress.place() == "in step 3/8"
+        progress.finished_step = 3
+        assert progress.place() == "after step 3/8"
+        progress.step = 4
+        assert progress.place() == "in step 4/8"
     assert told == [
         "step 3/8 · generating 1/3 · 7.0s",
         "step 3/8 · generating 2/3 · 7.0s",

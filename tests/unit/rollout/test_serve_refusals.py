@@ -197,6 +197,13 @@ def test_other_models_paths_methods_and_large_bodies(served: Served) -> None:
     assert "20000 bytes" in reason(chunks, 413)
 
 
+@pytest.mark.parametrize("broken", ["{{ 2.0 ** 9999 }}", "{{ messages[0].content.nothing() }}", "{% for %}"])
+def test_a_template_that_breaks_is_a_bad_request(broken: str) -> None:
+    with serve_script(model={"chat_template": broken}) as server:
+        answer = server.http.post(CHAT, json={"messages": HELLO})
+    assert "chat template does not take them" in reason(answer, 400)
+
+
 def test_a_template_that_refuses_is_a_bad_request() -> None:
     with serve_script(model={"chat_template": "{{ raise_exception('roles must alternate') }}"}) as server:
         assert "roles must alternate" in reason(server.http.post(CHAT, json={"messages": HELLO}), 400)

@@ -111,9 +111,9 @@ def test_an_interrupted_run_saves_and_goes_on_to_the_same_bits(
         send_at(patch, *MOMENTS[moment])
         with pytest.raises(Stopped) as caught:
             main_ppo.run(config)
-    saved = 1 if moment in ("generation", "scoring", "log-probs") else 2
+    saved, place = (1, "in") if moment in ("generation", "scoring", "log-probs") else (2, "after")
     assert caught.value.message == (
-        f"interrupted in step 2/4; newest checkpoint global_step_{saved}; the same command goes on"
+        f"interrupted {place} step 2/4; newest checkpoint global_step_{saved}; the same command goes on"
     )
     assert not list((tmp_path / "run").glob(".tmp_*"))
     assert max(metrics_of(tmp_path / "run")) == saved
@@ -166,7 +166,7 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_half(
     with pytest.raises(Stopped) as caught:
         main_ppo.run(config)
     assert caught.value.at_once
-    said = "interrupted in step 4/4; there is no checkpoint yet; the same command starts anew"
+    said = "interrupted after step 4/4; there is no checkpoint yet; the same command starts anew"
     assert caught.value.message == said
     assert not list((tmp_path / "run").glob(".tmp_*"))
 

@@ -63,7 +63,7 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
         f"trainer.default_local_dir='{folder}'",
         f"trainer.seed={seed}",
         "trainer.resume_mode=disable",
-        "trainer.logger=[console]",
+        "trainer.logger=[]",
     ]
     if options.max_steps is not None:
         overrides.append(f"trainer.total_training_steps={options.max_steps}")

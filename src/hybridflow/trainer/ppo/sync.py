@@ -118,6 +118,7 @@ class SyncTrainer:
                 self.trajectories.rollout.update_from(self.step.roles.actor, step)
             self.data.finish_batch(batch)
             self.state.finish(step)
+            progress.finished_step = step
             validation = self._validate_after(step)
         # logged before it is saved: a run killed in between resumes after this step, whose line must stand by
         # then

@@ -111,6 +111,7 @@ class SFTTrainer:
             with self.timer("update"):
                 metrics = self.group.update(rows)
             self.state.finish(step)
+            progress.finished_step = step
             if self._due(self.config.trainer.test_freq, step) and self.validation is not None:
                 metrics.update(self._validate_after())
         values = metrics.to_floats() | self.timer.as_metrics()

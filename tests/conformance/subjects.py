@@ -24,7 +24,7 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
 from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.weight_sync.holding import Holding
-from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
+from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 
 END = 3
 MAX_ROWS = 64
@@ -320,7 +320,7 @@ def in_process_push(
     engine: RolloutEngine, policy: PolicyModel, folder: Path
 ) -> Callable[[dict[str, Tensor], int, str | None], None]:
     """As the ranks that train push to a replica of its own."""
-    pushed, trainer = PushedWeights(policy, Holding.whole(policy)), PolicyModel(load(folder))
+    pushed, trainer = RemotePush(policy, Holding.whole(policy)), PolicyModel(load(folder))
     holding = Holding.whole(trainer)
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:

@@ -21,7 +21,7 @@ from hybridflow.rollout.push.transports import MEMORY
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.rollout.vllm.engine import VLLMEngine
-from hybridflow.weight_sync.owned import OwnedWeights
+from hybridflow.weight_sync.local_push import LocalPush
 
 
 def build(folder: str, *, server: bool) -> VLLMEngine:
@@ -75,7 +75,7 @@ def test_adapters_go_over_a_base_that_is_sent_once(
     said = []
     for version, seed in ((1, 5), (2, 6)):
         policy = actor(seed)
-        OwnedWeights(policy, adapters=True).update(adapted, version)
+        LocalPush(policy, adapters=True).update(adapted, version)
         outputs = run(adapted, greedy=True)
         assert furthest(folded(policy), outputs) < TOLERANCE
         assert {number for output in outputs for number in output.policy_versions} == {version}
@@ -93,12 +93,12 @@ def test_adapters_go_over_a_base_that_is_sent_once(
 
 def test_adapters_that_get_lost_are_found(adapted: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, other = actor(7), actor(8)
-    OwnedWeights(policy, adapters=True).update(adapted, 3)
+    LocalPush(policy, adapters=True).update(adapted, 3)
     plain = adapted.runner.push
     with monkeypatch.context() as dropping:
         dropping.setattr(adapted.runner, "push", lambda *given: None)
         with pytest.raises(RolloutError, match="which says it has version 3"):
-            OwnedWeights(other, adapters=True).update(adapted, 4)
+            LocalPush(other, adapters=True).update(adapted, 4)
 
     def shortened(weights: Any, version: int, part: str, adapter: dict[str, Any]) -> None:
         plain(list(weights)[:-1], version, part, adapter)  # type: ignore[arg-type]
@@ -106,10 +106,10 @@ def test_adapters_that_get_lost_are_found(adapted: VLLMEngine, monkeypatch: pyte
     with monkeypatch.context() as shortening:
         shortening.setattr(adapted.runner, "push", shortened)
         with pytest.raises(RolloutError, match="tensors that an earlier push had are not in this one"):
-            OwnedWeights(other, adapters=True).update(adapted, 4)
+            LocalPush(other, adapters=True).update(adapted, 4)
     with pytest.raises(RolloutError, match="only a part of a push came"):
         list(adapted.generate(requests_for(PROMPTS[:1])))
-    OwnedWeights(other, adapters=True).update(adapted, 4)
+    LocalPush(other, adapters=True).update(adapted, 4)
     assert furthest(folded(other), run(adapted, greedy=True)) < TOLERANCE
 
 
@@ -119,4 +119,4 @@ def test_adapters_need_their_base(adapted: VLLMEngine) -> None:
     with pytest.raises(RolloutError, match="no weights yet, or only a part"):
         list(adapted.generate(requests_for(PROMPTS[:1])))
     with pytest.raises(RolloutError, match="lora_as_adapters"):
-        OwnedWeights(actor(7)).update(adapted, 5)
+        LocalPush(actor(7)).update(adapted, 5)

@@ -35,7 +35,7 @@ def resolved_controller(trainer: TrainerConfig | SFTTrainerConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Spread:
+class RoleLayout:
     """Layout of one role's model over the processes of its pool."""
 
     block: str
@@ -110,7 +110,7 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
         )
     actor = sum(pool_sizes(trainer, "actor"))
     spreads = [
-        Spread(
+        RoleLayout(
             "actor_rollout_ref.actor",
             roles.actor.fsdp_config,
             roles.actor.ulysses_sequence_parallel_size,
@@ -121,7 +121,7 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     if needs_reference(config):
         sequence = roles.ref.ulysses_sequence_parallel_size or roles.actor.ulysses_sequence_parallel_size
         spreads.append(
-            Spread(
+            RoleLayout(
                 "actor_rollout_ref.ref",
                 roles.ref.fsdp_config,
                 sequence,
@@ -132,7 +132,7 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
     if config.critic.enable:
         critic = config.critic
         spreads.append(
-            Spread(
+            RoleLayout(
                 "critic",
                 critic.fsdp_config,
                 critic.ulysses_sequence_parallel_size,
@@ -162,7 +162,7 @@ def sft_cluster_problems(config: SFTConfig) -> Iterator[str]:
     """Yield one line for each problem of a supervised run."""
     yield from _controller(config.trainer)
     processes = num_processes(config.trainer)
-    yield from Spread(
+    yield from RoleLayout(
         "engine", config.engine, config.engine.ulysses_sequence_parallel_size, config.model, processes, ""
     ).problems()
 

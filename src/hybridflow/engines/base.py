@@ -50,11 +50,11 @@ class TrainEngine(Protocol):
 
     module: nn.Module
     device: torch.device
-    narrow: Mapping[str, torch.dtype]
+    compute_dtypes: Mapping[str, torch.dtype]
     """Compute dtypes of the parameters that are kept in a wider dtype, by name."""
 
     @property
-    def rests(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the parameters are offloaded to CPU memory between phases."""
         ...
 

@@ -66,7 +66,7 @@ def build_engine(
     mesh: EngineMesh | None = None
     if sizes.world_size > 1:
         mesh = engine_mesh(sizes, device.type)
-    narrow: dict[str, torch.dtype] = {}
+    compute_dtypes: dict[str, torch.dtype] = {}
     blocks: list[nn.Module] = []
     if mesh is None:
         build = _BUILDERS[kind]
@@ -85,7 +85,7 @@ def build_engine(
             _probe_together(meta, device, mesh, **asked)
         module = meta.module
         blocks = decoder_blocks(module)
-        narrow = _shard(meta, blocks, mesh, fsdp, device, trained=optim is not None, lora=lora)
+        compute_dtypes = _shard(meta, blocks, mesh, fsdp, device, trained=optim is not None, lora=lora)
     if fsdp.use_torch_compile:
         compile_blocks(module, blocks)
     return FSDPEngine(
@@ -99,7 +99,7 @@ def build_engine(
         fsdp=fsdp,
         mesh=mesh,
         device=device,
-        narrow=narrow,
+        compute_dtypes=compute_dtypes,
         activations=ActivationOffload(module, blocks) if activation_offload else None,
     )
 
@@ -126,7 +126,7 @@ def _shard(
     if not trained:
         module.requires_grad_(False)
     module.sequence_group = mesh.sequence_group
-    narrow = widen_trained(module)
+    compute_dtypes = widen_trained(module)
     shard(module, blocks, mesh, fsdp, meta.dtype)
     home = device
     if fsdp.offload_policy:
@@ -138,7 +138,7 @@ def _shard(
     if isinstance(module, ValueModel):
         nn.init.zeros_(module.head.weight)
         nn.init.zeros_(module.head.bias)
-    return narrow
+    return compute_dtypes
 
 
 def _probe_together(

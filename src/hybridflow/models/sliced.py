@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import ADAPTER
 from hybridflow.models.policy import PolicyModel
@@ -28,7 +28,7 @@ class SlicedLinear(nn.Linear):
     """This rank's slice of a linear layer, with the same parameter names."""
 
     style: Style
-    replica: Replica
+    replica: ReplicaRanks
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., in] -> [..., out]; a colwise layer gives its own outputs, a rowwise one takes its own
@@ -65,7 +65,7 @@ def check_sliceable(policy: PolicyModel, ranks: int) -> dict[str, Style]:
     return styles
 
 
-def slice_layers(policy: PolicyModel, styles: dict[str, Style], replica: Replica) -> dict[str, int]:
+def slice_layers(policy: PolicyModel, styles: dict[str, Style], replica: ReplicaRanks) -> dict[str, int]:
     """Replace dense layers, and adapters beside them, by slices on the meta device.
 
     Returns the dimension along which each of these parameters is cut, by its name in `policy`; rank r of n
@@ -87,7 +87,7 @@ def slice_layers(policy: PolicyModel, styles: dict[str, Style], replica: Replica
     return dims
 
 
-def _slice(hf: nn.Module, path: str, style: Style, replica: Replica) -> dict[str, int]:
+def _slice(hf: nn.Module, path: str, style: Style, replica: ReplicaRanks) -> dict[str, int]:
     whole = hf.get_submodule(path)
     assert isinstance(whole, nn.Linear), f"{path} is a {type(whole).__name__}"
     inputs = whole.in_features

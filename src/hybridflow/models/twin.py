@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import ModelError
 from hybridflow.models.liger import has_liger, patch_liger
 from hybridflow.models.lora import LoraSettings, add_lora
@@ -39,10 +39,10 @@ class Twin:
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
         lora: LoraSettings | None = None,
-        replica: Replica | None = None,
+        replica: ReplicaRanks | None = None,
     ) -> None:
         self.device = device
-        self.replica = replica or Replica()
+        self.replica = replica or ReplicaRanks()
         kind: Any = next(each for each in type(policy.hf).__mro__ if not issubclass(each, FSDPModule))
         with torch.device("meta"):
             own = kind._from_config(

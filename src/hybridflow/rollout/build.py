@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import ConfigError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine, WeightSource
@@ -17,7 +17,7 @@ def build_rollout_engine(
     eos_token_ids: Sequence[int],
     *,
     source: WeightSource | None = None,
-    replica: Replica | None = None,
+    replica: ReplicaRanks | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RolloutEngine:
     """Return the engine named by `rollout.name`, which generates with `policy`; ConfigError for an unknown

@@ -28,8 +28,8 @@ from hybridflow.trainer.explain_memory import (
     engine_needs,
     generation_needs,
 )
+from hybridflow.trainer.ppo.parallel_layout import engine_keys, is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.ppo.roles import needed_roles
-from hybridflow.trainer.ppo.spread import engine_keys, is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.sft.build import ROLES as SFT_ROLES
 from hybridflow.trainer.sft.build import sizes as sft_sizes
 

@@ -35,15 +35,16 @@ def run(config: PPOConfig) -> dict[str, float]:
         from hybridflow.controller.ray.preflight import look_ahead
 
         look_ahead(config.trainer, config.ray_kwargs)
-    metrics: dict[str, float] = {}
     with progress.shown(), stopping(config) as signals:
         with progress.phase("importing torch and transformers"):
             from hybridflow.trainer.ppo.build import build
-            from hybridflow.trainer.restarts import Attempts
+            from hybridflow.trainer.restarts import run_with_restarts
 
-        for attempt in Attempts(config):
-            with attempt, build(attempt.config, patience=attempt.patience, signals=signals) as trainer:
-                metrics = trainer.fit()
+        def attempt(config: PPOConfig, patience: float) -> dict[str, float]:
+            with build(config, patience=patience, signals=signals) as trainer:
+                return trainer.fit()
+
+        metrics = run_with_restarts(config, attempt)
     folder = config.trainer.default_local_dir
     logger.info(
         "done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder

@@ -32,15 +32,16 @@ def run(config: SFTConfig) -> int:
         from hybridflow.controller.ray.preflight import look_ahead
 
         look_ahead(config.trainer, config.ray_kwargs)
-    done = 0
     with progress.shown(), stopping(config) as signals:
         with progress.phase("importing torch and transformers"):
-            from hybridflow.trainer.restarts import Attempts
+            from hybridflow.trainer.restarts import run_with_restarts
             from hybridflow.trainer.sft.build import build
 
-        for attempt in Attempts(config):
-            with attempt, build(attempt.config, patience=attempt.patience, signals=signals) as trainer:
-                done = trainer.fit()
+        def attempt(config: SFTConfig, patience: float) -> int:
+            with build(config, patience=patience, signals=signals) as trainer:
+                return trainer.fit()
+
+        done = run_with_restarts(config, attempt)
     logger.info("done: metrics and checkpoints are in %s", config.trainer.default_local_dir)
     return done
 

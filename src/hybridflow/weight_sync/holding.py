@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
-from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.weight_sync.checksum import Take, anew
@@ -27,7 +27,7 @@ class Holding:
 
     boxes: dict[str, Box]
     cut: frozenset[str]
-    replica: Replica
+    replica: ReplicaRanks
 
     @classmethod
     def whole(cls, policy: PolicyModel) -> Holding:
@@ -35,7 +35,7 @@ class Holding:
         return cls(
             {name: Box.whole(parameter.shape) for name, parameter in policy.named_parameters()},
             frozenset(),
-            Replica(),
+            ReplicaRanks(),
         )
 
     @classmethod

@@ -15,10 +15,10 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
-from hybridflow.weight_sync.pushed import WeightExport, WeightShare
-from hybridflow.workers.agreement import Watch, watched
+from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
 from hybridflow.workers.bridge import find_policy_loss, policy_loss
-from hybridflow.workers.exact import switch, weight_sums
+from hybridflow.workers.exact import set_exact_mode, weight_sums
+from hybridflow.workers.log_prob_check import LogProbCheck, watched
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -83,7 +83,9 @@ class ActorWorker(StatefulWorker):
         return DataProto.from_dict({names[name]: values for name, values in outputs.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
-    def update_mini_batch(self, batch: DataProto, *, scale: LossScale, watch: Watch | None = None) -> Metrics:
+    def update_mini_batch(
+        self, batch: DataProto, *, scale: LossScale, watch: LogProbCheck | None = None
+    ) -> Metrics:
         """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it.
 
         With `watch` the weights are still those that generated: in exact mode TrainingError is raised where
@@ -104,14 +106,14 @@ class ActorWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:
         """Compute in this mode from now on; a rollout that shares the module generates in it."""
-        switch(self.engine.module, mode)
+        set_exact_mode(self.engine.module, mode)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:
         """Return this rank's part of the weights, called `version`, for replicas in other processes."""
         if self._export is None:
             assert isinstance(self.engine.module, PolicyModel), "the actor's module is a policy"
-            self._export = WeightExport(self.engine.module, self.engine.narrow, self.engine.device)
+            self._export = WeightExport(self.engine.module, self.engine.compute_dtypes, self.engine.device)
         self.engine.onload()
         try:
             return self._export.share(version)
@@ -128,12 +130,12 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         *,
         with_entropy: bool = True,
         with_sum_pi_squared: bool = False,
-        also: Sequence[str] = (),
+        extra_columns: Sequence[str] = (),
     ) -> DataProto:
         """See `ActorWorker.log_probs`; `also` names further columns, such as `group_ids`, by which rows are
         dealt.
         """
-        rows = batch.select([*POLICY_COLUMNS, *also], [])
+        rows = batch.select([*POLICY_COLUMNS, *extra_columns], [])
         return self.call(
             ActorWorker.log_probs, rows, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
         )
@@ -143,9 +145,9 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         batch: DataProto,
         plan: MiniBatchPlan,
         *,
-        also: Sequence[str] = (),
+        extra_columns: Sequence[str] = (),
         prepare: Prepare | None = None,
-        watch: Watch | None = None,
+        watch: LogProbCheck | None = None,
     ) -> Metrics:
         """Take an optimizer step for each mini-batch of each epoch.
 
@@ -160,5 +162,5 @@ class ActorGroup(StatefulGroup[ActorWorker]):
             )
 
         return update_by_mini_batches(
-            batch, [*UPDATE_COLUMNS, *also], plan, step, name="actor", prepare=prepare
+            batch, [*UPDATE_COLUMNS, *extra_columns], plan, step, name="actor", prepare=prepare
         )

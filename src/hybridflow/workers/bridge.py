@@ -33,7 +33,7 @@ from hybridflow.engines import LossFn
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.correction import correction_means, own_rows
+from hybridflow.workers.correction import correction_means, sampled_rows
 
 KLController = FixedKLController | AdaptiveKLController
 
@@ -323,7 +323,7 @@ def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> Loss
         metrics = ratios(out.metrics)
         # bypass mode: the one place where current log-probs are to be had for nothing
         if "rollout_log_probs" in rows:
-            sampled = mask & own_rows(micro)[:, None]
+            sampled = mask & sampled_rows(micro)[:, None]
             metrics.update(correction_means(log_prob, rows["rollout_log_probs"], sampled))
         metrics.add_sum("actor/pg_loss", out.loss.detach())
         total = out.loss

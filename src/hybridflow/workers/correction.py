@@ -36,7 +36,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     """
     mask = batch.batch["loss_mask"]
     rollout = batch.batch["rollout_log_probs"]
-    own = own_rows(batch)[:, None]
+    own = sampled_rows(batch)[:, None]
     sampled = mask & own
     weights = None
     if config.rollout_is:
@@ -92,7 +92,7 @@ def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor)
     return metrics
 
 
-def own_rows(batch: DataProto) -> Tensor:
+def sampled_rows(batch: DataProto) -> Tensor:
     """Return [B] bool: the rows that the policy sampled.
 
     SPIN's answers of the data are not among them. Scores, lengths and entropy are measured on these rows.

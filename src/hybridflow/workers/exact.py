@@ -13,7 +13,7 @@ from hybridflow.rollout.base import RolloutEngine
 from hybridflow.rollout.exact import choose_exact_mode
 
 
-def switch(module: nn.Module, mode: ExactMode | None) -> None:
+def set_exact_mode(module: nn.Module, mode: ExactMode | None) -> None:
     """Compute in this mode from now on; None means the fastest way."""
     assert isinstance(module, PolicyModel), f"exact mode is of policies, not of a {type(module).__name__}"
     module.exact = mode
@@ -57,4 +57,4 @@ class ExactRollout(Worker):
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:
         """Generate in this mode from now on."""
-        switch(self.engine.policy, mode)  # type: ignore[attr-defined]  # one that `choose_exact` has looked at
+        set_exact_mode(self.engine.policy, mode)  # type: ignore[attr-defined]  # one that `choose_exact` has looked at

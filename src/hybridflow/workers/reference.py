@@ -74,6 +74,6 @@ class ReferenceWorker(StatefulWorker):
 class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     """The driver's view of the reference."""
 
-    def log_probs(self, batch: DataProto, *, also: Sequence[str] = ()) -> DataProto:
+    def log_probs(self, batch: DataProto, *, extra_columns: Sequence[str] = ()) -> DataProto:
         """Return ref_log_prob [B, R]; `also` is that of `ActorGroup.log_probs`."""
-        return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS, *also], []))
+        return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS, *extra_columns], []))

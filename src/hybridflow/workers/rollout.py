@@ -14,8 +14,8 @@ from hybridflow.controller import Dispatch, WorkerGroup, register
 from hybridflow.errors import RolloutError
 from hybridflow.observability.progress import progress
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, RolloutStats
-from hybridflow.weight_sync.owned import OwnedWeights, StagedWeights
-from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
+from hybridflow.weight_sync.local_push import LocalPush, StagedPush
+from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.exact import ExactRollout
 
@@ -30,8 +30,8 @@ class RolloutWorker(ExactRollout):
     def __init__(
         self,
         engine: RolloutEngine,
-        pushed: PushedWeights | StagedWeights | None = None,
-        owned: OwnedWeights | None = None,
+        pushed: RemotePush | StagedPush | None = None,
+        owned: LocalPush | None = None,
     ) -> None:
         self.engine = engine
         self.pushed = pushed

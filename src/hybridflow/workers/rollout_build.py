@@ -15,7 +15,7 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.data.remote import hub_folder
 from hybridflow.data.tokenizer import load_tokenizer, text_of
 from hybridflow.distributed.process_group import rank_and_size
-from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.engines import TrainEngine
 from hybridflow.models.build import build_policy, override_in_full, resolve_dtype
 from hybridflow.models.lora import LoraSettings, add_lora
@@ -27,11 +27,11 @@ from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.sglang.build import build_sglang_engine
 from hybridflow.rollout.vllm.build import build_vllm_engine
-from hybridflow.weight_sync.gathered import GatheredWeights
+from hybridflow.weight_sync.gathered_twin import GatheredTwin
 from hybridflow.weight_sync.holding import Holding
-from hybridflow.weight_sync.owned import OwnedWeights, StagedWeights
-from hybridflow.weight_sync.pushed import PushedWeights
-from hybridflow.weight_sync.resting import RestingWeights
+from hybridflow.weight_sync.local_push import LocalPush, StagedPush
+from hybridflow.weight_sync.offloaded_source import OffloadedSource
+from hybridflow.weight_sync.remote_push import RemotePush
 from hybridflow.workers.rollout import RolloutWorker
 
 
@@ -53,7 +53,7 @@ def build_rollout_worker(
     """
     if config.name in ("vllm", "sglang"):
         return _with_own_weights(config, actor_engine, model, eos_token_ids, lora, tokenizer)
-    replica = Replica.of_this_rank(config.tensor_model_parallel_size)
+    replica = ReplicaRanks.of_this_rank(config.tensor_model_parallel_size)
     build = partial(
         build_rollout_engine, config, eos_token_ids=eos_token_ids, decode=_decode(config, tokenizer, model)
     )
@@ -63,16 +63,17 @@ def build_rollout_worker(
     assert isinstance(policy, PolicyModel), "the actor's module is a policy"
     if replica.size == 1 and not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
         shared = None
-        if actor_engine.rests:
-            shared = RestingWeights(actor_engine, None)
+        if actor_engine.is_offloaded:
+            shared = OffloadedSource(actor_engine, None)
         return RolloutWorker(build(policy, source=shared))
     dtypes = {
-        name: actor_engine.narrow.get(name, parameter.dtype) for name, parameter in policy.named_parameters()
+        name: actor_engine.compute_dtypes.get(name, parameter.dtype)
+        for name, parameter in policy.named_parameters()
     }
     twin = Twin(policy, dtypes=dtypes, device=actor_engine.device, lora=lora, replica=replica)
-    source: WeightSource = GatheredWeights(policy, twin)
-    if actor_engine.rests:
-        source = RestingWeights(actor_engine, source)
+    source: WeightSource = GatheredTwin(policy, twin)
+    if actor_engine.is_offloaded:
+        source = OffloadedSource(actor_engine, source)
     return RolloutWorker(build(twin.policy, source=source, replica=replica))
 
 
@@ -90,7 +91,10 @@ def _decode(
 
 
 def _standalone(
-    build: Callable[..., RolloutEngine], model: dict[str, Any], lora: LoraSettings | None, replica: Replica
+    build: Callable[..., RolloutEngine],
+    model: dict[str, Any],
+    lora: LoraSettings | None,
+    replica: ReplicaRanks,
 ) -> RolloutWorker:
     device = torch.device(model["device"])
     dtype = resolve_dtype(model["dtype"], device)
@@ -114,7 +118,7 @@ def _standalone(
             own.copy_(holding.part(name, whole[name].detach()))
         policy = twin.policy
     engine = build(policy, replica=replica)
-    return RolloutWorker(engine, PushedWeights(policy, holding))
+    return RolloutWorker(engine, RemotePush(policy, holding))
 
 
 def _with_own_weights(
@@ -150,9 +154,10 @@ def _with_own_weights(
     if actor_engine is not None:
         policy = actor_engine.module
         assert isinstance(policy, PolicyModel), "the actor's module is a policy"
-        resting = actor_engine if actor_engine.rests else None
+        resting = actor_engine if actor_engine.is_offloaded else None
         return RolloutWorker(
-            engine, owned=OwnedWeights(policy, resting, actor_engine.narrow, adapters=config.lora_as_adapters)
+            engine,
+            owned=LocalPush(policy, resting, actor_engine.compute_dtypes, adapters=config.lora_as_adapters),
         )
     policy = build_policy(**{**model, "device": "cpu", "dtype": facts.dtype}, probe=False).requires_grad_(
         False
@@ -160,5 +165,5 @@ def _with_own_weights(
     if lora is not None:
         add_lora(policy, lora)
     stage = NativeEngine(policy, eos_token_ids=())  # never generates
-    pushed = PushedWeights(policy, Holding.whole(policy))
-    return RolloutWorker(engine, pushed=StagedWeights(pushed, stage, adapters=config.lora_as_adapters))
+    pushed = RemotePush(policy, Holding.whole(policy))
+    return RolloutWorker(engine, pushed=StagedPush(pushed, stage, adapters=config.lora_as_adapters))

@@ -122,7 +122,9 @@ class StatefulWorker(Worker):
         if group is None:
             save_hf(module, folder, dtype=module.source_dtype)
         else:
-            save_hf_sharded(module, folder, group=group, dtype=module.source_dtype, dtypes=self.engine.narrow)
+            save_hf_sharded(
+                module, folder, group=group, dtype=module.source_dtype, dtypes=self.engine.compute_dtypes
+            )
         self.engine.offload()
 
     def _parts(self, parts: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines.fsdp import FSDPEngine
-from hybridflow.engines.fsdp.offload import ActivationOffload, Residence
+from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
 from hybridflow.engines.fsdp.optimizer import MasterAdamW
 
 
@@ -70,7 +70,7 @@ class Moves(nn.Module):
 
 def test_parameters_rest_when_nobody_needs_them() -> None:
     module, meta = Moves(), torch.device("meta")
-    residence = Residence(module, None, meta, FSDPConfig(param_offload=True))
+    residence = Offloader(module, None, meta, FSDPConfig(param_offload=True))
     assert module.sent == ["cpu"], "at rest from the start"
     with residence.parameters(), residence.parameters():
         assert module.sent[1:] == ["meta"]
@@ -82,7 +82,7 @@ def test_parameters_rest_when_nobody_needs_them() -> None:
     assert module.sent[-1] == "cpu"
     for config in (FSDPConfig(), FSDPConfig(param_offload=True, offload_policy=True)):
         still = Moves()
-        with Residence(still, None, meta, config).parameters():
+        with Offloader(still, None, meta, config).parameters():
             assert still.sent == []
 
 
@@ -112,7 +112,7 @@ def test_the_optimizer_is_on_the_device_for_its_step_and_rests_before_and_after(
     optimizer = engine.optimizer
     assert optimizer is not None
     # there is no second device to compute on: what would move says where it is
-    engine.residence.device = torch.device("meta")
+    engine.offloader.device = torch.device("meta")
     where = {"masters": "cpu", "moments": "cpu"}
     monkeypatch.setattr(optimizer, "move_masters", lambda device: where.update(masters=str(device)))
     monkeypatch.setattr(
@@ -142,10 +142,10 @@ def moments_of(optimizer: MasterAdamW) -> set[str]:
     return {value.device.type for entry in optimizer.adamw.state.values() for value in entry.values()}
 
 
-def optimizer_on_a_device(config: FSDPConfig) -> tuple[MasterAdamW, Residence]:
+def optimizer_on_a_device(config: FSDPConfig) -> tuple[MasterAdamW, Offloader]:
     device = torch.device("meta")
     optimizer = MasterAdamW(nn.Linear(2, 3, device=device).named_parameters(), OptimConfig())
-    return optimizer, Residence(Moves(), optimizer, device, config)
+    return optimizer, Offloader(Moves(), optimizer, device, config)
 
 
 def test_moments_that_came_while_parameters_rested_join_them_for_the_step() -> None:

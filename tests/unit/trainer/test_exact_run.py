@@ -23,7 +23,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.workers import ActorGroup
-from hybridflow.workers.agreement import difference
+from hybridflow.workers.log_prob_check import difference
 
 GRPO = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=3", "trainer.test_freq=-1")
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -153,7 +153,7 @@ def test_auto_ends_exact_mode_and_not_the_run_where_a_difference_shows(
     if where == "in_the_rows_checked":
         off_by_a_rounding(monkeypatch, num_rows=3)
     else:
-        monkeypatch.setattr("hybridflow.workers.agreement.difference", off_where_watched(difference))
+        monkeypatch.setattr("hybridflow.workers.log_prob_check.difference", off_where_watched(difference))
     lines = train(model, tmp_path / "run", f"{ROLLOUT}.exact=auto", f"{ROLLOUT}.exact_check_rows=3")
     told = [record.message for record in caplog.records if "fast mode from now on" in record.message]
     assert len(told) == 1 and "in step 1 log-probs of rollout and training differ by up to" in told[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +12,7 @@ from hybridflow.checkpoint import manifest
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
 from hybridflow.errors import ConfigError, WorkerLost
-from hybridflow.trainer.restarts import Attempts
+from hybridflow.trainer.restarts import run_with_restarts
 
 T = TypeVar("T")
 
@@ -21,14 +20,6 @@ T = TypeVar("T")
 def config_of(folder: Path, **keys: object) -> PPOConfig:
     config = PPOConfig()
     return replace(config, trainer=replace(config.trainer, default_local_dir=str(folder), **keys))  # type: ignore[arg-type]
-
-
-def with_restarts(config: PPOConfig, attempt: Callable[[PPOConfig, float], T]) -> T:
-    result: list[T] = []
-    for each in Attempts(config):
-        with each:
-            result.append(attempt(each.config, each.patience))
-    return result[0]
 
 
 def save(folder: Path, step: int) -> Path:
@@ -49,7 +40,7 @@ def test_it_resumes_from_the_newest_checkpoint_of_this_run(tmp_path: Path) -> No
         return "done"
 
     assert (
-        with_restarts(
+        run_with_restarts(
             config_of(tmp_path, resume_mode="disable", max_restarts=3, startup_timeout=9.0), attempt
         )
         == "done"
@@ -82,7 +73,7 @@ def test_a_damaged_checkpoint_of_this_run_is_passed_over_and_none_is_read_before
         if len(seen) < 4:
             raise WorkerLost("gone")
 
-    with_restarts(config_of(tmp_path, max_restarts=3), attempt)
+    run_with_restarts(config_of(tmp_path, max_restarts=3), attempt)
     assert seen == [None, *[str(tmp_path / "global_step_1")] * 3]
 
 
@@ -96,7 +87,7 @@ def test_a_run_that_resumed_goes_on_from_there_until_it_has_saved(tmp_path: Path
         if len(seen) == 1:
             raise WorkerLost("gone")
 
-    with_restarts(config, attempt)
+    run_with_restarts(config, attempt)
     assert seen == [start, start]
 
 
@@ -110,7 +101,7 @@ def test_the_last_loss_comes_through(tmp_path: Path, allowed: int, attempts: int
         raise WorkerLost(f"loss {count}")
 
     with pytest.raises(WorkerLost, match=f"loss {attempts}") as caught:
-        with_restarts(config_of(tmp_path, max_restarts=allowed), attempt)
+        run_with_restarts(config_of(tmp_path, max_restarts=allowed), attempt)
     assert count == attempts
     assert ("trainer.max_restarts=2" in str(getattr(caught.value, "__notes__", ""))) == bool(allowed)
 
@@ -124,5 +115,5 @@ def test_other_errors_are_not_restarted(tmp_path: Path) -> None:
         raise ConfigError("no use in trying again")
 
     with pytest.raises(ConfigError):
-        with_restarts(config_of(tmp_path, max_restarts=5), attempt)
+        run_with_restarts(config_of(tmp_path, max_restarts=5), attempt)
     assert count == 1

@@ -201,8 +201,8 @@ def test_a_drivers_state_that_no_run_wrote_is_refused(model: Path, tmp_path: Pat
         ):
             forged = replace(loaded, state={DATA: data, TRAINER: fields})
             with pytest.raises(CheckpointError, match="was not written by a run"):
-                trainer.state.take(forged)
-        trainer.state.take(loaded)
+                trainer.state.restore(forged)
+        trainer.state.restore(loaded)
 
 
 PROCESS = """
@@ -287,6 +287,6 @@ def test_weights_are_taken_over_in_place(model: Path, tmp_path: Path) -> None:
         trainer.fit()
         assert not equal(states(trainer)["actor"], state["actor"])
         pointers = [parameter.data_ptr() for parameter in actor_module(trainer).parameters()]
-        trainer.state.take(trainer.store.load(saved))
+        trainer.state.restore(trainer.store.load(saved))
         assert [parameter.data_ptr() for parameter in actor_module(trainer).parameters()] == pointers
         assert equal(states(trainer)["actor"], state["actor"]) and trainer.state.step == 0

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridflow.distributed.boxes import Box
-from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.distributed.shards import local, own_box
 from hybridflow.errors import RolloutError
 from hybridflow.models.lora import LoraSettings, add_lora
@@ -20,9 +20,9 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import WeightSource
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.weight_sync.gathered import GatheredWeights
+from hybridflow.weight_sync.gathered_twin import GatheredTwin
+from hybridflow.weight_sync.offloaded_source import OffloadedSource
 from hybridflow.weight_sync.reshard import Reshard
-from hybridflow.weight_sync.resting import RestingWeights
 from ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def sleep_and_wake(rank: int, lora: bool) -> dict[str, Any]:
     ]
     spread(model, "fsdp")
     twin = twin_of(model, lora=settings)
-    engine = NativeEngine(twin.policy, eos_token_ids=[2], source=GatheredWeights(model, twin))
+    engine = NativeEngine(twin.policy, eos_token_ids=[2], source=GatheredTwin(model, twin))
     with pytest.raises(RolloutError, match="wake_up"):
         engine.generate(asked)
     engine.wake_up()
@@ -155,9 +155,9 @@ def test_a_sharded_policy_generates_on_gathered_weights_that_sleep_frees(
 def release_again(rank: int, rests: bool) -> list[int]:
     model = spread(policy(), "fsdp")
     twin = twin_of(model)
-    source: WeightSource = GatheredWeights(model, twin)
+    source: WeightSource = GatheredTwin(model, twin)
     if rests:
-        source = RestingWeights(Resting(), source)  # type: ignore[arg-type]
+        source = OffloadedSource(Resting(), source)  # type: ignore[arg-type]
     held = []
     source.release()
     for version in (1, 2):
@@ -188,7 +188,7 @@ def test_weights_may_be_released_before_they_came_and_again_and_come_back(
 def broken(rank: int, how: str) -> str:
     model = spread(policy(), "fsdp")
     twin = twin_of(model)
-    weights = GatheredWeights(model, twin)
+    weights = GatheredTwin(model, twin)
     run = weights.reshard.run
 
     def damage(out: dict[str, torch.Tensor]) -> None:
@@ -226,10 +226,10 @@ def lockstep(rank: int, kind: str, how: str, lora: bool) -> dict[str, Any]:
     alone = sorted(
         NativeEngine(model, eos_token_ids=[2]).generate(asked), key=lambda output: output.request_id
     )
-    replica = Replica.of_this_rank(2)
+    replica = ReplicaRanks.of_this_rank(2)
     held = {name: own_box(tensor).numel for name, tensor in spread(model, how).named_parameters()}
     twin = twin_of(model, lora=settings, replica=replica)
-    source = GatheredWeights(model, twin)
+    source = GatheredTwin(model, twin)
     engine = NativeEngine(twin.policy, eos_token_ids=[2], source=source, replica=replica, max_num_seqs=5)
     engine.wake_up()
     received = source.reshard.bytes_received
@@ -270,7 +270,7 @@ def test_a_replica_of_two_ranks_generates_what_one_does(
 
 
 def disagree(rank: int) -> str:
-    replica = Replica.of_this_rank(2)
+    replica = ReplicaRanks.of_this_rank(2)
     assert replica.smallest(10 + rank) == 10 and replica.sum_(torch.ones(2)).tolist() == [2.0, 2.0]
     replica.check_same(-12345)
     with pytest.raises(RolloutError) as caught:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridflow.errors import RolloutError
-from hybridflow.weight_sync.resting import RestingWeights
+from hybridflow.weight_sync.offloaded_source import OffloadedSource
 
 
 class Engine:
@@ -38,7 +38,7 @@ class Inner:
 
 def test_the_trainers_own_module_stays_while_the_engine_is_awake() -> None:
     engine = Engine()
-    source = RestingWeights(engine, None)  # type: ignore[arg-type]
+    source = OffloadedSource(engine, None)  # type: ignore[arg-type]
     source.release()
     assert engine.users == 0, "nothing was acquired yet"
     source.acquire(3)
@@ -52,7 +52,7 @@ def test_the_trainers_own_module_stays_while_the_engine_is_awake() -> None:
 def test_another_source_reads_them_and_lets_them_go(fails: bool) -> None:
     engine = Engine()
     inner = Inner(engine, fails=fails)
-    source = RestingWeights(engine, inner)  # type: ignore[arg-type]
+    source = OffloadedSource(engine, inner)  # type: ignore[arg-type]
     if fails:
         with pytest.raises(RolloutError, match="version 3"):
             source.acquire(3)

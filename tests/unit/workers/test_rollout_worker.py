@@ -27,7 +27,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync import holding, reshard
-from hybridflow.weight_sync.pushed import WeightShare, deal_tensors
+from hybridflow.weight_sync.remote_push import WeightShare, deal_tensors
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import RolloutGroup, RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker

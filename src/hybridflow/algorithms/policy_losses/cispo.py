@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import compare, share
+from hybridflow.algorithms.policy_losses.ratios import finish_loss, token_terms
 
 
 def cispo(
@@ -33,11 +33,11 @@ def cispo(
     Left out: the paper's optional mask of tokens, which would bring back the clip that the loss is there to
     avoid.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = -weight * tokens.advantages * tokens.log_prob
     fractions = {"actor/pg_clipfrac": weight != ratio}
-    return share(
+    return finish_loss(
         tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
     )

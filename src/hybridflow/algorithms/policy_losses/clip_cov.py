@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.policy_losses.covariance import covariance, how_many, marked
-from hybridflow.algorithms.policy_losses.ratios import clipped, compare, share
+from hybridflow.algorithms.policy_losses.ratios import clipped, finish_loss, token_terms
 from hybridflow.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def select_clip_cov(
     of it. ratio, lb, ub: `clip_cov_ratio`, `clip_cov_lb`, `clip_cov_ub`. Returns `clip_cov_selected` [B, R]
     bool; fewer where there are not so many.
     """
-    tokens = compare(log_prob.detach(), old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob.detach(), old_log_prob, advantages, response_mask)
     cov = covariance(tokens)
     already = clipped(tokens.advantages, tokens.log_ratio.exp(), clip_low, clip_high)[1]
     candidates = (
@@ -73,11 +73,11 @@ def clip_cov(
             "clip_cov needs clip_cov_selected [B, R]: call select_clip_cov on the whole mini-batch and hand "
             "in its column"
         )
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     loss, clip_decides = clipped(tokens.advantages, tokens.log_ratio.exp(), clip_low, clip_high)
     selected = clip_cov_selected.bool()
     fractions = {"actor/pg_clipfrac": clip_decides & ~selected, "actor/cov_clipfrac": selected}
     loss = torch.where(selected, 0.0, loss)
-    return share(
+    return finish_loss(
         tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
     )

@@ -11,7 +11,7 @@ from hybridflow.algorithms import preference
 from hybridflow.algorithms.advantages.groups import group_sum
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.masked import masked_mean, masked_sum, zero_outside
-from hybridflow.algorithms.policy_losses.ratios import compare, share, spread
+from hybridflow.algorithms.policy_losses.ratios import finish_loss, per_token, token_terms
 from hybridflow.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def dpo(
 
     Left out: SPIN's rounds on one set of samples, and the SFT term that some add.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     moved = masked_sum(
         tokens.log_prob - zero_outside(ref_log_prob, tokens.mask).detach(), tokens.mask, dim=-1
     )
@@ -71,9 +71,9 @@ def dpo(
         "actor/dpo_accuracy": ((margin > 0).sum(), count),
         "actor/dpo_margin": (dpo_beta * margin.sum(), count),
     }
-    loss = spread(row_loss, tokens.mask)
+    loss = per_token(row_loss, tokens.mask)
     mode = loss_agg_mode or "seq-mean-token-sum"
-    return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)
+    return finish_loss(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)
 
 
 def in_a_pair(advantages: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import compare
+from hybridflow.algorithms.policy_losses.ratios import token_terms
 from hybridflow.algorithms.policy_losses.trust_region import trusted
 
 
@@ -33,7 +33,7 @@ def dppo_kl(
     δ_low, δ_high: `clip_low`, `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All
     else as in `dppo_tv`. Left out: as there, the top-k form.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     now = tokens.log_prob.detach().clamp(max=0.0)
     old = tokens.old_log_prob.clamp(max=0.0)
     divergence = _two_way_kl(old, now)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import compare
+from hybridflow.algorithms.policy_losses.ratios import token_terms
 from hybridflow.algorithms.policy_losses.trust_region import trusted
 
 
@@ -35,7 +35,7 @@ def dppo_tv(
     `actor/pg_clipfrac` (outside the trust region), `actor/pg_clipfrac_upper` (c bounds the weight),
     `actor/ppo_kl` (logπ_old − logπ). Left out: the top-k form of the divergence, which needs logits.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     moved = tokens.log_prob.detach().exp() - tokens.old_log_prob.exp()
     outside = torch.where(tokens.advantages > 0, moved > clip_high, moved < -clip_low)
     return trusted(tokens, outside, scale, rollout_is_weights, clip_c, loss_agg_mode, loss_scale_factor)

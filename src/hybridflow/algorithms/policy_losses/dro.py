@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import compare, share
+from hybridflow.algorithms.policy_losses.ratios import finish_loss, token_terms
 
 
 def dro(
@@ -31,10 +31,10 @@ def dro(
     Left out: the paper's value function, learned beside the policy: A comes from the advantage estimator; and
     whole responses, for which tokens stand.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     penalty = 0.5 * dro_beta * (tokens.log_prob - tokens.old_log_prob).square()
     loss = penalty - tokens.advantages * tokens.log_prob
     fractions = {"actor/dro_penalty": penalty}
-    return share(
+    return finish_loss(
         tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
     )

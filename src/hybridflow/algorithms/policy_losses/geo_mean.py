@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.masked import masked_mean
-from hybridflow.algorithms.policy_losses.ratios import compare, share
+from hybridflow.algorithms.policy_losses.ratios import finish_loss, token_terms
 
 
 def geo_mean(
@@ -36,7 +36,7 @@ def geo_mean(
 
     Beside the paper: where the tokens of a row have several advantages, Ā stands for them. Left out: nothing.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     row = masked_mean(tokens.advantages, tokens.mask, dim=-1).unsqueeze(-1)
     bounded = torch.where(
         row > 0, tokens.log_ratio.clamp(max=clip_high), tokens.log_ratio.clamp(min=-clip_low)
@@ -45,4 +45,4 @@ def geo_mean(
     loss = (-row * ratio).expand(tokens.mask.shape)
     mode = loss_agg_mode or "seq-mean-token-mean"
     fractions = {"actor/pg_clipfrac": bounded != tokens.log_ratio}
-    return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, fractions)
+    return finish_loss(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, fractions)

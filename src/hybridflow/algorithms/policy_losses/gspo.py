@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.masked import masked_mean
-from hybridflow.algorithms.policy_losses.ratios import clipped, compare, share
+from hybridflow.algorithms.policy_losses.ratios import clipped, finish_loss, token_terms
 
 
 def gspo(
@@ -34,11 +34,11 @@ def gspo(
     Beside the paper: the mean log-ratio is clamped to ±20, so that nothing overflows. Left out: the form
     without tokens, whose gradient this has where the tokens of a row share one advantage.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     moved = masked_mean(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1)
     sequence = moved.clamp(-20.0, 20.0).exp().detach().unsqueeze(-1)
     ratio = sequence * (tokens.log_prob - tokens.log_prob.detach()).exp()
     loss, clip_decides = clipped(tokens.advantages, ratio, clip_low, clip_high)
     mode = loss_agg_mode or "seq-mean-token-mean"
     fractions = {"actor/pg_clipfrac": clip_decides}
-    return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, fractions)
+    return finish_loss(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, fractions)

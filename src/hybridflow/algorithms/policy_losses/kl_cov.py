@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.policy_losses.covariance import covariance, how_many, marked
-from hybridflow.algorithms.policy_losses.ratios import compare, share
+from hybridflow.algorithms.policy_losses.ratios import finish_loss, token_terms
 from hybridflow.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def select_kl_cov(
     Shapes as in the loss, for all rows of a mini-batch: the means and the number are over the whole of it.
     ratio: `kl_cov_ratio`. Nothing is drawn from `generator`. Returns `kl_cov_selected` [B, R] bool.
     """
-    tokens = compare(log_prob.detach(), old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob.detach(), old_log_prob, advantages, response_mask)
     places = tokens.mask.flatten().nonzero().flatten()
     order = covariance(tokens).flatten()[places].argsort(descending=True, stable=True)
     return {"kl_cov_selected": marked(tokens.mask, places[order[: how_many(kl_cov_ratio, tokens.mask)]])}
@@ -57,12 +57,12 @@ def kl_cov(
             "kl_cov needs kl_cov_selected [B, R]: call select_kl_cov on the whole mini-batch and hand in "
             "its column"
         )
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     selected = kl_cov_selected.bool()
     loss = -tokens.advantages * tokens.log_ratio.exp() + torch.where(
         selected, ppo_kl_coef * tokens.log_ratio.abs(), 0.0
     )
     fractions = {"actor/cov_clipfrac": selected}
-    return share(
+    return finish_loss(
         tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
     )

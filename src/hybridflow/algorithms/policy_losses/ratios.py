@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     """logρ = clamp(logπ − logπ_old, ±20), with gradient inside the bounds."""
 
 
-def compare(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tokens:
+def token_terms(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tokens:
     """Return the tokens of a loss with their log-ratio; only `log_prob` carries a gradient."""
     a = zero_outside(advantages, response_mask).detach()
     old = zero_outside(old_log_prob, response_mask).detach()
@@ -48,7 +48,7 @@ def clipped(advantages: Tensor, ratio: Tensor, clip_low: float, clip_high: float
     return torch.where(decides, bounded, plain), decides
 
 
-def spread(row_loss: Tensor, mask: Tensor) -> Tensor:
+def per_token(row_loss: Tensor, mask: Tensor) -> Tensor:
     """Return a loss per row [B] in equal parts on the row's tokens [B, R], so that their sum is the row's
     loss.
     """
@@ -56,7 +56,7 @@ def spread(row_loss: Tensor, mask: Tensor) -> Tensor:
     return zero_outside((row_loss / kept.sum(-1).clamp(min=1)).unsqueeze(-1).expand(kept.shape), kept)
 
 
-def share(
+def finish_loss(
     tokens: Tokens,
     loss: Tensor,
     scale: LossScale,

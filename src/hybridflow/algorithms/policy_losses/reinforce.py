@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import compare, share
+from hybridflow.algorithms.policy_losses.ratios import finish_loss, token_terms
 
 
 def reinforce(
@@ -29,6 +29,8 @@ def reinforce(
     is that of samples from the policy as it was. GPG's weight for groups that say nothing is in the estimator
     `gpg`.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     loss = -tokens.advantages * tokens.log_prob
-    return share(tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor)
+    return finish_loss(
+        tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import compare, share
+from hybridflow.algorithms.policy_losses.ratios import finish_loss, token_terms
 
 
 def sapo(
@@ -31,12 +31,12 @@ def sapo(
     sigmoid(τ·(ρ − 1)): 1 where nothing is held back, near 0 where a hard clip would have been),
     `actor/ppo_kl` (logπ_old − logπ). Left out: nothing.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     a = tokens.advantages
     tau = torch.where(a > 0, a.new_tensor(tau_pos), a.new_tensor(tau_neg))
     gate = (tau * (tokens.log_ratio.exp() - 1.0)).sigmoid()
     mode = loss_agg_mode or "seq-mean-token-mean"
     fractions = {"actor/pg_gate": 4.0 * gate * (1.0 - gate)}
-    return share(
+    return finish_loss(
         tokens, -a * (4.0 / tau) * gate, scale, rollout_is_weights, mode, loss_scale_factor, fractions
     )

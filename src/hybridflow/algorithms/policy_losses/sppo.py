@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
 from hybridflow.algorithms.masked import masked_mean, masked_sum
-from hybridflow.algorithms.policy_losses.ratios import compare, share, spread
+from hybridflow.algorithms.policy_losses.ratios import finish_loss, per_token, token_terms
 
 
 def sppo(
@@ -32,12 +32,12 @@ def sppo(
     Left out: the paper's π_old of a whole round over the data set; here a step is a round. The log-ratio is
     not clamped.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     rows = tokens.mask.any(-1)
     error = masked_sum(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1) - masked_mean(
         tokens.advantages, tokens.mask, dim=-1
     )
     measured = {"actor/sppo_error": (error.detach().abs().sum(), rows.sum())}
-    loss = spread(error.square(), tokens.mask)
+    loss = per_token(error.square(), tokens.mask)
     mode = loss_agg_mode or "seq-mean-token-sum"
-    return share(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)
+    return finish_loss(tokens, loss, scale, rollout_is_weights, mode, loss_scale_factor, ratios=measured)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import Tokens, share
+from hybridflow.algorithms.policy_losses.ratios import Tokens, finish_loss
 
 
 def trusted(
@@ -25,4 +25,4 @@ def trusted(
     weight = ratio if clip_c is None else ratio.clamp(max=clip_c)
     loss = torch.where(outside, 0.0, -tokens.advantages * weight * tokens.log_prob)
     fractions = {"actor/pg_clipfrac": outside, "actor/pg_clipfrac_upper": (weight != ratio) & ~outside}
-    return share(tokens, loss, scale, rollout_is_weights, mode or "token-mean", scale_factor, fractions)
+    return finish_loss(tokens, loss, scale, rollout_is_weights, mode or "token-mean", scale_factor, fractions)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.policy_losses.ratios import clipped, compare, share
+from hybridflow.algorithms.policy_losses.ratios import clipped, finish_loss, token_terms
 
 
 def vanilla(
@@ -35,7 +35,7 @@ def vanilla(
     Left out: PPO's form with an adaptive KL penalty; `use_kl_loss` and KL in the reward are terms of their
     own.
     """
-    tokens = compare(log_prob, old_log_prob, advantages, response_mask)
+    tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)
     a = tokens.advantages
     loss, clip_decides = clipped(a, tokens.log_ratio.exp(), clip_low, clip_high)
     bound_decides = torch.zeros_like(clip_decides)
@@ -43,6 +43,6 @@ def vanilla(
         bound_decides = (a < 0) & (loss > -a * clip_c)
         loss = torch.where(bound_decides, -a * clip_c, loss)
     fractions = {"actor/pg_clipfrac": clip_decides, "actor/pg_clipfrac_lower": bound_decides}
-    return share(
+    return finish_loss(
         tokens, loss, scale, rollout_is_weights, loss_agg_mode or "token-mean", loss_scale_factor, fractions
     )

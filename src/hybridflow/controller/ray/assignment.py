@@ -44,7 +44,7 @@ def assign(
     wishes = [
         Wish(count, pool.name, place) for pool in pools for place, count in enumerate(pool.devices_per_node)
     ]
-    hosts = [Host(node, node.total if by_total else node.free) for node in sorted(nodes, key=_ip_key)]
+    hosts = [NodeSlots(node, node.total if by_total else node.free) for node in sorted(nodes, key=_ip_key)]
     chosen = _fit(sorted(wishes, key=lambda wish: -wish.count), hosts, [MAX_TRIES])
     if chosen is None:
         return None
@@ -66,7 +66,7 @@ class Wish:
 
 
 @dataclass
-class Host:
+class NodeSlots:
     """A node of the cluster while pools are assigned to nodes."""
 
     node: NodeInfo
@@ -75,7 +75,7 @@ class Host:
 
 
 def _fit(
-    wishes: Sequence[Wish], hosts: Sequence[Host], tries: list[int]
+    wishes: Sequence[Wish], hosts: Sequence[NodeSlots], tries: list[int]
 ) -> dict[tuple[str, int], NodeInfo] | None:
     """Place the wishes by depth-first search, best fit first, until `tries` runs out; None where they do not
     fit.

@@ -5,7 +5,7 @@ there.
                    workers are built
     run, submit    arguments are encoded, and stored once for all ranks that share them ─► invoke on each rank
                    ─► parts
-    Watch          follows answers, signs of life and deadlines
+    Watchdog          follows answers, signs of life and deadlines
 
 Calls from any number of driver threads reach all ranks in the same order, so collectives match. Calls on
 roles in different processes overlap.
@@ -33,7 +33,7 @@ from hybridflow.controller.ray.parts import RayPart, Slot
 from hybridflow.controller.ray.process import Met, RankProcess, SetUp
 from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.transport import Packet, encode
-from hybridflow.controller.ray.watch import Watch
+from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
 from hybridflow.controller.worker import Place
 from hybridflow.controller.worker_host import Make
@@ -87,12 +87,14 @@ class RayBackend:
         self._order = threading.Lock()
         self._pools: list[PlacedPool] = []
         self._processes: dict[tuple[str, int], Process] = {}
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         try:
             for pool in placement.pools:
                 self._pools.append(cluster.place(pool, device, deadline=self._left()))
                 self._start(self._pools[-1], runtime_env)
-            self._watch = Watch(list(self._processes.values()), heartbeat_timeout, report_every=report_every)
+            self._watch = Watchdog(
+                list(self._processes.values()), heartbeat_timeout, report_every=report_every
+            )
             self._set_up(SetUp(device, num_threads, log_level, "", 0, call_timeout, os.getcwd()))
             self._build(make)
             self._watch.expect_signs()

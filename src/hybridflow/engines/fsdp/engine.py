@@ -26,7 +26,7 @@ from hybridflow.distributed.shards import local, piece_for, placed_like
 from hybridflow.engines.base import BatchLimits, ForwardFn, LossFn
 from hybridflow.engines.fsdp.micro_batches import Agree, MicroBatch, nothing, plan
 from hybridflow.engines.fsdp.nonfinite import NonfiniteGuard
-from hybridflow.engines.fsdp.offload import ActivationOffload, Residence
+from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
 from hybridflow.engines.fsdp.optimizer import MasterAdamW
 from hybridflow.engines.fsdp.schedule import learning_rate
 from hybridflow.engines.fsdp.sharding import before_micro_batch, reshard
@@ -43,8 +43,8 @@ class FSDPEngine:
     `name` prefixes the metrics (`actor`, `critic`). An optimizer step whose loss or gradient norm is not
     finite changes nothing: it is reported, its rows are written to `dump_dir`, and after
     `max_nonfinite_steps` of them in a row a TrainingError ends the run. With a `mesh`, `module` is sharded
-    over it and computes on `device`; `narrow` has the dtypes in which parameters are gathered that are
-    narrower than their shards, by name. All ranks then make every call together.
+    over it and computes on `device`; `compute_dtypes` has the dtypes in which parameters are gathered that
+    are narrower than their shards, by name. All ranks then make every call together.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FSDPEngine:
         fsdp: FSDPConfig = FSDPConfig(),  # noqa: B008  (frozen)
         mesh: EngineMesh | None = None,
         device: torch.device | None = None,
-        narrow: Mapping[str, torch.dtype] | None = None,
+        compute_dtypes: Mapping[str, torch.dtype] | None = None,
         activations: ActivationOffload | None = None,
     ) -> None:
         self.module = module
@@ -69,16 +69,16 @@ class FSDPEngine:
         self.fsdp = fsdp
         self.mesh = mesh
         self.device = device or next(module.parameters()).device
-        self.narrow = narrow or {}
+        self.compute_dtypes = compute_dtypes or {}
         self.optimizer: MasterAdamW | None = None
         self.total_steps = total_steps
         if optim is not None:
-            self.optimizer = MasterAdamW(module.named_parameters(), optim, narrow=self.narrow)
+            self.optimizer = MasterAdamW(module.named_parameters(), optim, compute_dtypes=self.compute_dtypes)
             if optim.total_training_steps >= 0:
                 self.total_steps = optim.total_training_steps
         self.grad_clip = grad_clip
         self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, _dump_suffix(mesh))
-        self.residence = Residence(module, self.optimizer, self.device, fsdp)
+        self.offloader = Offloader(module, self.optimizer, self.device, fsdp)
         self.activations = activations
         self.num_steps = 0  # optimizer steps applied
 
@@ -91,7 +91,7 @@ class FSDPEngine:
         self.module.eval()
         results: dict[str, Tensor] = {}
         width = batch.batch["responses"].shape[1]
-        with self.residence.parameters():
+        with self.offloader.parameters():
             with _memory_named(self.name, limits):
                 micros = self._plan(batch, limits, at_least=1)
                 for micro in progress.each(micros, "micro-batch", len(micros)):
@@ -116,7 +116,7 @@ class FSDPEngine:
         metrics = Metrics()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         odd: dict[str, Tensor] = {}  # numbers that are not finite, by name of the output
-        with self.residence.parameters(), self.residence.masters():
+        with self.offloader.parameters(), self.offloader.masters():
             with _memory_named(self.name, limits):
                 micros = self._plan(batch, limits)
                 for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
@@ -138,17 +138,17 @@ class FSDPEngine:
             return self._step(batch, total, metrics, odd)
 
     @property
-    def rests(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the parameters are offloaded to CPU memory between phases (`fsdp_config.param_offload`)."""
-        return self.residence.moves_parameters
+        return self.offloader.moves_parameters
 
     def onload(self) -> None:
         """Bring the parameters to the device, for a reader outside of this engine's own calls."""
-        self.residence.onload()
+        self.offloader.onload()
 
     def offload(self) -> None:
         """Undo one `onload`; the last one sends the parameters back to CPU memory, if they are offloaded."""
-        self.residence.offload()
+        self.offloader.offload()
 
     def _plan(self, batch: DataProto, limits: BatchLimits, *, at_least: int = 0) -> list[MicroBatch]:
         agree: Agree | None = None
@@ -209,7 +209,7 @@ class FSDPEngine:
             metrics.add_last(f"{self.name}/lr", lr)
         if self.grad_clip is not None and grad_norm > self.grad_clip:
             self.optimizer.scale_gradients(self.grad_clip / (norm + 1e-6))
-        with self.residence.moments():
+        with self.offloader.moments():
             self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.num_steps += 1
@@ -222,7 +222,7 @@ class FSDPEngine:
         """
         model = self._model()
         rounded: dict[int, Tensor] = {}  # tied parameters stay one tensor
-        for key, dtype in self.narrow.items():
+        for key, dtype in self.compute_dtypes.items():
             shard = local(model[key])
             if shard.data_ptr() not in rounded or shard.numel() == 0:
                 rounded[shard.data_ptr()] = placed_like(shard.to(dtype), model[key])

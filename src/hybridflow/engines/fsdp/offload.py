@@ -18,7 +18,7 @@ from hybridflow.engines.fsdp.optimizer import MasterAdamW
 CPU = torch.device("cpu")
 
 
-class Residence:
+class Offloader:
     """The offloader of a model and its optimizer: it sends them to CPU memory and brings them back to the
     device.
     """

@@ -23,8 +23,8 @@ from hybridflow.errors import CheckpointError
 class MasterAdamW:
     """AdamW over named parameters; weight decay on matrices only (biases, norms and scalars are not decayed).
 
-    `narrow` names sharded parameters that are gathered in a narrower dtype than their shards have: those
-    shards are masters, and are saved as such.
+    `compute_dtypes` names sharded parameters that are gathered in a narrower dtype than their shards have:
+    those shards are masters, and are saved as such.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class MasterAdamW:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         config: OptimConfig,
         *,
-        narrow: Collection[str] = (),
+        compute_dtypes: Collection[str] = (),
     ) -> None:
-        self.narrow = narrow
+        self.compute_dtypes = compute_dtypes
         self.moments_rest: torch.device | None = None
         """Device of the moments between steps; None means that of their masters."""
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
@@ -175,7 +175,7 @@ class MasterAdamW:
             for key in entry.keys() - {"step"}:
                 entry[key] = placed_like(entry[key], parameter)
             if isinstance(parameter, DTensor):
-                if name in self.narrow:
+                if name in self.compute_dtypes:
                     entry["master"] = parameter.detach()
             elif master is not parameter:
                 entry["master"] = master

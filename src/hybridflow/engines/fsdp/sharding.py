@@ -72,16 +72,16 @@ def widen_trained(module: nn.Module) -> dict[str, torch.dtype]:
     Returns the dtypes that they had, by name; those of tied parameters are under all of their names.
     """
     known: dict[int, nn.Parameter] = {}
-    narrow: dict[str, torch.dtype] = {}
+    compute_dtypes: dict[str, torch.dtype] = {}
     for path, owner in module.named_modules():
         for name, parameter in list(owner._parameters.items()):
             if parameter is None or not parameter.requires_grad or parameter.dtype.itemsize >= 4:
                 continue
-            narrow[f"{path}.{name}"] = parameter.dtype
+            compute_dtypes[f"{path}.{name}"] = parameter.dtype
             if id(parameter) not in known:
                 known[id(parameter)] = nn.Parameter(parameter.detach().to(torch.float32))
             owner._parameters[name] = known[id(parameter)]
-    return narrow
+    return compute_dtypes
 
 
 def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:

@@ -1,8 +1,8 @@
 """The native engine. In one process it generates with the very module that trains, so no weights are sent.
 
 Where training shards the weights over ranks, the engine has a second module, which a `WeightSource` fills at
-`wake_up` and empties at `sleep`. Where ranks generate together (`Replica`), each runs this engine on the same
-requests, in lockstep.
+`wake_up` and empties at `sleep`. Where ranks generate together (`ReplicaRanks`), each runs this engine on the
+same requests, in lockstep.
 
 generate(requests) ──► Session: open, add, step until all have finished, close
 open() ──► Session: requests join at any time
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import HybridFlowError, RolloutError
 from hybridflow.models.attention import PackedLayout, Scores
 from hybridflow.models.flat_decoder import ScoresSeen
@@ -72,7 +72,7 @@ class NativeEngine:
         enable_prefix_caching: bool = True,
         recompute_on_update: bool = False,
         source: WeightSource | None = None,
-        replica: Replica | None = None,
+        replica: ReplicaRanks | None = None,
         decode: Decode | None = None,
         enforce_eager: bool | None = None,
         cudagraph_capture_sizes: Sequence[int] | None = None,
@@ -81,7 +81,7 @@ class NativeEngine:
     ) -> None:
         self.policy = policy
         self.source = source
-        self.replica = replica or Replica()
+        self.replica = replica or ReplicaRanks()
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens

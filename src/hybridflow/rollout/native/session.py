@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from hybridflow.distributed.replica import Replica
+from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
 from hybridflow.rollout.native.generation import Generation
@@ -28,7 +28,7 @@ class Session:
         generation: Generation,
         *,
         problem: Callable[[GenerationRequest], str | None],
-        replica: Replica,
+        replica: ReplicaRanks,
         closed: Callable[[bool], None],
     ) -> None:
         """`problem` returns the reason why a request cannot be served; `closed` is called at the end, with

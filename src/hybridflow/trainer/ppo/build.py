@@ -28,10 +28,10 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
-from hybridflow.trainer.ppo.host import facts_of, workers_of
+from hybridflow.trainer.ppo.parallel_layout import meshes
+from hybridflow.trainer.ppo.role_builders import facts_of, workers_of
 from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles
 from hybridflow.trainer.ppo.sample_log import SampleLog
-from hybridflow.trainer.ppo.spread import meshes
 from hybridflow.trainer.ppo.state import RunState
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncTrainer

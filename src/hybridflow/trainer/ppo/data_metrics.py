@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.agreement import difference, sampled_tokens
 from hybridflow.workers.bridge import explained_variance
-from hybridflow.workers.correction import own_rows
+from hybridflow.workers.correction import sampled_rows
+from hybridflow.workers.log_prob_check import difference, sampled_tokens
 
 
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
@@ -23,19 +23,19 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     metrics = Metrics()
     mask = rows["response_mask"]
     loss_mask = rows["loss_mask"]
-    sampled = own_rows(batch)
-    spread(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1)[sampled])
-    spread(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1)[sampled])
-    spread(metrics, "critic/advantages", rows["advantages"][loss_mask])
-    spread(metrics, "critic/returns", rows["returns"][loss_mask])
+    sampled = sampled_rows(batch)
+    add_range(metrics, "critic/score", (rows["token_level_scores"] * mask).sum(-1)[sampled])
+    add_range(metrics, "critic/rewards", (rows["token_level_rewards"] * mask).sum(-1)[sampled])
+    add_range(metrics, "critic/advantages", rows["advantages"][loss_mask])
+    add_range(metrics, "critic/returns", rows["returns"][loss_mask])
     if has_critic:
-        spread(metrics, "critic/values", rows["values"][loss_mask])
+        add_range(metrics, "critic/values", rows["values"][loss_mask])
         metrics.add_mean(
             "critic/vf_explained_var", explained_variance(rows["values"], rows["returns"], loss_mask)
         )
     width = rows["responses"].shape[1]
-    spread(metrics, "response_length", rows["attention_mask"][:, -width:].sum(-1)[sampled])
-    spread(metrics, "prompt_length", rows["attention_mask"][:, :-width].sum(-1))
+    add_range(metrics, "response_length", rows["attention_mask"][:, -width:].sum(-1)[sampled])
+    add_range(metrics, "prompt_length", rows["attention_mask"][:, :-width].sum(-1))
     # never an answer of the data
     truncated = sum(reason == "length" for reason in batch.non_tensor_batch["finish_reason"])
     metrics.add_mean("response_length/clip_ratio", float(truncated), float(sampled.sum()))
@@ -50,7 +50,7 @@ def rollout_difference(batch: DataProto) -> Metrics:
     return difference(batch.batch["rollout_log_probs"][mask], batch.batch["old_log_probs"][mask])
 
 
-def spread(metrics: Metrics, name: str, values: Tensor) -> None:
+def add_range(metrics: Metrics, name: str, values: Tensor) -> None:
     """Add mean, maximum and minimum of `values`; add nothing where there are none."""
     values = values.detach().to(torch.float64)
     if values.numel():

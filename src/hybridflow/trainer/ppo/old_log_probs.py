@@ -25,16 +25,16 @@ from hybridflow.trainer.ppo.data_metrics import rollout_difference
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers import ActorWorker
-from hybridflow.workers.agreement import (
+from hybridflow.workers.correction import sampled_rows
+from hybridflow.workers.exact import ExactRollout
+from hybridflow.workers.log_prob_check import (
     APART,
-    Watch,
+    LogProbCheck,
     check_same,
     check_same_weights,
     difference,
     sampled_tokens,
 )
-from hybridflow.workers.correction import own_rows
-from hybridflow.workers.exact import ExactRollout
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class OldLogProbs:
         *,
         exact: ExactState,
         with_sum_pi_squared: bool,
-        also: Sequence[str] = (),
+        extra_columns: Sequence[str] = (),
     ) -> None:
         """Set it up; `also` is that of `ActorGroup.log_probs`, for passes over all rows."""
         self.roles = roles
@@ -63,7 +63,7 @@ class OldLogProbs:
         self.exact = exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
         self.with_sum_pi_squared = with_sum_pi_squared
-        self.also = also
+        self.extra_columns = extra_columns
         correction = config.algorithm.rollout_correction
         self.bypass = correction.bypass_mode
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
@@ -72,7 +72,7 @@ class OldLogProbs:
                 None  # weights and rejection compare the rollout with the pass, so every step has one
             )
         self.metrics = Metrics()
-        self.watch: Watch | None = None
+        self.watch: LogProbCheck | None = None
         """Set where this step's are the rollout's: the first update then looks at all of its rows."""
         wishes = exact.on or self.within is not None
         self.reuses = wishes and not with_sum_pi_squared
@@ -100,9 +100,11 @@ class OldLogProbs:
             self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))
             if agreed:
                 self.metrics.update(metrics)
-                self.watch = Watch(step, self.exact.on, self.stops)
+                self.watch = LogProbCheck(step, self.exact.on, self.stops)
                 return self._rollouts(batch)
-        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, also=self.also)
+        columns = self.actor.log_probs(
+            batch, with_sum_pi_squared=self.with_sum_pi_squared, extra_columns=self.extra_columns
+        )
         if self.exact.on:
             check_same(batch, batch.batch["rollout_log_probs"], columns.batch["old_log_probs"], step)
         self.metrics.update(rollout_difference(batch | columns))
@@ -160,7 +162,7 @@ class OldLogProbs:
             first = next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), [])
             learned = batch.batch["loss_mask"].any(-1)  # the update leaves the other rows out
             seen = {row for row in first if learned[row]}
-        left = [row for row in own_rows(batch).nonzero()[:, 0].tolist() if row not in seen]
+        left = [row for row in sampled_rows(batch).nonzero()[:, 0].tolist() if row not in seen]
         order = torch.randperm(
             len(left), generator=generator(self.config.trainer.seed, "exact_check", step)
         ).tolist()
@@ -172,9 +174,9 @@ class OldLogProbs:
         Answers of the data (SPIN), which no rollout has sampled, get the actor's.
         """
         old = batch.batch["rollout_log_probs"].clone()
-        told = ~own_rows(batch)
-        if bool(told.any()):
-            old[told] = self.actor.log_probs(batch.select_idxs(told), with_entropy=False).batch[
-                "old_log_probs"
-            ]
+        demonstrations = ~sampled_rows(batch)
+        if bool(demonstrations.any()):
+            old[demonstrations] = self.actor.log_probs(
+                batch.select_idxs(demonstrations), with_entropy=False
+            ).batch["old_log_probs"]
         return DataProto.from_dict({"old_log_probs": old})

@@ -117,11 +117,11 @@ class RunState:
         loaded = find(store, mode, path)
         if loaded is None:
             return 0
-        self.take(loaded)
+        self.restore(loaded)
         say_where(self.step, self.total_steps, loaded.path)
         return self.step
 
-    def take(self, loaded: Checkpoint) -> None:
+    def restore(self, loaded: Checkpoint) -> None:
         """Restore a checkpoint, in place."""
         state = loaded.state
         check_belongs(state, kind="ppo", seed=self.seed)

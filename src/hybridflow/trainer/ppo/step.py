@@ -20,8 +20,8 @@ from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
+from hybridflow.trainer.ppo.parallel_layout import dealt_by
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.trainer.ppo.spread import dealt_by
 from hybridflow.workers.bridge import (
     KLController,
     apply_kl_penalty,
@@ -32,7 +32,7 @@ from hybridflow.workers.bridge import (
     leave_out_unpaired,
     resample,
 )
-from hybridflow.workers.correction import correct_rollout, own_rows
+from hybridflow.workers.correction import correct_rollout, sampled_rows
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
 
@@ -68,7 +68,7 @@ class PPOStep:
         squares = "sum_pi_squared" in self.estimator.needs
         self.dealt_by = dealt_by(config.actor_rollout_ref.actor, roles.actor.mesh.num_parts)
         self.old_log_probs = OldLogProbs(
-            roles, config, exact=exact, with_sum_pi_squared=squares, also=self.dealt_by
+            roles, config, exact=exact, with_sum_pi_squared=squares, extra_columns=self.dealt_by
         )
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
@@ -82,19 +82,21 @@ class PPOStep:
         batch |= identify(batch)  # group_ids, positive
         old = partial(self.old_log_probs, batch, self._first_plan(step), step)
         # old_log_probs; from a pass also entropys, sum_pi_squared
-        asked = [Job("actor", "old_log_prob", old)]
+        jobs = [Job("actor", "old_log_prob", old)]
         if roles.reference:
             # ref_log_prob
-            asked.append(
-                Job("reference", "ref", partial(roles.reference.log_probs, batch, also=self.dealt_by))
+            jobs.append(
+                Job(
+                    "reference", "ref", partial(roles.reference.log_probs, batch, extra_columns=self.dealt_by)
+                )
             )
         if roles.teacher:
             # teacher_log_probs
-            asked.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))
+            jobs.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))
         if roles.critic:
-            asked.append(Job("critic", "values", partial(roles.critic.values, batch)))  # values
+            jobs.append(Job("critic", "values", partial(roles.critic.values, batch)))  # values
         with self.leavable():
-            found_columns = self.side_by_side(asked)
+            found_columns = self.side_by_side(jobs)
         for columns in found_columns:
             batch |= columns
         if roles.process_reward:
@@ -128,7 +130,7 @@ class PPOStep:
                 roles.actor.update,
                 batch,
                 self._actor_plan(step, drawn_from),
-                also=self._loss_columns(batch),
+                extra_columns=self._loss_columns(batch),
                 prepare=hook,
                 watch=watch,
             )
@@ -179,7 +181,7 @@ class PPOStep:
         mask = batch.batch["loss_mask"]
         metrics = batch_metrics(batch, has_critic=self.roles.critic is not None)
         metrics.update(self.old_log_probs.metrics)
-        sampled = mask & own_rows(batch)[:, None]
+        sampled = mask & sampled_rows(batch)[:, None]
         if "entropys" in batch and bool(sampled.any()):
             metrics.add_mean("actor/entropy", masked_mean(batch.batch["entropys"], sampled))
         return metrics

@@ -77,7 +77,7 @@ class SyncTrainer:
                 self.signals.check()
                 # read first: with an epoch's last batch the loader moves on to the next one
                 epoch = self.loader.epoch
-                validation, logged = self._one(prompts, step, epoch)
+                validation, logged = self._train_step(prompts, step, epoch)
                 last_validation = validation or last_validation
                 if after_step is not None and after_step(step, logged):
                     break
@@ -100,7 +100,7 @@ class SyncTrainer:
         self.state.validation_due = False
         return validation
 
-    def _one(
+    def _train_step(
         self, prompts: Iterator[list[PromptRow]], step: int, epoch: int
     ) -> tuple[dict[str, float], dict[str, float]]:
         """One training step with all that belongs to it; gives the validation's metrics where there was one,

@@ -125,7 +125,7 @@ def _meshes(config: SFTConfig, placement: Placement) -> Mapping[str, MeshInfo]:
     return {"sft": MeshInfo(world, sizes(config, world).axes(), cost), "rollout": MeshInfo(world)}
 
 
-def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
+def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
     """The factories of one process."""
     config = facts.config
     model = model_arguments(config.model, resolve_device(config.trainer.device))
@@ -143,7 +143,7 @@ def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
                 max_nonfinite_steps=config.trainer.max_nonfinite_steps,
                 dump_dir=facts.nonfinite,
                 fsdp=config.engine,
-                sizes=sizes(config, house.place.world_size),
+                sizes=sizes(config, process.place.world_size),
                 activation_offload=config.model.enable_activation_offload,
                 lora=lora,
             )
@@ -152,7 +152,7 @@ def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
         )
 
     def rollout(info: RankInfo) -> RolloutWorker:
-        learner = house.worker("sft")
+        learner = process.worker("sft")
         assert isinstance(learner, SFTWorker)
         return build_rollout_worker(
             RolloutConfig(max_num_seqs=512),

@@ -93,7 +93,7 @@ class SFTTrainer:
             self.signals.check()
             # read first: with an epoch's last batch the loader moves on to the next one
             epoch = self.loader.epoch
-            self._one(next(batches), step, epoch)
+            self._train_step(next(batches), step, epoch)
             done = step
             if after_step is not None and after_step(step):
                 break
@@ -102,7 +102,7 @@ class SFTTrainer:
         self.state.saves.commit(self.store)
         return done
 
-    def _one(self, examples: list[SFTRow], step: int, epoch: int) -> None:
+    def _train_step(self, examples: list[SFTRow], step: int, epoch: int) -> None:
         progress.step = step
         self.timer.reset()
         self.state.saves.commit_done(self.store)

@@ -2,7 +2,7 @@
 module.
 
     ranks that train ──WeightExport──► a WeightShare from each: its part of the tensors, and all checksums
-    ──PushedWeights──► engines
+    ──RemotePush──► engines
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class WeightShare:
 class WeightExport:
     """The sending side: it gathers whole tensors on the ranks that train, about as many bytes on each.
 
-    All ranks make it and call `share` together. `narrow`: the dtypes in which the policy computes with
-    parameters that it keeps in a wider one, by name.
+    All ranks make it and call `share` together. `compute_dtypes`: the dtypes in which the policy computes
+    with parameters that it keeps in a wider one, by name.
     """
 
     def __init__(
         self,
         policy: PolicyModel,
-        narrow: Mapping[str, torch.dtype],
+        compute_dtypes: Mapping[str, torch.dtype],
         device: torch.device,
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         held = trainer_parameters(policy)
-        dtypes = {name: narrow.get(name, parameter.dtype) for name, parameter in held.items()}
+        dtypes = {name: compute_dtypes.get(name, parameter.dtype) for name, parameter in held.items()}
         rank, world_size = rank_and_size()
         self._trained = {
             name: parameter.numel() for name, parameter in held.items() if parameter.requires_grad
@@ -84,7 +84,7 @@ def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
     return owners
 
 
-class PushedWeights:
+class RemotePush:
     """The receiving side: it puts shares into the module of an engine that has its own weights.
 
     The ranks of a replica do it together.

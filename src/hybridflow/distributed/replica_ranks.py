@@ -20,7 +20,7 @@ _WORD = 1 << 62
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicaRanks:
     """The ranks of one replica, as one of them sees it; a rank alone is the default."""
 
     size: int = 1
@@ -28,7 +28,7 @@ class Replica:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of_this_rank(cls, size: int) -> Replica:
+    def of_this_rank(cls, size: int) -> ReplicaRanks:
         """Return the replica of `size` consecutive ranks that this rank belongs to.
 
         All ranks of the world call it together. Raises ConfigError where the world cannot be divided into

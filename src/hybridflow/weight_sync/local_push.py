@@ -3,7 +3,7 @@ files, read from a policy in this process.
 
     actor's module, sharded or not ──plain_weights──► engine.update_weights         the actor is in this
     process
-    WeightShares ──PushedWeights──► a policy on the CPU ──plain_weights──► the same      it is in another
+    WeightShares ──RemotePush──► a policy on the CPU ──plain_weights──► the same      it is in another
     process
 """
 
@@ -23,7 +23,7 @@ from hybridflow.models.lora import adapter_config, adapter_tensors, base_name
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine
 from hybridflow.weight_sync.holding import trainer_parameters
-from hybridflow.weight_sync.pushed import PushedWeights, WeightShare
+from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 
 _ADAPTER_FACTS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules")
 """Entries of peft's LoraConfig that an engine needs to apply adapters."""
@@ -49,27 +49,27 @@ class AdapterEngine(Protocol):
         ...
 
 
-class OwnedWeights:
+class LocalPush:
     """Weights pushed to an engine in the trainer's process; where the policy is sharded, all ranks have such
     an engine and update it together.
 
-    `trainer`: the engine that brings offloaded weights to the device while they are read. `narrow`: dtypes in
-    which the policy computes with parameters that it keeps in a wider one, by name. `adapters`: the policy's
-    adapters are sent alone, over a base that is sent once.
+    `trainer`: the engine that brings offloaded weights to the device while they are read. `compute_dtypes`:
+    dtypes in which the policy computes with parameters that it keeps in a wider one, by name. `adapters`: the
+    policy's adapters are sent alone, over a base that is sent once.
     """
 
     def __init__(
         self,
         policy: PolicyModel,
         trainer: TrainEngine | None = None,
-        narrow: Mapping[str, torch.dtype] = MappingProxyType({}),
+        compute_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         *,
         adapters: bool = False,
     ) -> None:
         self.policy = policy
         self.trainer = trainer
         self.adapters = adapters
-        self._dtypes = {base_name(name): dtype for name, dtype in narrow.items()}
+        self._dtypes = {base_name(name): dtype for name, dtype in compute_dtypes.items()}
 
     def update(self, engine: RolloutEngine, version: int) -> None:
         """Make the engine's weights those of the policy, called `version`; RolloutError where they did not
@@ -98,19 +98,19 @@ class OwnedWeights:
         engine.update_adapters(tensors, version, facts)
 
 
-class StagedWeights:
+class StagedPush:
     """Weights pushed by the actor's ranks in other processes: they are put into a policy on the CPU, compared
     there with the trainer's checksums, and sent on to the engine.
 
     `stage`: an engine over that policy, which keeps its version.
     """
 
-    def __init__(self, pushed: PushedWeights, stage: RolloutEngine, *, adapters: bool = False) -> None:
+    def __init__(self, pushed: RemotePush, stage: RolloutEngine, *, adapters: bool = False) -> None:
         self.pushed = pushed
         self.stage = stage
-        self.owned = OwnedWeights(pushed.policy, adapters=adapters)
+        self.owned = LocalPush(pushed.policy, adapters=adapters)
 
     def update(self, engine: RolloutEngine, shares: Sequence[WeightShare], version: int) -> None:
-        """Take the shares as `PushedWeights.update` does, then update the engine; errors are the same."""
+        """Take the shares as `RemotePush.update` does, then update the engine; errors are the same."""
         self.pushed.update(self.stage, shares, version)
         self.owned.update(engine, version)

@@ -35,7 +35,7 @@ START_SECONDS = 5.0
 TICK_SECONDS = 0.2
 
 
-class Watch:
+class Watchdog:
     """A thread that watches the processes of a backend and the calls that run in them.
 
     `report_every` is the number of seconds between log lines about a call, `grace` the number of seconds that
@@ -69,7 +69,7 @@ class Watch:
     # ---- called by the backend
 
     def follow(self, running: Running, statuses: dict[int, ray.ObjectRef[Any]]) -> None:
-        """Watch a call whose ranks answer through `statuses`."""
+        """Watchdog a call whose ranks answer through `statuses`."""
         with self._lock:
             self._running.append(running)
         for rank, status in statuses.items():

@@ -18,7 +18,7 @@ from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.failure import Failure
 from hybridflow.controller.ray.parts import RayPart
 from hybridflow.controller.ray.running import Process, Running
-from hybridflow.controller.ray.watch import Watch
+from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback
 
@@ -41,7 +41,7 @@ class House:
         for process in self.processes:
             process.pid = ray.get(process.actor.ping.remote())
             process.node_id = ray.get_runtime_context().get_node_id()
-        self.watch = Watch(self.processes, **({"heartbeat_timeout": 4.0} | settings))
+        self.watch = Watchdog(self.processes, **({"heartbeat_timeout": 4.0} | settings))
         self.watch.expect_signs()
 
     def call(
@@ -126,7 +126,7 @@ def test_slow_calls_are_reported_with_a_stack_and_end_at_their_deadline(
 def test_processes_that_start_are_counted_and_only_late_ones_warned_about(
     house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridflow.controller.ray.watch.START_SECONDS", 0.5)
+    monkeypatch.setattr("hybridflow.controller.ray.watchdog.START_SECONDS", 0.5)
     with caplog.at_level(logging.INFO, "hybridflow"):
         error = house.call(0.0, 60.0, limit=10.0, starting="starting 2 worker processes")[1].exception(
             timeout=WAIT

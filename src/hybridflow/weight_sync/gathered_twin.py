@@ -14,7 +14,7 @@ from hybridflow.weight_sync.holding import Holding, trainer_parameters
 from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
 
 
-class GatheredWeights:
+class GatheredTwin:
     """A `WeightSource` for `twin`, filled from the shards of `policy`.
 
     All ranks of the world make it, acquire and release together.

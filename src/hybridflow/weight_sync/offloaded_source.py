@@ -8,7 +8,7 @@ from hybridflow.engines import TrainEngine
 from hybridflow.rollout.base import WeightSource
 
 
-class RestingWeights:
+class OffloadedSource:
     """A `WeightSource` that brings the trainer's offloaded weights to the device.
 
     Without `inner`, generation uses the trainer's own module, which stays on the device until `release`. With

@@ -22,7 +22,7 @@ from hybridflow.models.build import shape_of
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
 from hybridflow.trainer.models import end_tokens, model_arguments
-from hybridflow.trainer.ppo.spread import engine_keys, sizes
+from hybridflow.trainer.ppo.parallel_layout import engine_keys, sizes
 from hybridflow.workers import ActorWorker, CriticWorker, ProcessRewardWorker, ReferenceWorker, RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
 from hybridflow.workers.teacher import TEACHER_COLUMN
@@ -53,27 +53,27 @@ def workers_of(facts: RunFacts) -> Make:
     return partial(_factories, facts)
 
 
-def _factories(facts: RunFacts, house: WorkerHost) -> Factories:
-    host = Host(facts, house)
+def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
+    builders = RoleBuilders(facts, process)
     return {
-        "actor": host.actor,
-        "rollout": host.rollout,
-        "reference": host.reference,
-        "critic": host.critic,
-        "teacher": host.teacher,
-        "process_reward": host.process_reward,
+        "actor": builders.actor,
+        "rollout": builders.rollout,
+        "reference": builders.reference,
+        "critic": builders.critic,
+        "teacher": builders.teacher,
+        "process_reward": builders.process_reward,
     }
 
 
-class Host:
+class RoleBuilders:
     """The factories of one process; roles in it share what they can: the rollout generates with the actor's
     module.
     """
 
-    def __init__(self, facts: RunFacts, house: WorkerHost) -> None:
+    def __init__(self, facts: RunFacts, process: WorkerHost) -> None:
         self.facts = facts
         self.config = facts.config
-        self.house = house
+        self.process = process
         self.device = resolve_device(self.config.trainer.device)
 
     def actor(self, info: RankInfo) -> ActorWorker:
@@ -99,7 +99,7 @@ class Host:
         )
         sharing = self.config.actor_rollout_ref.actor.use_prefix_grouper
         limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu, share_prompts=sharing)
-        if LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None and self.house.has(
+        if LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None and self.process.has(
             "actor"
         ):
             return ReferenceWorker(
@@ -155,7 +155,7 @@ class Host:
             # the dtype in which the actor computes
             model["dtype"] = roles.actor.fsdp_config.mixed_precision.param_dtype
         actor_engine = None
-        if self.house.has("actor"):
+        if self.process.has("actor"):
             actor_engine = self._actor_engine()
         return build_rollout_worker(
             roles.rollout,
@@ -176,7 +176,7 @@ class Host:
         return self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
 
     def _actor_engine(self) -> TrainEngine:
-        worker = self.house.worker("actor")
+        worker = self.process.worker("actor")
         assert isinstance(worker, ActorWorker)
         return worker.engine
 
@@ -224,7 +224,7 @@ class Host:
                 max_nonfinite_steps=trainer.max_nonfinite_steps,
                 dump_dir=self.facts.nonfinite,
                 fsdp=fsdp,
-                sizes=sizes(self.config, role, self.house.place.world_size),
+                sizes=sizes(self.config, role, self.process.place.world_size),
                 activation_offload=model.enable_activation_offload,
                 lora=lora,
             )

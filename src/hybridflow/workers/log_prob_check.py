@@ -16,14 +16,14 @@ from hybridflow.engines import LossFn
 from hybridflow.errors import TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.correction import correction_means, own_rows
+from hybridflow.workers.correction import correction_means, sampled_rows
 
 APART = "training/rollout_log_probs_diff_max"
 """Metric: the largest difference of a sampled token's log-probs, in nats."""
 
 
 @dataclass(frozen=True)
-class Watch:
+class LogProbCheck:
     """The check on the first forward of an update, in steps whose `old_log_probs` are the rollout's."""
 
     step: int
@@ -35,7 +35,7 @@ class Watch:
 
 def sampled_tokens(batch: DataProto) -> Tensor:
     """Return [B, R] bool: the tokens that the policy of this run sampled."""
-    mask: Tensor = batch.batch["response_mask"] & own_rows(batch)[:, None]
+    mask: Tensor = batch.batch["response_mask"] & sampled_rows(batch)[:, None]
     return mask
 
 
@@ -101,7 +101,7 @@ def check_same_weights(actor: dict[str, int], replicas: Sequence[dict[str, int]]
                 )
 
 
-def watched(loss: LossFn, watch: Watch, *, keeps_entropy: bool) -> LossFn:
+def watched(loss: LossFn, watch: LogProbCheck, *, keeps_entropy: bool) -> LossFn:
     """Return `loss` preceded by a check of the log-probs and the entropy that it is given.
 
     `keeps_entropy` says whether the loss itself uses the entropy.

@@ -43,11 +43,11 @@ from hybridflow.checkpoint.layout import MODEL
 from hybridflow.checkpoint.shard_index import read_tensors
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import load_config, prepare_config
+from hybridflow.demo.warm_up import WarmUpOptions, warm_up
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.demo.warm_up import WarmUpOptions, warm_up
 from hybridflow.trainer.ppo.build import build
 
 RESULT = Path(__file__).parent / "results" / "cluster_parity.json"

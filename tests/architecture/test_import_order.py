@@ -17,6 +17,7 @@ LINES = [
     ["agent"],
     ["workers"],
     ["trainer", "merger"],
+    ["explain", "demo"],
     ["cli", "model_merger"],
 ]
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}

@@ -17,7 +17,7 @@ from hybridflow.config import check as checks
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
 from hybridflow.config.aliases import VALUE_ALIASES
-from hybridflow.config.check_paths import TASKS
+from hybridflow.config.checks.paths import TASKS
 from hybridflow.config.data import TaskConfig
 from hybridflow.config.trainer import Tracker
 from hybridflow.config.verl_rules import REFUSED_VALUES

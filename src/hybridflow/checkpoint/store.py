@@ -27,7 +27,7 @@ from hybridflow.checkpoint.layout import LOCK, MANIFEST, STEP_PREFIX, TRACKER, s
 from hybridflow.checkpoint.manifest import FileDigest, read_manifest, write_manifest
 from hybridflow.checkpoint.shard_index import check_shards, read_index
 from hybridflow.checkpoint.state import State, load_tree, save_tree
-from hybridflow.config.check_paths import why_unwritable
+from hybridflow.config.checks.paths import why_unwritable
 from hybridflow.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

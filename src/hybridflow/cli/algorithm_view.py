@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hybridflow.config import PPOConfig
-from hybridflow.trainer.explain_algorithm import explain_algorithm
-from hybridflow.trainer.formula import Formula
+from hybridflow.explain.algorithm import explain_algorithm
+from hybridflow.explain.formula import Formula
 
 INDENT = 3
 DEEPER = 5

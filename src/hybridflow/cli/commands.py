@@ -21,7 +21,7 @@ def demo(options: argparse.Namespace) -> int:
     setup_logging()
     with progress.shown():
         with progress.phase("importing torch and transformers"):
-            from hybridflow.trainer.demo.demo import DemoOptions, run_demo
+            from hybridflow.demo.demo import DemoOptions, run_demo
 
         wanted = DemoOptions(
             Path(options.out),
@@ -124,7 +124,7 @@ def config(options: argparse.Namespace) -> int:
 def explain(options: argparse.Namespace) -> int:
     """Print the formulas of a run with its numbers."""
     from hybridflow.cli.algorithm_view import show_algorithm
-    from hybridflow.trainer.explain_algorithm import look
+    from hybridflow.explain.algorithm import look
 
     prepared = look(options.overrides, recipe=options.recipe)
     _show_notes(prepared.notes)

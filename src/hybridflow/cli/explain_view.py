@@ -9,7 +9,7 @@ from rich.text import Text
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line
 from hybridflow.data.files import count_rows
-from hybridflow.trainer.explain_run import explain_run
+from hybridflow.explain.run import explain_run
 
 
 def show_explanation(config: PPOConfig | SFTConfig) -> None:

@@ -2,7 +2,7 @@
 
     resolved config, rows of training data ──explain──► lines (label, value, how)
 
-`trainer/explain_run.py` has the lines that need processes and models too.
+`explain/run.py` has the lines that need processes and models too.
 """
 
 from __future__ import annotations

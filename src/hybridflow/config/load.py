@@ -25,8 +25,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridflow.config.check import check
-from hybridflow.config.check_correction import quote_bounds
+from hybridflow.config.checks.correction import quote_bounds
+from hybridflow.config.checks.root import check
 from hybridflow.config.convert import convert, raise_all, unknown_key
 from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import read_recipe, recipe_hint

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any, TypeVar
 
-from hybridflow.config.check_cluster import resolved_controller
+from hybridflow.config.checks.cluster import resolved_controller
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import with_values

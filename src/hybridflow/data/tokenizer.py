@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from hybridflow.config.check_model import TOKENIZER_FILES
+from hybridflow.config.checks.model import TOKENIZER_FILES
 from hybridflow.data.messages import Message
 from hybridflow.data.remote import hub_folder
 from hybridflow.errors import DataError, ModelError

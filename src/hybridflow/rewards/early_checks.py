@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridflow.config.check_reward import CUSTOM
+from hybridflow.config.checks.reward import CUSTOM
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.early_checks import SplitFacts

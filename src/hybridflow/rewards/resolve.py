@@ -4,7 +4,7 @@ built-in.
 
 from __future__ import annotations
 
-from hybridflow.config.check_reward import CUSTOM, reward_problems
+from hybridflow.config.checks.reward import CUSTOM, reward_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.compose import compose, load_terms

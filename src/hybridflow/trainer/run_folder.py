@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hybridflow.checkpoint.durable import locked
-from hybridflow.config.check_paths import unwritable
+from hybridflow.config.checks.paths import unwritable
 from hybridflow.config.tree import flatten
 from hybridflow.errors import ConfigError
 from hybridflow.observability.machine import machine_facts

@@ -54,7 +54,7 @@ def test_missing_trackers_and_folders_that_cannot_be_written_are_found_without_t
 @pytest.mark.timeout(600)
 def test_commands_that_only_look_need_no_model_library() -> None:
     code = (
-        "import sys, hybridflow.trainer.explain_algorithm, hybridflow.cli.doctor\n"
+        "import sys, hybridflow.explain.algorithm, hybridflow.cli.doctor\n"
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -16,7 +16,7 @@ from hybridflow.algorithms.rollout_correction import parse_is_threshold, parse_r
 from hybridflow.config import PPOConfig
 from hybridflow.config.algorithm import RolloutCorrectionConfig
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
-from hybridflow.config.check_correction import _rejection, _weights
+from hybridflow.config.checks.correction import _rejection, _weights
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import needs_reference
 from hybridflow.config.show import to_yaml

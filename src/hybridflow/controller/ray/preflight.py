@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.check_cluster import num_processes
+from hybridflow.config.checks.cluster import num_processes
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 from hybridflow.controller.ray.assignment import UNIT, NodeInfo, assign, shortage

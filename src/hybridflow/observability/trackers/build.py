@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.check_paths import unwritable
+from hybridflow.config.checks.paths import unwritable
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers

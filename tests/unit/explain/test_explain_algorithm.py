@@ -16,8 +16,8 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.recipes import recipe_names
 from hybridflow.config.tree import keys_of
 from hybridflow.errors import ConfigError
-from hybridflow.trainer.explain_algorithm import PARAMETERS, Run, Section, explain_algorithm, look
-from hybridflow.trainer.formula import (
+from hybridflow.explain.algorithm import PARAMETERS, Run, Section, explain_algorithm, look
+from hybridflow.explain.formula import (
     Number,
     alternative,
     formula_of,

@@ -29,14 +29,14 @@ from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.algorithms.rollout_correction import parse_rejection, rejection, rollout_weights
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config import PPOConfig
-from hybridflow.config.check import check
+from hybridflow.config.checks.root import check
 from hybridflow.config.explain import explain
 from hybridflow.config.load import Loaded, load_config
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.config.resolve import resolve
 from hybridflow.config.tree import with_values
-from hybridflow.trainer.explain_numbers import ACTOR, PARAMETERS, PRM, ROLLOUT, Run
-from hybridflow.trainer.formula import Formula, Number, alternative, formula_of, paragraphs, shown
+from hybridflow.explain.formula import Formula, Number, alternative, formula_of, paragraphs, shown
+from hybridflow.explain.numbers import ACTOR, PARAMETERS, PRM, ROLLOUT, Run
 from hybridflow.trainer.ppo.group_filter import groups_to_keep
 from hybridflow.trainer.ppo.overlong import filter_overlong, overlong_penalty
 from hybridflow.workers.bridge import apply_kl_penalty, find_estimator, find_policy_loss

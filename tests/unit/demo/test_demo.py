@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from hybridflow.demo import demo, warm_up
+from hybridflow.demo.demo import DemoOptions
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.trackers import build_trackers
-from hybridflow.trainer.demo import demo, warm_up
-from hybridflow.trainer.demo.demo import DemoOptions
 
 
 def test_the_greedy_accuracies_of_the_demo_are_its_own_validations(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from hybridflow.distributed.shards import local
 from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ModelError
+from hybridflow.explain.memory import Engine, Needs, engine_needs
+from hybridflow.explain.run import explain_run
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import size_of
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.trainer.explain_memory import Engine, Needs, engine_needs
-from hybridflow.trainer.explain_run import explain_run
 from ranks import Ranks
 
 STEP = [

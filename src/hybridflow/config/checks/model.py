@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.check_paths import is_remote, is_written_as_path, local
+from hybridflow.config.checks.paths import is_remote, is_written_as_path, local
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.needs import needs_teacher
 from hybridflow.config.root import PPOConfig, SFTConfig

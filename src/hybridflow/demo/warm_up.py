@@ -18,7 +18,7 @@ from hybridflow.data.build import build_prompt_data
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
-from hybridflow.trainer.demo.evaluate import MAX_TOKENS, evaluate
+from hybridflow.demo.evaluate import MAX_TOKENS, evaluate
 from hybridflow.trainer.sft.build import build as build_sft
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
-from hybridflow.config.check_correction import correction_notes
+from hybridflow.config.checks.correction import correction_notes
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
 

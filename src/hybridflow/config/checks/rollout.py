@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.check_cluster import pool_sizes
+from hybridflow.config.checks.cluster import pool_sizes
 from hybridflow.config.needs import is_given
 from hybridflow.config.root import PPOConfig
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.tree import keys_of
-from hybridflow.trainer.formula import Formula, Number, formula_of, paragraphs, shown
+from hybridflow.explain.formula import Formula, Number, formula_of, paragraphs, shown
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

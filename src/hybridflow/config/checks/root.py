@@ -10,25 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from hybridflow.config.check_algorithm import PROCESS, algorithm_problems
-from hybridflow.config.check_cluster import (
+from hybridflow.config.checks.algorithm import PROCESS, algorithm_problems
+from hybridflow.config.checks.cluster import (
     cluster_notes,
     pool_sizes,
     ppo_cluster_problems,
     sft_cluster_problems,
 )
-from hybridflow.config.check_engine import engine_problems
-from hybridflow.config.check_kernels import kernel_problems
-from hybridflow.config.check_model import model_problems
-from hybridflow.config.check_notes import has_validation, ppo_notes
-from hybridflow.config.check_paths import (
+from hybridflow.config.checks.engine import engine_problems
+from hybridflow.config.checks.kernels import kernel_problems
+from hybridflow.config.checks.model import model_problems
+from hybridflow.config.checks.notes import has_validation, ppo_notes
+from hybridflow.config.checks.paths import (
     data_problems,
     folder_problems,
     plugin_problem,
     resume_problems,
 )
-from hybridflow.config.check_reward import reward_problems
-from hybridflow.config.check_rollout import rollout_notes, rollout_problems
+from hybridflow.config.checks.reward import reward_problems
+from hybridflow.config.checks.rollout import rollout_notes, rollout_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.config.check_cluster import pool_sizes
+from hybridflow.config.checks.cluster import pool_sizes
 from hybridflow.config.engine_features import ENGINES, KEY, TABLE
 from hybridflow.config.root import PPOConfig
 

@@ -18,9 +18,7 @@ from hybridflow.config.explain import Line, explain, format_bytes, generation_ba
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
-from hybridflow.models.lora import LoraSettings
-from hybridflow.models.size import ModelSize, size_of
-from hybridflow.trainer.explain_memory import (
+from hybridflow.explain.memory import (
     Engine,
     Needs,
     Part,
@@ -28,6 +26,8 @@ from hybridflow.trainer.explain_memory import (
     engine_needs,
     generation_needs,
 )
+from hybridflow.models.lora import LoraSettings
+from hybridflow.models.size import ModelSize, size_of
 from hybridflow.trainer.ppo.parallel_layout import engine_keys, is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.ppo.roles import needed_roles
 from hybridflow.trainer.sft.build import ROLES as SFT_ROLES

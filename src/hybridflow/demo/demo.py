@@ -18,12 +18,12 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
+from hybridflow.demo.evaluate import MAX_TOKENS, Evaluation, evaluate
+from hybridflow.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.machine import machine_facts
 from hybridflow.observability.report import write_report
 from hybridflow.observability.trackers.jsonl import read_metrics
-from hybridflow.trainer.demo.evaluate import MAX_TOKENS, Evaluation, evaluate
-from hybridflow.trainer.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
 from hybridflow.trainer.ppo.build import build as build_ppo
 from hybridflow.trainer.ppo.sync import SyncTrainer
 from hybridflow.trainer.run_folder import RunFolder

@@ -13,17 +13,17 @@ from hybridflow.algorithms.aggregation import LossAggMode
 from hybridflow.algorithms.kl import KL_KINDS
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.config import PPOConfig, SFTConfig, algorithm_names
-from hybridflow.config import check as checks
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm_names import ESTIMATORS
 from hybridflow.config.aliases import VALUE_ALIASES
+from hybridflow.config.checks import root as checks
 from hybridflow.config.checks.paths import TASKS
 from hybridflow.config.data import TaskConfig
 from hybridflow.config.trainer import Tracker
 from hybridflow.config.verl_rules import REFUSED_VALUES
 from hybridflow.data.tasks import build_task
 from hybridflow.observability.trackers.build import TRACKERS
-from hybridflow.workers.bridge import loss_parameters
+from hybridflow.workers.losses import loss_parameters
 
 PPO = ActorConfig()
 FROM_THE_PAPER: dict[str, frozenset[str]] = {

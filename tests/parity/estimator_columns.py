@@ -1,4 +1,4 @@
-"""Everything that any estimator may ask for, by name, on one ragged batch: what the bridge hands over, with
+"""Everything that any estimator may ask for, by name, on one ragged batch: what the driver hands over, with
 junk outside the mask.
 """
 

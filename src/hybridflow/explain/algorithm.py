@@ -5,7 +5,7 @@ configuration.
     the step
 
 Neither a model nor data is needed. A formula has one home, the docstring of the function that computes it
-(`formula.py`); the table `PARAMETERS` of `explain_numbers.py` says which key sets each argument of those
+(`formula.py`); the table `PARAMETERS` of `numbers.py` says which key sets each argument of those
 functions, and how equations write it.
 """
 
@@ -37,9 +37,10 @@ from hybridflow.config.resolve import resolve
 from hybridflow.config.tree import with_values
 from hybridflow.explain.formula import Formula, Number, alternative, formula_of, paragraphs, shown
 from hybridflow.explain.numbers import ACTOR, PARAMETERS, PRM, ROLLOUT, Run
+from hybridflow.trainer.ppo.columns import apply_kl_penalty, find_estimator
 from hybridflow.trainer.ppo.group_filter import groups_to_keep
 from hybridflow.trainer.ppo.overlong import filter_overlong, overlong_penalty
-from hybridflow.workers.bridge import apply_kl_penalty, find_estimator, find_policy_loss
+from hybridflow.workers.losses import find_policy_loss
 
 PAIR_LOSSES: dict[str, Callable[..., Any]] = {"sigmoid": dpo, "ipo": ipo}
 """Losses of a pair by their name in `dpo_loss`."""

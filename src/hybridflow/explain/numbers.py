@@ -52,7 +52,8 @@ PARAMETERS: dict[str, Parameter] = {
     "dpo_beta": Parameter(("β",), (f"{ACTOR}.policy_loss.dpo_beta",)),
     "dpo_label_smoothing": Parameter((), (f"{ACTOR}.policy_loss.dpo_label_smoothing",)),
 }
-"""Arguments of estimators and losses by name; `workers/bridge.py` hands them over under the same names."""
+"""Arguments of estimators and losses by name; `trainer/ppo/columns.py` and
+`workers/losses.py` hand them over under the same names."""
 
 
 class Run:

@@ -1,7 +1,7 @@
 """Actor, critic, reference, teacher, process reward model and rollout: a worker class and its typed group in
 one file each.
 
-The names below are loaded when they are first used, so that the maths of `bridge.py` needs no model library.
+The names below are loaded when they are first used, so that the maths of `losses.py` needs no model library.
 """
 
 from __future__ import annotations

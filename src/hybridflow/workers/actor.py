@@ -16,9 +16,9 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
-from hybridflow.workers.bridge import find_policy_loss, policy_loss
 from hybridflow.workers.exact import set_exact_mode, weight_sums
 from hybridflow.workers.log_prob_check import LogProbCheck, watched
+from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 

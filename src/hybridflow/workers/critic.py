@@ -12,7 +12,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.actor import POLICY_COLUMNS
-from hybridflow.workers.bridge import critic_loss
+from hybridflow.workers.losses import critic_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 

@@ -16,7 +16,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
-from hybridflow.workers.bridge import LOSS_SHARES
+from hybridflow.workers.losses import LOSS_SHARES
 
 
 @dataclass(frozen=True)

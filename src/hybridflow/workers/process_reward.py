@@ -20,7 +20,7 @@ from hybridflow.engines import BatchLimits, LossFn, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS, policy_forward
-from hybridflow.workers.bridge import ratios
+from hybridflow.workers.losses import ratios
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.reference import check_token_ids
 from hybridflow.workers.state import StatefulGroup, StatefulWorker

@@ -8,7 +8,7 @@ from hybridflow.engines import BatchLimits, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import policy_forward
-from hybridflow.workers.bridge import sft_loss
+from hybridflow.workers.losses import sft_loss
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 

@@ -24,7 +24,7 @@ from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.models.lora import LoraSettings
 from hybridflow.protocol import DataProto
-from hybridflow.workers.bridge import critic_loss, find_policy_loss, policy_loss
+from hybridflow.workers.losses import critic_loss, find_policy_loss, policy_loss
 
 OPTIM = OptimConfig(lr=3e-3, eps=1e-5)
 """A gradient that is nothing but rounding must not become a step of full size."""

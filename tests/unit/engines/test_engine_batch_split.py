@@ -30,7 +30,7 @@ from hybridflow.config.critic import CriticConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines import BatchLimits, ForwardFn, LossFn
 from hybridflow.protocol import DataProto
-from hybridflow.workers.bridge import critic_loss, find_policy_loss, policy_loss
+from hybridflow.workers.losses import critic_loss, find_policy_loss, policy_loss
 
 TOLERANCE = 1e-10
 WHOLE = BatchLimits(max_tokens=1000)

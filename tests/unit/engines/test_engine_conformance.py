@@ -35,7 +35,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch
-from hybridflow.workers.bridge import sft_loss
+from hybridflow.workers.losses import sft_loss
 
 WHOLE = BatchLimits(max_tokens=1000)
 OPTIM = OptimConfig(lr=1e-3)

@@ -27,7 +27,7 @@ from hybridflow.explain.formula import (
     shown,
     sources,
 )
-from hybridflow.workers.bridge import loss_parameters
+from hybridflow.workers.losses import loss_parameters
 
 ACTOR = "actor_rollout_ref.actor"
 GROUP = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")

@@ -15,7 +15,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.balancing import karmarkar_karp, split_micro_batches
 from hybridflow.protocol.randomness import generator
-from hybridflow.workers.bridge import estimate_advantages, find_estimator, identify, resample
+from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimator, identify, resample
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 
 GROUPS, WIDTH = [*"aaaabbbbccccddddeeee"], 7

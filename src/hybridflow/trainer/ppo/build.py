@@ -27,6 +27,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
+from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import facts_of, workers_of
@@ -41,7 +42,6 @@ from hybridflow.trainer.resume import say_changes
 from hybridflow.trainer.run_folder import RunFolder
 from hybridflow.trainer.run_trackers import run_trackers
 from hybridflow.trainer.stopping import StopSignals
-from hybridflow.workers.bridge import KLController, find_estimator, kl_controller
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.bridge import explained_variance
+from hybridflow.trainer.ppo.columns import explained_variance
 from hybridflow.workers.correction import sampled_rows
 from hybridflow.workers.log_prob_check import difference, sampled_tokens
 

@@ -15,9 +15,9 @@ from functools import reduce
 from hybridflow.config import PPOConfig
 from hybridflow.errors import ConfigError
 from hybridflow.models.exact import ExactMode
+from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.actor import ActorWorker
-from hybridflow.workers.bridge import find_estimator
 from hybridflow.workers.exact import ExactRollout
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
+from hybridflow.trainer.ppo.columns import leave_out_unpaired, select_tokens
 from hybridflow.workers import ActorGroup
-from hybridflow.workers.bridge import leave_out_unpaired, select_tokens
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.mini_batches import Prepare
 

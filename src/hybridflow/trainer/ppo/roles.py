@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.controller import Backend
+from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.workers import (
     ActorGroup,
     CriticGroup,
@@ -16,7 +17,7 @@ from hybridflow.workers import (
     RolloutGroup,
     TeacherGroup,
 )
-from hybridflow.workers.bridge import find_estimator, find_policy_loss
+from hybridflow.workers.losses import find_policy_loss
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import CheckpointError
+from hybridflow.trainer.ppo.columns import KLController
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.resume import check_belongs, find, parts_to_load, say_where, written_by_a_run
 from hybridflow.trainer.saving import RunSaves, SavedEngine
-from hybridflow.workers.bridge import KLController
 
 WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=["model"])
 """Contents of the checkpoint of a reference that moves: it has no optimizer, but its weights are needed to go

@@ -15,6 +15,15 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
+from hybridflow.trainer.ppo.columns import (
+    KLController,
+    apply_kl_penalty,
+    estimate_advantages,
+    find_estimator,
+    identify,
+    leave_out_unpaired,
+    resample,
+)
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
@@ -22,17 +31,8 @@ from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.parallel_layout import dealt_by
 from hybridflow.trainer.ppo.roles import Roles
-from hybridflow.workers.bridge import (
-    KLController,
-    apply_kl_penalty,
-    estimate_advantages,
-    find_estimator,
-    find_policy_loss,
-    identify,
-    leave_out_unpaired,
-    resample,
-)
 from hybridflow.workers.correction import correct_rollout, sampled_rows
+from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
 

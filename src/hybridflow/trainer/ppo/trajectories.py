@@ -30,11 +30,11 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rollout.base import RolloutStats, SamplingParams
+from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
 from hybridflow.trainer.ppo.scoring import Scored, score
 from hybridflow.workers import RolloutGroup
-from hybridflow.workers.bridge import find_estimator
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The bridge between rows and maths, by hand-computed numbers."""
+"""Losses and the driver's columns, by hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,19 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
-from hybridflow.workers.bridge import (
-    LOSS_SHARES,
+from hybridflow.trainer.ppo.columns import (
     apply_kl_penalty,
-    critic_loss,
     estimate_advantages,
     explained_variance,
     find_estimator,
-    find_policy_loss,
     group_ids,
     identify,
     kl_controller,
     leave_out_unpaired,
-    policy_loss,
     select_tokens,
-    sft_loss,
 )
 from hybridflow.workers.correction import correct_rollout
+from hybridflow.workers.losses import LOSS_SHARES, critic_loss, find_policy_loss, policy_loss, sft_loss
 
 NAN = float("nan")
 MASK = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 1]]).bool()

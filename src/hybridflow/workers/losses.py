@@ -1,0 +1,182 @@
+"""The losses of the roles: micro-batch and outputs of the model go in, the loss's share and metrics come out.
+
+config ──find_policy_loss──► PolicyLoss ──policy_loss / critic_loss / sft_loss──► LossFn of an engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate
+from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from hybridflow.algorithms.positive_examples import positive_example_loss
+from hybridflow.algorithms.value_loss import value_loss
+from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.critic import CriticConfig
+from hybridflow.data.plugin import load_function
+from hybridflow.engines import LossFn
+from hybridflow.errors import ConfigError
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+from hybridflow.workers.correction import correction_means, sampled_rows
+
+LOSS_SHARES = (
+    "actor/pg_loss",
+    "actor/entropy_loss",
+    "actor/kl_loss",
+    "actor/positive_lm_loss",
+    "critic/vf_loss",
+    "process_reward/loss",
+    "train/loss",
+)
+"""Metrics that micro-batches and ranks add up to the loss of a mini-batch."""
+
+
+def find_policy_loss(config: ActorConfig) -> PolicyLoss:
+    """Return the policy loss with its name in the table, or a user's own given as `path.py:name`.
+
+    Raises ConfigError for entries of `policy_loss.options` that it does not take.
+    """
+    name = config.policy_loss.loss_mode
+    options = config.policy_loss.options
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    loss = POLICY_LOSSES.get(name)
+    if loss is None:
+        function = load_function(name, key=key)
+        registered = [
+            known
+            for known in POLICY_LOSSES.values()
+            if known.function is getattr(function, "__wrapped__", function)
+        ]
+        loss = PolicyLoss(function)
+        if registered:
+            loss = replace(registered[0], function=function)
+    unknown = sorted(options.keys() - set(loss.keywords))
+    if unknown:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.policy_loss.options has {', '.join(unknown)}, which the loss {name} "
+            "does not take: "
+            f"its keyword-only arguments are {', '.join(sorted(loss.keywords)) or 'none'}"
+        )
+    return loss
+
+
+def loss_parameters(config: ActorConfig) -> dict[str, Any]:
+    """Return the parameters of the run by the names under which losses take them."""
+    loss = config.policy_loss
+    return {
+        "loss_agg_mode": config.loss_agg_mode,
+        "loss_scale_factor": config.loss_scale_factor,
+        "clip_low": config.clip_low,
+        "clip_high": config.clip_high,
+        "clip_c": config.clip_ratio_c,
+        "tau_pos": loss.tau_pos,
+        "tau_neg": loss.tau_neg,
+        "clip_cov_ratio": loss.clip_cov_ratio,
+        "clip_cov_lb": loss.clip_cov_lb,
+        "clip_cov_ub": loss.clip_cov_ub,
+        "kl_cov_ratio": loss.kl_cov_ratio,
+        "ppo_kl_coef": loss.ppo_kl_coef,
+        "dro_beta": loss.dro_beta,
+        "dpo_loss": loss.dpo_loss,
+        "dpo_beta": loss.dpo_beta,
+        "dpo_label_smoothing": loss.dpo_label_smoothing,
+        **loss.options,
+    }
+
+
+def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:
+    """Return the actor's loss on a micro-batch, normalised by the counts of its whole mini-batch.
+
+    `base` is the result of `find_policy_loss`.
+    """
+    parameters = loss_parameters(config)
+    mode = config.loss_agg_mode or base.agg_mode
+
+    def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+        rows = micro.batch
+        mask = micro.batch["loss_mask"]
+        log_prob = outputs["log_probs"]
+        chosen = base.arguments(parameters | dict(rows.items()))
+        out = base.function(
+            log_prob,
+            rows["old_log_probs"],
+            rows["advantages"],
+            mask,
+            scale,
+            rows.get("rollout_is_weights", None),
+            **chosen,
+        )
+        metrics = ratios(out.metrics)
+        # bypass mode: the one place where current log-probs are to be had for nothing
+        if "rollout_log_probs" in rows:
+            sampled = mask & sampled_rows(micro)[:, None]
+            metrics.update(correction_means(log_prob, rows["rollout_log_probs"], sampled))
+        metrics.add_sum("actor/pg_loss", out.loss.detach())
+        total = out.loss
+        if "entropy" in outputs:
+            entropy = aggregate(outputs["entropy"], mask, mode, scale, config.loss_scale_factor)
+            total = total - config.entropy_coeff * entropy
+            metrics.add_sum("actor/entropy_loss", entropy.detach())
+        if config.use_kl_loss:
+            estimate = kl_estimate(log_prob, rows["ref_log_prob"], config.kl_loss_type, mask)
+            kl = aggregate(estimate, mask, mode, scale, config.loss_scale_factor)
+            total = total + config.kl_loss_coef * kl
+            metrics.add_sum("actor/kl_loss", kl.detach())
+            metrics.add_last("actor/kl_coef", config.kl_loss_coef)
+        if config.positive_lm_loss_coef:
+            likelihood = positive_example_loss(log_prob, mask, rows["positive"], scale)
+            total = total + config.positive_lm_loss_coef * likelihood
+            metrics.add_sum("actor/positive_lm_loss", likelihood.detach())
+        return total, metrics
+
+    return loss
+
+
+def critic_loss(config: CriticConfig, scale: LossScale, loss_scale_factor: float | None) -> LossFn:
+    """Return the critic's clipped value loss on a micro-batch, normalised by the counts of its whole
+    mini-batch.
+    """
+
+    def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+        rows = micro.batch
+        out = value_loss(
+            outputs["values"],
+            rows["values"],
+            rows["returns"],
+            rows["loss_mask"],
+            scale,
+            clip_range=config.cliprange_value,
+            loss_agg_mode=config.loss_agg_mode,
+            loss_scale_factor=loss_scale_factor,
+        )
+        metrics = ratios(out.metrics)
+        metrics.add_sum("critic/vf_loss", out.loss.detach())
+        return out.loss, metrics
+
+    return loss
+
+
+def sft_loss(scale: LossScale) -> LossFn:
+    """Return the negative log-likelihood, the mean over all tokens of the mini-batch to learn."""
+
+    def loss(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
+        value = aggregate(-outputs["log_probs"], micro.batch["loss_mask"], "token-mean", scale)
+        metrics = Metrics()
+        metrics.add_sum("train/loss", value.detach())
+        return value, metrics
+
+    return loss
+
+
+def ratios(values: Mapping[str, Ratio]) -> Metrics:
+    """Return (numerator, denominator) pairs as metrics that add up over micro-batches and ranks."""
+    metrics = Metrics()
+    for name, (numerator, denominator) in values.items():
+        metrics.add_mean(name, numerator, denominator)
+    return metrics

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -114,27 +114,32 @@ class Progress:
                 yield item
                 self.between_items()
 
-    def results(self, items: Iterable[T], total: int) -> Iterator[T]:
+    def results(self, items: Iterator[T], total: int) -> Iterator[T]:
         """Go through results as they come; their number is the count of the phase that is open.
 
         While the next one is awaited, `can_break_off` says that an exception in this thread does no harm.
+        Where an exception ends the loop, a generator of results is closed at once, so that whoever makes them
+        can be used again.
         """
         with self._lock:
             phase = next(reversed(self._phases), Phase("", self._clock()))
         phase.done = 0
         phase.total = total
-        iterator = iter(items)
-        while True:
-            self.can_break_off = True
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self.can_break_off = False
-            phase.done += 1
-            yield item
-            self.between_items()
+        try:
+            while True:
+                self.can_break_off = True
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                finally:
+                    self.can_break_off = False
+                phase.done += 1
+                yield item
+                self.between_items()
+        finally:
+            if isinstance(items, Generator):
+                items.close()
 
     @contextmanager
     def steps(self, total: int) -> Iterator[None]:

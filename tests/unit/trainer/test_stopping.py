@@ -88,6 +88,7 @@ MOMENTS = {
     "update": ("hybridflow.workers.actor:ActorWorker.update_mini_batch", 1),
     "after the update": ("hybridflow.workers.rollout:RolloutGroup.update_from", 1),
     "validation": ("hybridflow.trainer.ppo.validation:Validator.__call__", 1),
+    "answers of the validation": ("hybridflow.observability.progress:Progress.results", 2),
     "log": ("hybridflow.trainer.ppo.sync:SyncTrainer._log", 1),
 }
 

@@ -78,8 +78,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run_server(service: Service, bound: socket.socket, *, token: str | None, grace_s: int = 30) -> None:
-    """Serve until SIGINT or SIGTERM; then refuse new requests, give running ones `grace_s` seconds, and close
-    the engines. The process can end then, whatever a thread is doing.
+    """Serve until SIGINT or SIGTERM; then refuse new requests, wait for running ones, and close the engines,
+    all within about `grace_s` seconds. The process can end then, whatever a thread is doing.
     """
     _raise_file_limit()
     try:
@@ -128,7 +128,8 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 ws="none",
                 lifespan="off",
-                timeout_graceful_shutdown=grace_s,
+                # what is left of the grace is for closing the engines
+                timeout_graceful_shutdown=max(grace_s - round(CLOSE_S), (grace_s + 1) // 2),
                 server_header=False,
             )
         )

@@ -23,7 +23,7 @@ from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.process_group import max_over
 from hybridflow.distributed.shards import local, piece_for, placed_like
-from hybridflow.engines.base import BatchLimits, ForwardFn, LossFn
+from hybridflow.engines.base import BatchLimits, LossFn
 from hybridflow.engines.fsdp.micro_batches import Agree, MicroBatch, nothing, plan
 from hybridflow.engines.fsdp.nonfinite import NonfiniteGuard
 from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
@@ -31,6 +31,7 @@ from hybridflow.engines.fsdp.optimizer import MasterAdamW
 from hybridflow.engines.fsdp.schedule import learning_rate
 from hybridflow.engines.fsdp.sharding import before_micro_batch, reshard
 from hybridflow.errors import CheckpointError, TrainingError
+from hybridflow.models.ask import Answers, Ask, answer
 from hybridflow.models.lora import saved_names
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
@@ -83,31 +84,29 @@ class FSDPEngine:
         self.num_steps = 0  # optimizer steps applied
 
     @torch.no_grad()
-    def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
-        """Return the outputs of all rows without gradients, each [B, R] float on the CPU.
+    def forward(self, rows: DataProto, ask: Ask, limits: BatchLimits) -> Answers:
+        """Return the answers for all rows without gradients, each [B, R] float on the CPU.
 
         A batch without rows gives [0, R] under the same names.
         """
         self.module.eval()
-        results: dict[str, Tensor] = {}
-        width = batch.batch["responses"].shape[1]
+        results: Answers = {}
+        width = rows.batch["responses"].shape[1]
         with self.offloader.parameters():
             with _memory_named(self.name, limits):
-                micros = self._plan(batch, limits, at_least=1)
+                micros = self._plan(rows, limits, at_least=1)
                 for micro in progress.each(micros, "micro-batch", len(micros)):
                     packed = micro.packed
-                    for key, value in forward(self.module, packed).items():
-                        rows = packed.unpack(value).cpu()
-                        whole = results.setdefault(key, rows.new_zeros(len(batch), width))
+                    for key, value in answer(self.module, packed, ask).items():
+                        part = packed.unpack(value).cpu()
+                        whole = results.setdefault(key, part.new_zeros(len(rows), width))
                         if micro.indices is not None:
-                            whole[micro.indices] = rows
+                            whole[micro.indices] = part
             self._reshard()
         return results
 
-    def train_mini_batch(
-        self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits
-    ) -> Metrics:
-        """Take one optimizer step on the rows of `batch`, which are this rank's part of the mini-batch."""
+    def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
+        """Take one optimizer step on `rows`, which are this rank's part of the mini-batch."""
         assert self.optimizer is not None and self.optim is not None, (
             f"{self.name} was built without an optimizer"
         )
@@ -118,12 +117,12 @@ class FSDPEngine:
         odd: dict[str, Tensor] = {}  # numbers that are not finite, by name of the output
         with self.offloader.parameters(), self.offloader.masters():
             with _memory_named(self.name, limits):
-                micros = self._plan(batch, limits)
+                micros = self._plan(rows, limits)
                 for number, micro in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
                     self._before(last=number == len(micros))
                     packed = micro.packed
                     with self._activations_kept():
-                        named = forward(self.module, packed)
+                        named = answer(self.module, packed, ask)
                     if micro.rows is None:
                         nothing(named).backward()
                         continue
@@ -135,7 +134,7 @@ class FSDPEngine:
                     total += share.detach()
                     metrics.update(micro_metrics)
                 self._reshard()
-            return self._step(batch, total, metrics, odd)
+            return self._step(rows, total, metrics, odd)
 
     @property
     def is_offloaded(self) -> bool:

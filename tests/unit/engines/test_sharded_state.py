@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines import Ask, BatchLimits
-from hybridflow.engines.fsdp.micro_batches import split_further
+from hybridflow.engines.micro_batches import split_further
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto

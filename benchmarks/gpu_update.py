@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import BatchLimits
+from hybridflow.engines import Ask, BatchLimits
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.models.build import enable_gradient_checkpointing, without_dropout
 from hybridflow.models.flops import forward_flops, matmul_parameters, peak_flops, training_flops
@@ -37,7 +37,6 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
-from hybridflow.workers.actor import policy_forward
 
 MICRO_BATCHES = 4
 HEAD = (
@@ -93,7 +92,7 @@ def measure(
     parameters = matmul_parameters(hf)
     engine = FSDPEngine(PolicyModel(hf), name="actor", optim=OptimConfig(lr=1e-7), grad_clip=1.0)
     limits = BatchLimits(options.tokens)
-    forward = policy_forward(1.0, with_entropy=False)
+    ask = Ask(log_probs=True)
     cases = []
     for pattern in ("uniform", "life"):
         batch, lengths = rows_of(MICRO_BATCHES * options.tokens, width, pattern, hf.config.vocab_size)
@@ -102,8 +101,8 @@ def measure(
             torch.cuda.reset_peak_memory_stats(device)
         seconds: dict[str, list[float]] = {"log_probs": [], "update": []}
         for turn in range(options.rounds + 1):
-            scored = gpu.seconds_of(partial(engine.forward, batch, forward, limits), device)
-            updated = gpu.seconds_of(partial(engine.train_mini_batch, batch, forward, loss, limits), device)
+            scored = gpu.seconds_of(partial(engine.forward, batch, ask, limits), device)
+            updated = gpu.seconds_of(partial(engine.train_mini_batch, batch, ask, loss, limits), device)
             if turn:
                 seconds["log_probs"].append(scored)
                 seconds["update"].append(updated)

@@ -50,11 +50,11 @@ class Moment:
 STORE = "hybridflow.checkpoint.store"
 MOMENTS = {
     "rollout": Moment("hybridflow.rollout.native.generation:Generation.step", call=5),
-    "update": Moment("hybridflow.engines.fsdp.optimizer:MasterAdamW.step", call=2, after=True),
+    "update": Moment("hybridflow.engines.optimizer:MasterAdamW.step", call=2, after=True),
     "save, some roles written": Moment("hybridflow.checkpoint.shard_storage:write_tensors", after=True),
     "save, states of the driver written": Moment(f"{STORE}:save_tree", call=2, after=True),
     "reward": Moment("hybridflow.trainer.ppo.trajectories:score"),
-    "update, in the backward": Moment("hybridflow.engines.fsdp.optimizer:MasterAdamW.gradient_norm"),
+    "update, in the backward": Moment("hybridflow.engines.optimizer:MasterAdamW.gradient_norm"),
     "save, before the manifest": Moment(f"{STORE}:write_manifest"),
     "save, before the rename": Moment(f"{STORE}:sync_tree", after=True),
     "save, after the rename": Moment(f"{STORE}:replace_file", resumes=KILL_STEP),

@@ -1,11 +1,11 @@
 """The interface of training engines: a forward over rows, an optimizer step on a mini-batch, and the state of
 both model and optimizer.
 
-    rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► outputs [b, R] ──loss──► gradients
+    rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► answers [b, R] ──loss──► gradients
     ──step──► parameters
 
-The engine never sees an algorithm. It is handed a `ForwardFn`, which runs the module, and a `LossFn`, whose
-result is minimised.
+The engine never sees an algorithm, and nobody above it calls the module. It is handed an `Ask`, which names
+the numbers wanted of each token, and a `LossFn`, whose result is minimised.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hybridflow.models.ask import Answers, Ask
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import PackedBatch
 
-ForwardFn = Callable[[nn.Module, PackedBatch], dict[str, Tensor]]
-"""(module, packed rows) -> named outputs, each [M], one entry for each predicted token."""
-
-LossFn = Callable[[dict[str, Tensor], DataProto], tuple[Tensor, Metrics]]
-"""(outputs by name, each [b, R]; the micro-batch) -> (its share of the mini-batch's loss, 0-d; metrics)."""
+LossFn = Callable[[Answers, DataProto], tuple[Tensor, Metrics]]
+"""(answers by name, each [b, R]; the micro-batch) -> (its share of the mini-batch's loss, 0-d; metrics)."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +63,14 @@ class TrainEngine(Protocol):
         """Undo one `onload`; the last one sends the parameters back to CPU memory, if they are offloaded."""
         ...
 
-    def forward(self, batch: DataProto, forward: ForwardFn, limits: BatchLimits) -> dict[str, Tensor]:
-        """Return the outputs of all rows without gradients, each [B, R] on the CPU, 0 where no token is
+    def forward(self, rows: DataProto, ask: Ask, limits: BatchLimits) -> Answers:
+        """Return the answers for all rows without gradients, each [B, R] on the CPU, 0 where no token is
         predicted.
         """
         ...
 
-    def train_mini_batch(
-        self, batch: DataProto, forward: ForwardFn, loss: LossFn, limits: BatchLimits
-    ) -> Metrics:
-        """Take one optimizer step on the rows of `batch`, whose `loss` shares sum to the mini-batch's loss.
+    def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
+        """Take one optimizer step on `rows`, whose `loss` shares sum to the mini-batch's loss.
 
         The metric `num_updates` is 1 where the step was applied, `num_skipped_steps` where its loss or
         gradient was not finite.

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
-
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import BatchLimits, ForwardFn, TrainEngine
+from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import PackedBatch
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
 from hybridflow.workers.exact import set_exact_mode, weight_sums
 from hybridflow.workers.log_prob_check import LogProbCheck, watched
@@ -24,28 +21,6 @@ from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 POLICY_COLUMNS = ("input_ids", "attention_mask", "responses")
 UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "old_log_probs", "advantages")
-
-
-def policy_forward(temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False) -> ForwardFn:
-    """Return a forward that asks a PolicyModel for log-probs, and entropy and Σπ² if wanted, at
-    `temperature`.
-    """
-
-    def forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
-        outputs = module(
-            packed,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            with_sum_pi_squared=with_sum_pi_squared,
-        )
-        named: dict[str, Tensor] = {"log_probs": outputs.log_probs}
-        if outputs.entropy is not None:
-            named["entropy"] = outputs.entropy
-        if outputs.sum_pi_squared is not None:
-            named["sum_pi_squared"] = outputs.sum_pi_squared
-        return named
-
-    return forward
 
 
 class ActorWorker(StatefulWorker):
@@ -77,7 +52,12 @@ class ActorWorker(StatefulWorker):
 
         Each is [B, R] float32; log-probs and entropy are in nats.
         """
-        ask = policy_forward(self.temperature, with_entropy, with_sum_pi_squared)
+        ask = Ask(
+            log_probs=True,
+            entropy=with_entropy,
+            sum_pi_squared=with_sum_pi_squared,
+            temperature=self.temperature,
+        )
         outputs = self.engine.forward(batch, ask, self.log_prob_limits)
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict({names[name]: values for name, values in outputs.items()})
@@ -95,8 +75,8 @@ class ActorWorker(StatefulWorker):
         loss = policy_loss(self.config, scale, self.loss)
         if watch is not None:
             loss = watched(loss, watch, keeps_entropy=wants_entropy)
-        forward = policy_forward(self.temperature, with_entropy=wants_entropy or watch is not None)
-        return self.engine.train_mini_batch(batch, forward, loss, self.limits)
+        ask = Ask(log_probs=True, entropy=wants_entropy or watch is not None, temperature=self.temperature)
+        return self.engine.train_mini_batch(batch, ask, loss, self.limits)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def weight_sums(self) -> dict[str, int]:

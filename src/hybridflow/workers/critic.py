@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.critic import CriticConfig
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import BatchLimits, TrainEngine
+from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.losses import critic_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "values", "returns")
-
-
-def value_forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
-    """Ask a ValueModel for its values."""
-    return {"values": module(packed)}
+VALUES = Ask(values=True)
 
 
 class CriticWorker(StatefulWorker):
@@ -46,13 +39,13 @@ class CriticWorker(StatefulWorker):
         """Return values [B, R] float32: the return expected in the state in which each response token is
         chosen.
         """
-        return DataProto.from_dict(self.engine.forward(batch, value_forward, self.forward_limits))
+        return DataProto.from_dict(self.engine.forward(batch, VALUES, self.forward_limits))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it."""
         loss = critic_loss(self.config, scale, self.loss_scale_factor)
-        return self.engine.train_mini_batch(batch, value_forward, loss, self.limits)
+        return self.engine.train_mini_batch(batch, VALUES, loss, self.limits)
 
 
 class CriticGroup(StatefulGroup[CriticWorker]):

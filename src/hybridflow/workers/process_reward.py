@@ -16,10 +16,10 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.process_reward import implicit_rewards, process_reward_loss
 from hybridflow.config.reward import ProcessRewardModelConfig
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import BatchLimits, LossFn, TrainEngine
+from hybridflow.engines import Ask, BatchLimits, LossFn, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.actor import POLICY_COLUMNS, policy_forward
+from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.losses import ratios
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.reference import check_token_ids
@@ -60,9 +60,8 @@ class ProcessRewardWorker(StatefulWorker):
     ) -> None:
         super().__init__(engine)
         self.config = config
-        self.temperature = temperature
         self.limits = limits
-        self.ask = policy_forward(temperature, with_entropy=False)
+        self.ask = Ask(log_probs=True, temperature=temperature)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rewards(self, batch: DataProto) -> DataProto:

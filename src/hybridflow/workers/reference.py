@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import BatchLimits, TrainEngine
+from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import adapters_off, has_adapters
 from hybridflow.protocol import DataProto
-from hybridflow.workers.actor import POLICY_COLUMNS, policy_forward
+from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 
@@ -52,7 +52,7 @@ class ReferenceWorker(StatefulWorker):
         without_adapters: bool = False,
     ) -> None:
         super().__init__(engine)
-        self.temperature = temperature
+        self.ask = Ask(log_probs=True, temperature=temperature)
         self.limits = limits
         self.column = column
         self.without_adapters = without_adapters
@@ -65,9 +65,7 @@ class ReferenceWorker(StatefulWorker):
         """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
         check_token_ids(batch, self.engine)
         with adapters_off(self.engine.module) if self.without_adapters else nullcontext():
-            outputs = self.engine.forward(
-                batch, policy_forward(self.temperature, with_entropy=False), self.limits
-            )
+            outputs = self.engine.forward(batch, self.ask, self.limits)
         return DataProto.from_dict({self.column: outputs["log_probs"]})
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import BatchLimits, TrainEngine
+from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.actor import policy_forward
 from hybridflow.workers.losses import sft_loss
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -18,7 +17,7 @@ class SFTWorker(StatefulWorker):
     def __init__(self, engine: TrainEngine, limits: BatchLimits) -> None:
         super().__init__(engine)
         self.limits = limits
-        self.ask = policy_forward(temperature=1.0, with_entropy=False)
+        self.ask = Ask(log_probs=True)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def update(self, batch: DataProto, *, scale: LossScale) -> Metrics:

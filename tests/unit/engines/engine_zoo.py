@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import ForwardFn, TrainEngine
+from hybridflow.engines import TrainEngine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import PackedBatch, make_rows
-from hybridflow.workers.actor import policy_forward
-from hybridflow.workers.critic import value_forward
+from hybridflow.protocol.packing import make_rows
 
 VOCABULARY = 64
 LENGTHS = ((3, 6), (7, 5), (2, 1), (5, 9), (4, 4), (1, 7), (6, 3))
@@ -115,22 +113,15 @@ def row_tokens() -> list[int]:
     return [prompt + response for prompt, response in LENGTHS]
 
 
-def ask_policy(*, with_entropy: bool = False, temperature: float = 1.0) -> ForwardFn:
-    return policy_forward(temperature, with_entropy=with_entropy)
-
-
-ask_value: ForwardFn = value_forward
-
-
 class Counting:
-    """A ForwardFn that notes (rows, tokens) of every forward."""
+    """Notes (rows, tokens) of every forward of a module."""
 
-    def __init__(self, forward: ForwardFn) -> None:
-        self.forward, self.seen = forward, list[tuple[int, int]]()
+    def __init__(self, module: nn.Module) -> None:
+        self.seen = list[tuple[int, int]]()
+        module.register_forward_pre_hook(self._note)
 
-    def __call__(self, module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
-        self.seen.append((len(packed.lengths), packed.num_tokens))
-        return self.forward(module, packed)
+    def _note(self, module: nn.Module, args: Any) -> None:
+        self.seen.append((len(args[0].lengths), args[0].num_tokens))
 
 
 class Gradients:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_zoo import ask_policy, ask_value, tiny_llama, training_rows
+from engine_zoo import tiny_llama, training_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +19,7 @@ from hybridflow.config.critic import CriticConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.mesh import ParallelSizes
-from hybridflow.engines import BatchLimits, ForwardFn, LossFn
+from hybridflow.engines import Ask, BatchLimits, LossFn
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.models.lora import LoraSettings
@@ -92,8 +92,10 @@ def build(run: Run, world_size: int) -> FSDPEngine:
     return engine
 
 
-def ask(run: Run) -> ForwardFn:
-    return ask_policy(with_entropy=True, temperature=0.8) if run.kind == "policy" else ask_value
+def ask(run: Run) -> Ask:
+    if run.kind == "value":
+        return Ask(values=True)
+    return Ask(log_probs=True, entropy=True, temperature=0.8)
 
 
 def loss_of(run: Run, rows: DataProto) -> LossFn:

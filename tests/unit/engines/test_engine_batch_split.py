@@ -14,8 +14,6 @@ from engine_zoo import (
     ENGINES,
     EngineMaker,
     Gradients,
-    ask_policy,
-    ask_value,
     row_tokens,
     tiny_policy,
     tiny_value,
@@ -28,7 +26,7 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.actor_rollout_ref import ActorConfig, LossAggMode
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import BatchLimits, ForwardFn, LossFn
+from hybridflow.engines import Ask, BatchLimits, LossFn
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss, find_policy_loss, policy_loss
 
@@ -55,14 +53,14 @@ class Case(NamedTuple):
     """A model, what is asked of it, and the loss."""
 
     model: Callable[[torch.dtype], nn.Module]
-    forward: ForwardFn
+    ask: Ask
     loss: Callable[[LossScale], LossFn]
 
 
 def actor_case(config: ActorConfig) -> Case:
     return Case(
         tiny_policy,
-        ask_policy(with_entropy=config.entropy_coeff != 0.0, temperature=0.8),
+        Ask(log_probs=True, entropy=config.entropy_coeff != 0.0, temperature=0.8),
         lambda scale: policy_loss(config, scale, find_policy_loss(config)),
     )
 
@@ -82,10 +80,10 @@ CASES = {
             loss_agg_mode="seq-mean-token-mean",
         )
     ),
-    "value": Case(tiny_value, ask_value, lambda scale: critic_loss(CriticConfig(), scale, None)),
+    "value": Case(tiny_value, Ask(values=True), lambda scale: critic_loss(CriticConfig(), scale, None)),
     "value by rows": Case(
         tiny_value,
-        ask_value,
+        Ask(values=True),
         lambda scale: critic_loss(CriticConfig(loss_agg_mode="seq-mean-token-sum-norm"), scale, 8.0),
     ),
 }
@@ -109,7 +107,7 @@ def train_once(make: EngineMaker, case: Case, batch: DataProto, limits: BatchLim
         shares.append(share.item())
         return share, metrics
 
-    metrics = engine.train_mini_batch(batch, case.forward, noting, limits).to_floats()
+    metrics = engine.train_mini_batch(batch, case.ask, noting, limits).to_floats()
     assert metrics["actor/num_updates"] == 1.0
     return Outcome(sum(shares), gradients.found, weights(module), metrics)
 
@@ -146,13 +144,13 @@ def test_a_row_outside_the_loss_changes_nothing(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("limits", [WHOLE, BatchLimits(20), BatchLimits(1000, max_rows=2)])
 def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimits) -> None:
-    for module, forward in (
-        (tiny_policy(torch.float64), ask_policy(with_entropy=True)),
-        (tiny_value(torch.float64), ask_value),
+    for module, ask in (
+        (tiny_policy(torch.float64), Ask(log_probs=True, entropy=True)),
+        (tiny_value(torch.float64), Ask(values=True)),
     ):
         tested = ENGINES[engine](module, None)
         rows = training_rows(extra_prompt=1, extra_response=2)
-        together = tested.forward(rows, forward, limits)
+        together = tested.forward(rows, ask, limits)
         width = rows.batch["responses"].shape[1]
         attended = rows.batch["attention_mask"][:, -width:]
         for key, values in together.items():
@@ -161,6 +159,6 @@ def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimi
             )
             assert not values[~attended].any() and values[attended].abs().min() > 0
             alone = torch.cat(
-                [tested.forward(rows.select_idxs([row]), forward, WHOLE)[key] for row in range(len(rows))]
+                [tested.forward(rows.select_idxs([row]), ask, WHOLE)[key] for row in range(len(rows))]
             )
             assert (values - alone).abs().max() < TOLERANCE

@@ -14,9 +14,9 @@ import torch
 from engine_zoo import (
     ENGINES,
     VOCABULARY,
+    Counting,
     EngineMaker,
     Gradients,
-    ask_policy,
     folders,
     row_tokens,
     same_weights,
@@ -24,20 +24,19 @@ from engine_zoo import (
     training_rows,
     weights,
 )
-from engine_zoo import Counting as CountingForward
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import BatchLimits, LossFn, TrainEngine
+from hybridflow.engines import Ask, BatchLimits, LossFn, TrainEngine
 from hybridflow.errors import CheckpointError, ConfigError, TrainingError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.losses import sft_loss
 
 WHOLE = BatchLimits(max_tokens=1000)
+LOG_PROBS = Ask(log_probs=True)
 OPTIM = OptimConfig(lr=1e-3)
 
 
@@ -73,7 +72,7 @@ def reinforce(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Met
 def step(
     engine: TrainEngine, rows: DataProto, loss: LossFn | None = None, limits: BatchLimits = WHOLE
 ) -> dict[str, float]:
-    return engine.train_mini_batch(rows, ask_policy(), loss or likelihood(rows), limits).to_floats()
+    return engine.train_mini_batch(rows, LOG_PROBS, loss or likelihood(rows), limits).to_floats()
 
 
 @pytest.mark.parametrize(
@@ -81,13 +80,14 @@ def step(
     [BatchLimits(14), BatchLimits(20), BatchLimits(33, max_rows=2), BatchLimits(1000, max_rows=1), WHOLE],
 )
 def test_no_forward_gets_more_than_the_limits(make: EngineMaker, limits: BatchLimits) -> None:
-    rows, engine = training_rows(extra_prompt=9, extra_response=9), make(tiny_policy(), OPTIM)
+    rows = training_rows(extra_prompt=9, extra_response=9)
     for train in (True, False):
-        counting = CountingForward(ask_policy())
+        module = tiny_policy()
+        engine, counting = make(module, OPTIM), Counting(module)
         if train:
-            engine.train_mini_batch(rows, counting, likelihood(rows), limits)
+            engine.train_mini_batch(rows, LOG_PROBS, likelihood(rows), limits)
         else:
-            engine.forward(rows, counting, limits)
+            engine.forward(rows, LOG_PROBS, limits)
         assert sum(count for count, _ in counting.seen) == len(rows)
         assert sum(tokens for _, tokens in counting.seen) == sum(row_tokens()), "padding is not computed"
         assert max(tokens for _, tokens in counting.seen) <= limits.max_tokens
@@ -97,7 +97,7 @@ def test_no_forward_gets_more_than_the_limits(make: EngineMaker, limits: BatchLi
 def test_a_row_over_the_cap_is_refused(make: EngineMaker) -> None:
     engine = make(tiny_policy(), OPTIM)
     with pytest.raises(ConfigError, match="row 3 has 14 tokens but a micro-batch may hold 13"):
-        engine.forward(training_rows(), ask_policy(), BatchLimits(13))
+        engine.forward(training_rows(), LOG_PROBS, BatchLimits(13))
 
 
 SCATTERED = [0, 1, 0, 2, 1, 2, 0]
@@ -124,7 +124,7 @@ def test_groups_are_kept_in_one_forward(make: EngineMaker, limits: BatchLimits, 
         )
         return loss(outputs, micro)
 
-    make(tiny_policy(), OPTIM).train_mini_batch(batch, ask_policy(), noting, limits)
+    make(tiny_policy(), OPTIM).train_mini_batch(batch, LOG_PROBS, noting, limits)
     assert len(seen) == forwards and sorted(group for groups in seen for group in set(groups)) == [0, 1, 2]
     assert sorted(group for groups in seen for group in groups) == sorted(SCATTERED)
 
@@ -147,17 +147,19 @@ def test_a_group_over_the_limits_is_refused(make: EngineMaker, limits: BatchLimi
     batch = training_rows()
     batch.batch["group_ids"] = torch.tensor(SCATTERED)
     with pytest.raises(ConfigError, match=says):
-        make(tiny_policy(), OPTIM).train_mini_batch(batch, ask_policy(), likelihood(batch), limits)
+        make(tiny_policy(), OPTIM).train_mini_batch(batch, LOG_PROBS, likelihood(batch), limits)
 
 
 def test_memory_that_runs_out_names_the_keys(make: EngineMaker) -> None:
-    def too_much(module: torch.nn.Module, packed: PackedBatch) -> dict[str, Tensor]:
+    def too_much(module: torch.nn.Module, args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    engine, rows = make(tiny_policy(), OPTIM), training_rows()
+    module = tiny_policy()
+    module.register_forward_pre_hook(too_much)
+    engine, rows = make(module, OPTIM), training_rows()
     for run in (
-        lambda: engine.forward(rows, too_much, WHOLE),
-        lambda: engine.train_mini_batch(rows, too_much, likelihood(rows), WHOLE),
+        lambda: engine.forward(rows, LOG_PROBS, WHOLE),
+        lambda: engine.train_mini_batch(rows, LOG_PROBS, likelihood(rows), WHOLE),
     ):
         with pytest.raises(TrainingError, match=r"at most 1000 tokens: lower its \*_max_token_len_per_gpu"):
             run()
@@ -166,7 +168,7 @@ def test_memory_that_runs_out_names_the_keys(make: EngineMaker) -> None:
 def test_forward_leaves_no_gradient_and_no_trace(make: EngineMaker) -> None:
     module = tiny_policy()
     engine, before = make(module, OPTIM), weights(module)
-    engine.forward(training_rows(), ask_policy(), WHOLE)
+    engine.forward(training_rows(), LOG_PROBS, WHOLE)
     assert all(parameter.grad is None for parameter in module.parameters()) and same_weights(
         weights(module), before
     )
@@ -178,7 +180,7 @@ def test_rows_without_a_response_are_carried_along(make: EngineMaker) -> None:
         width = rows.batch["responses"].shape[1]
         rows.batch[column][0, -width:] = False
     engine = make(tiny_policy(), OPTIM)
-    assert not engine.forward(rows, ask_policy(), BatchLimits(1000, max_rows=1))["log_probs"][0].any()
+    assert not engine.forward(rows, LOG_PROBS, BatchLimits(1000, max_rows=1))["log_probs"][0].any()
     assert step(engine, rows, limits=BatchLimits(1000, max_rows=1))["actor/num_skipped_steps"] == 0.0
 
 
@@ -372,6 +374,6 @@ def test_a_state_that_does_not_fit_is_refused_whole(make: EngineMaker) -> None:
 
 def test_an_engine_without_an_optimizer_only_reads(make: EngineMaker) -> None:
     engine = make(tiny_policy().requires_grad_(False), None)
-    assert engine.forward(training_rows(), ask_policy(), WHOLE)["log_probs"].shape == (7, 9)
+    assert engine.forward(training_rows(), LOG_PROBS, WHOLE)["log_probs"].shape == (7, 9)
     with pytest.raises(AssertionError, match="without an optimizer"):
         step(engine, training_rows())

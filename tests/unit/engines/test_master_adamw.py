@@ -10,7 +10,7 @@ from engine_zoo import tiny_policy
 from torch import Tensor, nn
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines.fsdp.optimizer import MasterAdamW
+from hybridflow.engines.optimizer import MasterAdamW
 from hybridflow.errors import CheckpointError
 
 CONFIG = OptimConfig(lr=3e-3, weight_decay=0.1, betas=[0.8, 0.95], eps=1e-7)

@@ -15,7 +15,7 @@ from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
-from hybridflow.engines.fsdp.optimizer import MasterAdamW
+from hybridflow.engines.optimizer import MasterAdamW
 
 
 @pytest.fixture(scope="module")

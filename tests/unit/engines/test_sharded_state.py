@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_zoo import ask_policy, folders
+from engine_zoo import folders
 from sharded_runs import EVEN, Run, ask, build, dealt, save_tiny, train, weights_of, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import BatchLimits
-from hybridflow.engines.fsdp.micro_batches import split_further
+from hybridflow.engines import Ask, BatchLimits
+from hybridflow.engines.micro_batches import split_further
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -207,7 +207,7 @@ def over_the_cap(rank: int, run: Run) -> str:
     engine = build(run, 2)
     batch, _ = dealt(run, engine)
     try:
-        engine.forward(batch, ask_policy(), BatchLimits(12))
+        engine.forward(batch, Ask(log_probs=True), BatchLimits(12))
     except HybridFlowError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -250,7 +250,7 @@ def test_one_rank_refuses_a_row_over_the_cap_itself(folder: str) -> None:
     engine = build(Run(folder), 1)
     batch, _ = dealt(replace(Run(folder), deal=((3,),)), engine)
     with pytest.raises(ConfigError, match="row 0 has 14 tokens"):
-        engine.forward(batch, ask_policy(), BatchLimits(12))
+        engine.forward(batch, Ask(log_probs=True), BatchLimits(12))
 
 
 def test_no_rows_on_one_rank_give_empty_outputs(folder: str) -> None:

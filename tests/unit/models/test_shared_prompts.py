@@ -10,7 +10,7 @@ from torch import Tensor
 from zoo import VOCABULARY, tiny_hf
 
 from hybridflow.engines.base import BatchLimits
-from hybridflow.engines.fsdp.micro_batches import plan
+from hybridflow.engines.micro_batches import plan
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.shared_tokens import SharedTokens
 from hybridflow.protocol import DataProto

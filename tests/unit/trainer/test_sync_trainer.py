@@ -15,7 +15,7 @@ from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.engines.base import BatchLimits
-from hybridflow.engines.fsdp.micro_batches import together
+from hybridflow.engines.micro_batches import together
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
@@ -117,8 +117,8 @@ def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
         saved.append(packed.num_tokens - shared.num_tokens)
         return shared
 
-    monkeypatch.setattr("hybridflow.engines.fsdp.micro_batches.share_prompts", counted)
-    monkeypatch.setattr("hybridflow.engines.fsdp.micro_batches.together", grouped)
+    monkeypatch.setattr("hybridflow.engines.micro_batches.share_prompts", counted)
+    monkeypatch.setattr("hybridflow.engines.micro_batches.together", grouped)
     common = [*GRPO, FAST, "trainer.total_training_steps=1"]
     apart = train(model, tmp_path / "a" / "run", common)[1]
     assert saved == []

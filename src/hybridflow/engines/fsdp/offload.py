@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.engines.fsdp.optimizer import MasterAdamW
+from hybridflow.engines.optimizer import MasterAdamW
 
 CPU = torch.device("cpu")
 

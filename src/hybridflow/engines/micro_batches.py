@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hybridflow.engines.base import BatchLimits
 from hybridflow.errors import HybridFlowError, TrainingError
@@ -150,9 +149,3 @@ def dummy() -> PackedBatch:
         columns=zero,
         shape=(1, 1),
     )
-
-
-def nothing(outputs: dict[str, Tensor]) -> Tensor:
-    """Return a loss of 0 whose backward pass goes through all of the model."""
-    total: Tensor = sum((value * 0.0).sum() for value in outputs.values() if value.requires_grad)  # type: ignore[assignment]
-    return total

@@ -1,0 +1,213 @@
+"""The part of a training engine that every layout of the model shares: rows become micro-batches, and the
+gradients of a mini-batch become one optimizer step, unless its loss or gradient is not finite.
+
+    rows ──plan──► micro-batches ──answer_all──► answers ──► rows [B, R]
+    rows ──plan──► micro-batches ──accumulate──► gradients, loss ──agreed over ranks──► step or report
+
+How micro-batches pass through the model is the engine's own: it is given all of them at once, because a
+pipeline keeps several on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.config.model import OptimConfig
+from hybridflow.distributed.mesh import EngineMesh
+from hybridflow.distributed.process_group import max_over
+from hybridflow.engines.base import BatchLimits, LossFn
+from hybridflow.engines.micro_batches import MicroBatch, plan
+from hybridflow.engines.nonfinite import NonfiniteGuard
+from hybridflow.engines.optimizer import MasterAdamW
+from hybridflow.engines.schedule import learning_rate
+from hybridflow.errors import TrainingError
+from hybridflow.models.ask import Answers, Ask
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+
+
+@dataclass
+class Accumulated:
+    """The sums over a mini-batch's micro-batches on one rank; the gradients are in the optimizer."""
+
+    loss: Tensor
+    """The sum of the loss shares, 0-d float64."""
+    metrics: Metrics = field(default_factory=Metrics)
+    odd: dict[str, Tensor] = field(default_factory=dict)
+    """Numbers of answers that are not finite, 0-d each, by name."""
+
+    def share(self, micro: MicroBatch, answers: Answers, loss: LossFn) -> Tensor:
+        """Return a micro-batch's share of the loss, 0-d, and add what is known of it to the sums.
+
+        The share of a dummy is 0 and reaches all of the model in the backward pass. `answers` are [M] each.
+        """
+        if micro.rows is None:
+            total: Tensor = sum((value * 0.0).sum() for value in answers.values() if value.requires_grad)  # type: ignore[assignment]
+            return total
+        for name, value in answers.items():
+            self.odd[name] = self.odd.get(name, 0) + (~value.detach().isfinite()).sum()
+        unpacked = {name: micro.packed.unpack(value) for name, value in answers.items()}
+        share, metrics = loss(unpacked, micro.rows)
+        self.loss += share.detach()
+        self.metrics.update(metrics)
+        return share
+
+
+class MicroBatchEngine(ABC):
+    """A training engine without its model, which a subclass adds with `_answer_all` and `_accumulate`.
+
+    `name` prefixes the metrics (`actor`, `critic`). An optimizer step whose loss or gradient norm is not
+    finite changes nothing: it is reported, its rows are written to `dump_dir`, and after
+    `max_nonfinite_steps` of them in a row a TrainingError ends the run. All ranks of `mesh` make every call
+    together; None means a single rank. Without an `optimizer` nothing is trained.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        device: torch.device,
+        optim: OptimConfig | None,
+        optimizer: MasterAdamW | None,
+        total_steps: int = 0,
+        grad_clip: float | None = None,
+        max_nonfinite_steps: int = 3,
+        dump_dir: Path | None = None,
+        mesh: EngineMesh | None = None,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.optim = optim
+        self.optimizer = optimizer
+        self.total_steps = total_steps
+        if optim is not None and optim.total_training_steps >= 0:
+            self.total_steps = optim.total_training_steps
+        self.grad_clip = grad_clip
+        self.mesh = mesh
+        self.guard = NonfiniteGuard(name, max_nonfinite_steps, dump_dir, _dump_suffix(mesh))
+        self.num_steps = 0  # optimizer steps applied
+
+    def _ready(self, *, training: bool) -> AbstractContextManager[None]:
+        """Return a context in which the model computes; with `training` it may be given gradients."""
+        return nullcontext()
+
+    @abstractmethod
+    def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
+        """Yield the answers for each micro-batch, [M] each; called without gradients."""
+
+    @abstractmethod
+    def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
+        """Add the gradients of all micro-batches to the parameters, and their loss shares to `sums`."""
+
+    def _apply(self, lr: float) -> None:
+        """Take the optimizer's step with the gradients that it has."""
+        assert self.optimizer is not None
+        self.optimizer.step(lr)
+
+    @torch.no_grad()
+    def forward(self, rows: DataProto, ask: Ask, limits: BatchLimits) -> Answers:
+        """Return the answers for all rows without gradients, each [B, R] float on the CPU.
+
+        A batch without rows gives [0, R] under the same names.
+        """
+        results: Answers = {}
+        width = rows.batch["responses"].shape[1]
+        with self._ready(training=False), _memory_named(self.name, limits):
+            micros = self._plan(rows, limits, at_least=1)
+            for micro, answers in self._answer_all(micros, ask):
+                for name, value in answers.items():
+                    part = micro.packed.unpack(value).cpu()
+                    whole = results.setdefault(name, part.new_zeros(len(rows), width))
+                    if micro.indices is not None:
+                        whole[micro.indices] = part
+        return results
+
+    def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
+        """Take one optimizer step on `rows`, which are this rank's part of the mini-batch."""
+        assert self.optimizer is not None, f"{self.name} was built without an optimizer"
+        self.optimizer.zero_grad()
+        sums = Accumulated(torch.zeros((), dtype=torch.float64, device=self.device))
+        with self._ready(training=True):
+            with _memory_named(self.name, limits):
+                self._accumulate(self._plan(rows, limits), ask, loss, sums)
+            return self._step(rows, sums)
+
+    def _plan(self, rows: DataProto, limits: BatchLimits, *, at_least: int = 0) -> list[MicroBatch]:
+        agree = None
+        if self.mesh is not None:
+            agree = max_over
+        return plan(rows, limits, self.device, agree, at_least=at_least)
+
+    def _measure(self, total: Tensor) -> tuple[float, Tensor]:
+        """Return the mini-batch's loss and its gradient norm (0-d), which are the same on every rank."""
+        assert self.optimizer is not None
+        if self.mesh is None:
+            return float(total), self.optimizer.gradient_norm()
+        self.optimizer.collect_shards()
+        mine = total
+        if not self.mesh.is_leader:  # ranks that share rows have the same loss: one counts it
+            mine = torch.zeros_like(total)
+        numbers = torch.stack([mine, self.optimizer.gradient_square(self.mesh.sizes.world_size, self.device)])
+        dist.all_reduce(numbers)
+        return float(numbers[0]), numbers[1].sqrt()
+
+    def _step(self, rows: DataProto, sums: Accumulated) -> Metrics:
+        """Apply the gradients of a mini-batch, or report why that cannot be done."""
+        assert self.optimizer is not None and self.optim is not None
+        metrics = sums.metrics
+        loss, norm = self._measure(sums.loss)
+        grad_norm = float(norm)
+        lr = learning_rate(self.num_steps, self.optim, self.total_steps)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        # metrics of the step, not of a rank's rows, come from one rank
+        counts = self.mesh is None or self.mesh.rank == 0
+        if counts:
+            metrics.add_sum(f"{self.name}/num_updates", float(finite))
+            metrics.add_sum(f"{self.name}/num_skipped_steps", float(not finite))
+        if not finite:
+            self.optimizer.zero_grad()
+            odd = {name: int(count) for name, count in sums.odd.items()}
+            self.guard.report(rows, loss, grad_norm, self.num_steps, odd)
+            return metrics
+        self.guard.in_a_row = 0
+        if counts:
+            metrics.add_mean(f"{self.name}/grad_norm", grad_norm)
+            metrics.add_last(f"{self.name}/lr", lr)
+        if self.grad_clip is not None and grad_norm > self.grad_clip:
+            self.optimizer.scale_gradients(self.grad_clip / (norm + 1e-6))
+        self._apply(lr)
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        return metrics
+
+
+def _dump_suffix(mesh: EngineMesh | None) -> str | None:
+    """Return the suffix of this rank's folder of dumped rows; None where another rank has the same rows."""
+    if mesh is None:
+        return ""
+    if mesh.is_leader:
+        return f"_rank{mesh.rank}"
+    return None
+
+
+@contextmanager
+def _memory_named(name: str, limits: BatchLimits) -> Iterator[None]:
+    """Turn an out-of-memory error of the device into a TrainingError that names the keys to lower."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"{name}: out of device memory in a forward of at most {limits.max_tokens} tokens: lower its "
+            "*_max_token_len_per_gpu or *_micro_batch_size_per_gpu, or set "
+            "enable_gradient_checkpointing=true. "
+            f"({str(error).splitlines()[0]})"
+        ) from error

@@ -33,6 +33,7 @@ from hybridflow.config.load import prepare_config
 from hybridflow.demo.warm_up import WarmUpOptions, warm_up
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.exact import choose_exact_mode
 from hybridflow.rollout.native.engine import NativeEngine
@@ -221,7 +222,9 @@ def requests(count: int, vocabulary: int) -> list[GenerationRequest]:
     for row in range(count):
         if row % 8 == 0:
             prompt = tuple(torch.randint(3, vocabulary, (1 + (row * 5) % 32,), generator=draw).tolist())
-        made.append(GenerationRequest(row, prompt, SamplingParams(max_tokens=8 + row % 41), seed=1000 + row))
+        made.append(
+            GenerationRequest(row, Prompt(prompt), SamplingParams(max_tokens=8 + row % 41), seed=1000 + row)
+        )
     return made
 
 

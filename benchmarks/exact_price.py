@@ -19,6 +19,7 @@ from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.exact import choose_exact_mode
 from hybridflow.rollout.native.engine import NativeEngine
@@ -51,7 +52,9 @@ def _at(model: Path, length: int) -> list[dict[str, Any]]:
     assert isinstance(mode, ExactMode), mode
     sampling = SamplingParams(max_tokens=length - PROMPT, ignore_eos=True)
     requests = [
-        GenerationRequest(row, tuple(3 + (row + place) % 90 for place in range(PROMPT)), sampling, seed=row)
+        GenerationRequest(
+            row, Prompt(tuple(3 + (row + place) % 90 for place in range(PROMPT))), sampling, seed=row
+        )
         for row in range(ROWS)
     ]
     outputs = {output.request_id: output for output in engine.generate(requests)}

@@ -75,6 +75,7 @@ def make_prompts(rows: int) -> list[list[int]]:
 def native(folder: Path, rows: int) -> Callable[[list[list[int]], list[int]], float]:
     """Our engine on its model: seconds of a batch."""
     from hybridflow.models.build import build_policy
+    from hybridflow.protocol.prompt import Prompt
     from hybridflow.rollout.base import GenerationRequest, SamplingParams
     from hybridflow.rollout.native.engine import NativeEngine
 
@@ -85,7 +86,7 @@ def native(folder: Path, rows: int) -> Callable[[list[list[int]], list[int]], fl
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> float:
         requests = [
-            GenerationRequest(row, tuple(prompt), SamplingParams(max_tokens=length), seed=row)
+            GenerationRequest(row, Prompt(tuple(prompt)), SamplingParams(max_tokens=length), seed=row)
             for row, (prompt, length) in enumerate(zip(prompts, lengths))
         ]
         started = time.perf_counter()

@@ -30,6 +30,7 @@ import torch
 
 from hybridflow.models.flops import matmul_parameters
 from hybridflow.models.policy import PolicyModel, use_attention
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine, layer_shapes
 
@@ -75,7 +76,7 @@ class Bench:
             self.engines[name] = NativeEngine(self.policy, eos_token_ids=[], enforce_eager=eager, **settings)
         sampling = SamplingParams(max_tokens=new)
         requests = [
-            GenerationRequest(row, tuple(tokens), sampling, seed=row)
+            GenerationRequest(row, Prompt(tuple(tokens)), sampling, seed=row)
             for row, tokens in enumerate(self.prompts(rows))
         ]
         outputs = list(self.engines[name].generate(requests))

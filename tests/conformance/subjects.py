@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from hybridflow.config.engine_features import SHOWN_BY, TABLE
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
 from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.weight_sync.holding import Holding
@@ -154,7 +155,7 @@ def requests_for(
     """`n` requests for each prompt; ids count up from 0."""
     sampling = SamplingParams(**{"max_tokens": 16, **params})
     return [
-        GenerationRequest(place * n + copy, prompt, sampling, seed=7919 * (place * n + copy) + 5)
+        GenerationRequest(place * n + copy, Prompt(prompt), sampling, seed=7919 * (place * n + copy) + 5)
         for place, prompt in enumerate(token_ids)
         for copy in range(n)
     ]

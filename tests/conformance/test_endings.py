@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from subjects import END, Outputs, Subject, prompts, requests_for
 
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 
 
@@ -23,7 +24,10 @@ def test_stop_token_and_length(subject: Subject) -> None:
         stop = whole[place].token_ids[5]
         requests.append(
             GenerationRequest(
-                place, prompt, SamplingParams(12, greedy=True, ignore_eos=True, stop_token_ids=(99, stop)), 0
+                place,
+                Prompt(prompt),
+                SamplingParams(12, greedy=True, ignore_eos=True, stop_token_ids=(99, stop)),
+                0,
             )
         )
     for place, output in subject.run(requests).items():
@@ -52,7 +56,10 @@ def test_stop_text(subject: Subject) -> None:
         wanted[place] = next(number for number in range(1, 13) if text in subject.decode(tokens[:number]))
         requests.append(
             GenerationRequest(
-                place, prompt, SamplingParams(12, greedy=True, ignore_eos=True, stop=("\x00", text)), 0
+                place,
+                Prompt(prompt),
+                SamplingParams(12, greedy=True, ignore_eos=True, stop=("\x00", text)),
+                0,
             )
         )
     for place, output in subject.run(requests).items():
@@ -102,7 +109,7 @@ def long_and_short(first: int = 2) -> list[GenerationRequest]:
     lengths = (first, 120, 120, 120, 120)
     return [
         GenerationRequest(
-            place, prompt, SamplingParams(lengths[place], greedy=True, ignore_eos=True), seed=place
+            place, Prompt(prompt), SamplingParams(lengths[place], greedy=True, ignore_eos=True), seed=place
         )
         for place, prompt in enumerate(prompts(5, seed=14))
     ]

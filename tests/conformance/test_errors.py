@@ -6,6 +6,7 @@ import pytest
 from subjects import POSITIONS, Subject, prompts, requests_for
 
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 
 
@@ -14,14 +15,14 @@ def test_a_bad_request_is_an_error_of_its_own(subject: Subject) -> None:
     good = SamplingParams(6, greedy=True)
     prompt = prompts(1, seed=30)[0]
     requests = [
-        GenerationRequest(0, prompt, good, 0),
-        GenerationRequest(1, (), good, 0),
-        GenerationRequest(2, (5,) * POSITIONS, good, 0),
-        GenerationRequest(3, (5, subject.vocabulary), good, 0),
+        GenerationRequest(0, Prompt(prompt), good, 0),
+        GenerationRequest(1, Prompt(()), good, 0),
+        GenerationRequest(2, Prompt((5,) * POSITIONS), good, 0),
+        GenerationRequest(3, Prompt((5, subject.vocabulary)), good, 0),
         GenerationRequest(
-            4, prompt, SamplingParams(6, greedy=True, stop_token_ids=(subject.vocabulary + 7,)), 0
+            4, Prompt(prompt), SamplingParams(6, greedy=True, stop_token_ids=(subject.vocabulary + 7,)), 0
         ),
-        GenerationRequest(5, prompt, good, 0),
+        GenerationRequest(5, Prompt(prompt), good, 0),
     ]
     outputs = subject.run(requests)
     assert outputs[0].token_ids == outputs[5].token_ids != []
@@ -50,7 +51,9 @@ def test_an_engine_that_dies_is_named_and_finished_rows_are_kept(subject: Subjec
         pytest.skip(f"{subject.name}: no way to make it fail from here")
     lengths = (2, 100, 3, 100)
     requests = [
-        GenerationRequest(place, prompt, SamplingParams(lengths[place], greedy=True, ignore_eos=True), 0)
+        GenerationRequest(
+            place, Prompt(prompt), SamplingParams(lengths[place], greedy=True, ignore_eos=True), 0
+        )
         for place, prompt in enumerate(prompts(4, seed=31))
     ]
     outputs: dict[int, GenerationOutput] = {}

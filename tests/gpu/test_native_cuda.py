@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from hybridflow.models.paged_layout import varlen_kernel
 from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 
@@ -41,7 +42,9 @@ def requests(rows: int, new: int) -> list[GenerationRequest]:
     draw = torch.Generator().manual_seed(1)
     prompts = [tuple(torch.randint(3, 512, (5 + row % 7,), generator=draw).tolist()) for row in range(rows)]
     return [
-        GenerationRequest(row, prompt, SamplingParams(temperature=0.0, max_tokens=new - row), seed=row)
+        GenerationRequest(
+            row, Prompt(prompt), SamplingParams(temperature=0.0, max_tokens=new - row), seed=row
+        )
         for row, prompt in enumerate(prompts)
     ]
 
@@ -84,7 +87,7 @@ def test_a_graph_for_each_bucket_of_rows_and_keys_and_no_more() -> None:
         policy_of(torch.bfloat16), eos_token_ids=[], max_num_seqs=4, cudagraph_capture_sizes=[4]
     )
     sampling = SamplingParams(max_tokens=180)
-    asked = [GenerationRequest(row, (3 + row, 4, 5, 6), sampling, seed=row) for row in range(4)]
+    asked = [GenerationRequest(row, Prompt((3 + row, 4, 5, 6)), sampling, seed=row) for row in range(4)]
     for _ in range(2):  # slots grow in the first one, which drops the graphs that it began with
         list(engine.generate(asked))
     assert engine.graphs is not None and engine.graphs.problem is None
@@ -126,7 +129,10 @@ def test_weights_that_were_moved_are_recorded_anew() -> None:
 def test_rows_in_blocks_get_the_log_probs_of_rows_in_slots() -> None:
     asked = [
         GenerationRequest(
-            row, tuple(range(3, 200 + 40 * row)), SamplingParams(temperature=0.0, max_tokens=120), seed=row
+            row,
+            Prompt(tuple(range(3, 200 + 40 * row))),
+            SamplingParams(temperature=0.0, max_tokens=120),
+            seed=row,
         )
         for row in range(8)
     ]

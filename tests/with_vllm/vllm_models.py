@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.remote.engine import PushedEngine
 from hybridflow.rollout.remote.model import ModelFacts
@@ -68,7 +69,7 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
 def requests_for(token_ids: Sequence[tuple[int, ...]], **params: object) -> list[GenerationRequest]:
     sampling = SamplingParams(**{"max_tokens": 24, **params})  # type: ignore[arg-type]
     return [
-        GenerationRequest(number, prompt, sampling, seed=1000 + number)
+        GenerationRequest(number, Prompt(prompt), sampling, seed=1000 + number)
         for number, prompt in enumerate(token_ids)
     ]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import DataError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 
@@ -54,7 +55,7 @@ def build_requests(
         for copy in range(n):
             row = first_row + index * n + copy
             key = derive_seed(seed, purpose, step, row)
-            requests.append(GenerationRequest(row, tuple(prompt.prompt_token_ids), sampling, key))
+            requests.append(GenerationRequest(row, Prompt(tuple(prompt.prompt_token_ids)), sampling, key))
             rows.append(prompt)
             uids.append(f"{step}-{first_row + index * n}")
     return RequestBatch(requests, rows, uids)
@@ -69,7 +70,7 @@ def one_more_each(batch: RequestBatch, sampling: SamplingParams, *, first_row: i
     uids = list(dict.fromkeys(batch.uids))
     rows = [firsts[uid] for uid in uids]
     requests = [
-        GenerationRequest(first_row + number, batch.requests[row].prompt_token_ids, sampling, 0)
+        GenerationRequest(first_row + number, batch.requests[row].prompt, sampling, 0)
         for number, row in enumerate(rows)
     ]
     return RequestBatch(requests, [batch.rows[row] for row in rows], uids)

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt, Units
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -111,7 +112,7 @@ class GenerationRequest:
 
     request_id: int
     """Row id, unique within a call."""
-    prompt_token_ids: tuple[int, ...]
+    prompt: Prompt
     sampling: SamplingParams
     seed: int
     """Key of this request's draws, for example `derive_seed(seed, "rollout", step, row)`; nothing else enters
@@ -119,14 +120,19 @@ class GenerationRequest:
     """
 
     @property
-    def deal_key(self) -> tuple[int, ...]:
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Token ids of the prompt, placeholders included."""
+        return self.prompt.token_ids
+
+    @property
+    def deal_key(self) -> Units:
         """Requests of one prompt stay together when they are dealt to replicas: they share its prefill."""
-        return self.prompt_token_ids
+        return self.prompt.key
 
     @property
     def deal_cost(self) -> float:
         """Most tokens that the request may come to; how long its response becomes is not known before."""
-        return float(len(self.prompt_token_ids) + self.sampling.max_tokens)
+        return float(len(self.prompt) + self.sampling.max_tokens)
 
 
 @dataclass(frozen=True)

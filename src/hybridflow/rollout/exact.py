@@ -19,6 +19,7 @@ from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
 
 SMALL_MODEL = 20_000_000
@@ -171,7 +172,7 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
         length = max(1, min(wanted, room - max(answers)))
         ids = tuple((1 + 7919 * (prompt + 1) * (place + 1)) % vocabulary for place in range(length))
         sampling = SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True)
-        requests.append(GenerationRequest(row, ids, sampling, seed=1000 + row))
+        requests.append(GenerationRequest(row, Prompt(ids), sampling, seed=1000 + row))
     return requests
 
 

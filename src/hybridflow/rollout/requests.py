@@ -16,6 +16,11 @@ def request_problem(request: GenerationRequest, *, vocabulary: int, positions: i
     sampling = request.sampling
     if not prompt:
         return "the prompt is empty; at least one token is needed to predict the next"
+    if request.prompt.media:
+        return (
+            f"the prompt has {len(request.prompt.media)} media, and this engine reads token ids only: leave "
+            "pictures, videos and sounds out of the data"
+        )
     for name, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids)):
         wrong = next(
             (token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < vocabulary),

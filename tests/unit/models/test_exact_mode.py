@@ -13,6 +13,7 @@ from hybridflow.models.exact import ExactMode, even_rows
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.exact import Mismatch, choose_exact_mode, self_check
 from hybridflow.rollout.native.engine import NativeEngine
@@ -41,7 +42,7 @@ def requests(count: int, temperature: float = 1.0) -> list[GenerationRequest]:
     for row in range(count):
         prompt = tuple(torch.randint(3, zoo.VOCABULARY, (LENGTHS[row % 8],), generator=draw).tolist())
         sampling = SamplingParams(max_tokens=3 + (row * 7) % 20, temperature=temperature, ignore_eos=True)
-        made.append(GenerationRequest(row, prompt, sampling, seed=1000 * row))
+        made.append(GenerationRequest(row, Prompt(prompt), sampling, seed=1000 * row))
     return made
 
 
@@ -125,7 +126,7 @@ def test_a_prompt_that_begins_like_a_finished_row_reuses_its_keys_and_stays_exac
     session = engine.open()
     begun = run([first])[3]
     longer = (*first.prompt_token_ids, *begun.token_ids, *other.prompt_token_ids)
-    again = GenerationRequest(50, longer, SamplingParams(max_tokens=12, ignore_eos=True), seed=7)
+    again = GenerationRequest(50, Prompt(longer), SamplingParams(max_tokens=12, ignore_eos=True), seed=7)
     reused = run([again])[50]
     prefilled = engine.stats.prefill_tokens
     session.close()

@@ -39,6 +39,7 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 
@@ -269,7 +270,7 @@ def test_generation_says_what_training_says(folder: Path) -> None:
     policy = learned(folder)
     engine = NativeEngine(policy, eos_token_ids=[])
     prompt = (3, 5, 8)
-    (output,) = engine.generate([GenerationRequest(0, prompt, SamplingParams(max_tokens=6), seed=1)])
+    (output,) = engine.generate([GenerationRequest(0, Prompt(prompt), SamplingParams(max_tokens=6), seed=1)])
     rows = DataProto.from_dict(make_rows([list(prompt)], [output.token_ids], pad_id=0))
     again = policy(packed_rows(rows)).log_probs
     assert torch.allclose(again, torch.tensor(output.log_probs), atol=1e-5)

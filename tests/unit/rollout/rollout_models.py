@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 
@@ -95,7 +96,7 @@ def requests_for(
     """`n` requests for each prompt; request ids count up from 0 and are the seeds too (times 1000)."""
     sampling = sampling or SamplingParams(**{"max_tokens": 12, **params})
     return [
-        GenerationRequest(i * n + j, prompt, sampling, seed=1000 * (i * n + j))
+        GenerationRequest(i * n + j, Prompt(prompt), sampling, seed=1000 * (i * n + j))
         for i, prompt in enumerate(token_ids)
         for j in range(n)
     ]

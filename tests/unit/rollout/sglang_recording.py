@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.sglang import loader
@@ -51,7 +52,7 @@ def scenario(
 
     def run(*sampling: SamplingParams) -> None:
         requests = [
-            GenerationRequest(number, (5, 6, 7 + number), one, seed=11 + number)
+            GenerationRequest(number, Prompt((5, 6, 7 + number)), one, seed=11 + number)
             for number, one in enumerate(sampling)
         ]
         outputs.extend(

@@ -13,6 +13,7 @@ import pytest
 from fake_session import FakeSession
 
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, SamplingParams
 from hybridflow.rollout.client import DeadlinePassed, EngineReplica, LLMClient, ReplicaLost
 
@@ -20,7 +21,7 @@ Make = Callable[..., tuple[LLMClient, list[FakeSession]]]
 
 
 def request(number: int, *, prompt: tuple[int, ...] = (1, 2), max_tokens: int = 5) -> GenerationRequest:
-    return GenerationRequest(number, prompt, SamplingParams(max_tokens), seed=number)
+    return GenerationRequest(number, Prompt(prompt), SamplingParams(max_tokens), seed=number)
 
 
 def says(request: GenerationRequest) -> list[int]:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from hybridflow.errors import ModelError, RolloutError
 from hybridflow.models.attention import ATTENTION_NAME, PackedLayout
 from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import (
     GenerationOutput,
     GenerationRequest,
@@ -47,7 +48,9 @@ def model(kind: str = "llama", **settings: Any) -> PreTrainedModel:
 
 def requests(count: int = 6, **params: Any) -> list[GenerationRequest]:
     sampling = SamplingParams(**{"max_tokens": 8, **params})
-    return [GenerationRequest(i, tuple(range(3 + i, 5 + 3 * i)), sampling, seed=i) for i in range(count)]
+    return [
+        GenerationRequest(i, Prompt(tuple(range(3 + i, 5 + 3 * i))), sampling, seed=i) for i in range(count)
+    ]
 
 
 def run(engine: HFEngine, wanted: list[GenerationRequest]) -> dict[int, GenerationOutput]:

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
@@ -45,7 +46,7 @@ def test_greedy_tokens_equal_those_of_transformers(kind: str) -> None:
     token_ids = prompts(16)
     lengths = [3 + (5 * i) % 13 for i in range(16)]  # so that rows leave at different steps
     params = [SamplingParams(length, greedy=True) for length in lengths]
-    outputs = run(engine, [GenerationRequest(i, token_ids[i], params[i], seed=0) for i in range(16)])
+    outputs = run(engine, [GenerationRequest(i, Prompt(token_ids[i]), params[i], seed=0) for i in range(16)])
     wanted = [greedy_by_transformers(engine, prompt, length) for prompt, length in zip(token_ids, lengths)]
     assert [outputs[i].token_ids for i in range(16)] == wanted
 
@@ -92,7 +93,7 @@ def test_tokens_do_not_depend_on_the_company() -> None:
         SamplingParams(max_tokens=12, top_k=5, top_p=0.8),
     ]
     requests = [
-        GenerationRequest(i, prompt, params[i % 4], seed=i * i) for i, prompt in enumerate(prompts(8))
+        GenerationRequest(i, Prompt(prompt), params[i % 4], seed=i * i) for i, prompt in enumerate(prompts(8))
     ]
     together = run(engine, requests)
     reversed_order = run(tiny_engine(dtype=torch.float64, max_num_seqs=8), requests[::-1])
@@ -156,7 +157,7 @@ def test_outputs_come_as_they_finish_and_versions_go_with_the_tokens() -> None:
     engine.set_version(7)
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (9, 2, 5)]
     stream = engine.generate(
-        [GenerationRequest(i, prompt, params[i], seed=i) for i, prompt in enumerate(prompts(3))]
+        [GenerationRequest(i, Prompt(prompt), params[i], seed=i) for i, prompt in enumerate(prompts(3))]
     )
     first = next(stream)
     assert first.request_id == 1 and first.policy_versions == [7, 7]
@@ -169,10 +170,10 @@ def test_bad_requests_fail_alone() -> None:
     engine = tiny_engine()
     good = requests_for(prompts(2), max_tokens=6)
     bad = [
-        GenerationRequest(10, (), SamplingParams(6), seed=0),
-        GenerationRequest(11, (5,) * 125, SamplingParams(6), seed=0),
-        GenerationRequest(12, (5, VOCABULARY), SamplingParams(6), seed=0),
-        GenerationRequest(13, (5,), SamplingParams(6, stop_token_ids=(-4,)), seed=0),
+        GenerationRequest(10, Prompt(()), SamplingParams(6), seed=0),
+        GenerationRequest(11, Prompt((5,) * 125), SamplingParams(6), seed=0),
+        GenerationRequest(12, Prompt((5, VOCABULARY)), SamplingParams(6), seed=0),
+        GenerationRequest(13, Prompt((5,)), SamplingParams(6, stop_token_ids=(-4,)), seed=0),
     ]
     outputs = run(engine, [bad[0], good[0], *bad[1:], good[1]])
     wanted = {10: "empty", 11: "max_position_embeddings 128", 12: "token id 48", 13: "token id -4"}

@@ -14,6 +14,7 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.kv_cache import LayerShape
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
@@ -181,7 +182,7 @@ def test_aborted_requests_come_back_with_what_they_have() -> None:
     engine = tiny_engine(dtype=torch.float64, max_num_seqs=3)
     lengths = (4, 20, 30, 25, 8)
     requests = [
-        GenerationRequest(i, p, SamplingParams(lengths[i], ignore_eos=True), seed=i)
+        GenerationRequest(i, Prompt(p), SamplingParams(lengths[i], ignore_eos=True), seed=i)
         for i, p in enumerate(prompts(5))
     ]
     whole = run(engine, requests)

@@ -15,6 +15,7 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
 from hybridflow.models.exact import ExactMode
 from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import engine as engine_module
@@ -97,7 +98,9 @@ def test_short_rows_beside_a_long_one_take_only_what_they_need(monkeypatch: pyte
     monkeypatch.setattr(memory_module, "AHEAD", 4)
     most: dict[str, int] = {}
     requests = [
-        GenerationRequest(i, (3 + i,) * (70 if i == 0 else 5), SamplingParams(20, ignore_eos=True), seed=i)
+        GenerationRequest(
+            i, Prompt((3 + i,) * (70 if i == 0 else 5)), SamplingParams(20, ignore_eos=True), seed=i
+        )
         for i in range(9)
     ]
     for kind in ("slots", "paged"):
@@ -133,7 +136,9 @@ def test_random_sequences_lose_no_block(
             )
             for _ in range(draw.choice([1, 1, 3])):
                 sampling = SamplingParams(draw.randrange(1, 30), ignore_eos=draw.random() < 0.7)
-                known[len(known)] = GenerationRequest(len(known), prompt, sampling, seed=draw.randrange(1000))
+                known[len(known)] = GenerationRequest(
+                    len(known), Prompt(prompt), sampling, seed=draw.randrange(1000)
+                )
                 assert session.add([known[len(known) - 1]]) == []
             pool.append(prompt)
         elif action < 0.29 and known:
@@ -165,10 +170,12 @@ def test_a_prompt_as_long_as_memory_enters_in_pieces_beside_what_is_kept(
     limit_memory(engine, 60 + 4, monkeypatch)
     prompt = tuple(range(3, 33))
     requests = [
-        GenerationRequest(0, prompt, SamplingParams(8, ignore_eos=True), seed=0),
+        GenerationRequest(0, Prompt(prompt), SamplingParams(8, ignore_eos=True), seed=0),
         # all of the memory
-        GenerationRequest(1, (*prompt[:21], *range(3, 36)), SamplingParams(6, ignore_eos=True), seed=1),
-        GenerationRequest(2, prompt[:20], SamplingParams(40, ignore_eos=True), seed=2),
+        GenerationRequest(
+            1, Prompt((*prompt[:21], *range(3, 36))), SamplingParams(6, ignore_eos=True), seed=1
+        ),
+        GenerationRequest(2, Prompt(prompt[:20]), SamplingParams(40, ignore_eos=True), seed=2),
     ]
     session = engine.open()
     outputs: dict[int, GenerationOutput] = {}
@@ -177,7 +184,7 @@ def test_a_prompt_as_long_as_memory_enters_in_pieces_beside_what_is_kept(
         outputs |= finish(session)
     wanted = alone(tiny_engine(dtype=torch.float64), requests)
     assert all(same(outputs[number], wanted[number]) for number in wanted)
-    (refused,) = session.add([GenerationRequest(3, prompt * 2, SamplingParams(1), seed=0)])
+    (refused,) = session.add([GenerationRequest(3, Prompt(prompt * 2), SamplingParams(1), seed=0)])
     assert "gpu_memory_utilization" in (refused.error or "")
 
 

@@ -12,6 +12,7 @@ import torch
 from rollout_models import EOS, VOCABULARY, prompts, requests_for, run, tiny_engine, tiny_hf
 from transformers import PreTrainedModel
 
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.rows import RowTable
@@ -43,7 +44,7 @@ def reference_model() -> PreTrainedModel:
 def requests() -> list[GenerationRequest]:
     """Each of PARAMS for two prompts, with requests of other parameters between them."""
     return [
-        GenerationRequest(number, prompt, PARAMS[number % len(PARAMS)], seed=77 * number)
+        GenerationRequest(number, Prompt(prompt), PARAMS[number % len(PARAMS)], seed=77 * number)
         for number, prompt in enumerate(prompts(2 * len(PARAMS)))
     ]
 
@@ -161,7 +162,7 @@ def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
     """Its history, bias and most probable tokens come back with it, to a table whose columns have grown."""
     logits = 3 * torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(6, repetition_penalty=5.0, logit_bias=((4, 2.0),), top_log_probs=2, min_tokens=2)
-    request = GenerationRequest(0, (7, 8, 9), params, seed=3)
+    request = GenerationRequest(0, Prompt((7, 8, 9)), params, seed=3)
     outputs = []
     for aside in (False, True):
         table = RowTable(0, 0, 0, VOCABULARY, torch.float32, torch.device("cpu"))
@@ -173,7 +174,9 @@ def test_a_row_that_was_put_aside_goes_on_with_all_it_had() -> None:
                 other = SamplingParams(
                     40, repetition_penalty=2.0, logit_bias=((5, 1.0), (6, 1.0)), stop_token_ids=(3,)
                 )
-                table.add([GenerationRequest(1, (1,) * 9, other, seed=1), request], [(EOS, 3), (EOS,)])
+                table.add(
+                    [GenerationRequest(1, Prompt((1,) * 9), other, seed=1), request], [(EOS, 3), (EOS,)]
+                )
                 table.restore(1, saved)
             table.choose(table.count - 1, logits[step : step + 1], 0)
         outputs += table.outputs([table.count - 1], "abort")
@@ -198,7 +201,8 @@ def test_a_request_that_cannot_be_sampled_gives_an_error_and_the_others_go_on() 
     ]
     params = [SamplingParams(4, **change) for change in bad] + [SamplingParams(4)]  # type: ignore[arg-type]
     outputs = run(
-        tiny_engine(), [GenerationRequest(number, (4, 5), one, number) for number, one in enumerate(params)]
+        tiny_engine(),
+        [GenerationRequest(number, Prompt((4, 5)), one, number) for number, one in enumerate(params)],
     )
     assert [outputs[number].finish_reason == "error" for number in range(5)] == [True] * 4 + [False]
     assert "request 0: stop=['x'] are texts, and this engine was built without `decode`" in (

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native.session import Session
 
@@ -19,7 +20,7 @@ HUGE = 10**30
 
 def request(number: int, *, seed: Any = 0, prompt: Any = (5, 6), **fields: Any) -> GenerationRequest:
     fields = {"max_tokens": 6, "ignore_eos": True, **fields}
-    return GenerationRequest(number, prompt, SamplingParams(**fields), seed)
+    return GenerationRequest(number, Prompt(prompt), SamplingParams(**fields), seed)
 
 
 def finish(session: Session) -> dict[int, GenerationOutput]:

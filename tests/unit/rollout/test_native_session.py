@@ -11,6 +11,7 @@ from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, 
 from hybridflow.errors import RolloutError
 from hybridflow.models.kv_cache import bytes_per_token
 from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams, SomeWeights
 from hybridflow.rollout.native import engine as engine_module
 from hybridflow.rollout.native import memory as memory_module
@@ -103,7 +104,7 @@ def test_a_session_has_the_engine_for_itself() -> None:
     session.add([request])
     with pytest.raises(RolloutError, match="unique"):
         session.add([request])
-    bad = session.add([GenerationRequest(7, (), SamplingParams(5), seed=0)])
+    bad = session.add([GenerationRequest(7, Prompt(()), SamplingParams(5), seed=0)])
     assert [(output.request_id, output.finish_reason) for output in bad] == [(7, "error")]
     session.close()
     session.close()
@@ -118,9 +119,9 @@ def test_a_session_has_the_engine_for_itself() -> None:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_a_prompt_longer_than_the_budget_is_prefilled_while_others_decode(kind: str) -> None:
     draw = random.Random(0)
-    long = GenerationRequest(0, random_prompt(draw, 75), SamplingParams(6, ignore_eos=True), seed=5)
+    long = GenerationRequest(0, Prompt(random_prompt(draw, 75)), SamplingParams(6, ignore_eos=True), seed=5)
     others = [
-        GenerationRequest(i, random_prompt(draw, 8), SamplingParams(25, ignore_eos=True), seed=i)
+        GenerationRequest(i, Prompt(random_prompt(draw, 8)), SamplingParams(25, ignore_eos=True), seed=i)
         for i in (1, 2)
     ]
     wanted = alone(tiny_engine(kind, torch.float64), [long, *others])
@@ -147,7 +148,8 @@ def test_prompts_share_the_keys_of_what_they_begin_with(kind: str) -> None:
     draw = random.Random(1)
     shared = random_prompt(draw, 30)
     requests = [
-        GenerationRequest(i, shared + random_prompt(draw, 5 + i), SamplingParams(7), seed=i) for i in range(4)
+        GenerationRequest(i, Prompt(shared + random_prompt(draw, 5 + i)), SamplingParams(7), seed=i)
+        for i in range(4)
     ]
     plain = tiny_engine(kind, torch.float64, enable_prefix_caching=False)
     wanted = run(plain, requests)
@@ -165,19 +167,49 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_only() -> None:
     engine = tiny_engine(dtype=torch.float64)
     session = engine.open()
     prompt = random_prompt(draw, 20)
-    session.add([GenerationRequest(0, prompt, SamplingParams(8, ignore_eos=True), seed=3)])
+    session.add([GenerationRequest(0, Prompt(prompt), SamplingParams(8, ignore_eos=True), seed=3)])
     answer = tuple(finish(session)[0].token_ids)
-    second = GenerationRequest(1, prompt + answer + random_prompt(draw, 4), SamplingParams(6), seed=4)
+    second = GenerationRequest(1, Prompt(prompt + answer + random_prompt(draw, 4)), SamplingParams(6), seed=4)
     before = engine.stats.prefill_tokens
     session.add([second])
     outputs = finish(session)
     # the last token of the answer was never put through the model
     assert engine.stats.prefill_tokens - before == 1 + 4
-    session.add([GenerationRequest(2, second.prompt_token_ids, second.sampling, seed=4)])
+    session.add([GenerationRequest(2, second.prompt, second.sampling, seed=4)])
     again = finish(session)[2]
     assert engine.stats.prefill_tokens - before == 1 + 4 + 1
     wanted = alone(tiny_engine(dtype=torch.float64), [second])[1]
     assert same(outputs[1], wanted) and same(again, wanted)
+    assert_nothing_is_held(session)
+
+
+def test_prompts_with_other_pictures_share_what_stands_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toy of a model that reads pictures: the engine's refusal of them is taken out."""
+    monkeypatch.setattr("hybridflow.rollout.native.engine.request_problem", lambda *_, **__: None)
+    engine = tiny_engine(dtype=torch.float64)
+    session = engine.open()
+    ids = random_prompt(random.Random(4), 30)
+    number = 0
+
+    def computed(place: int, digest: str, *, runs: bool = False) -> int:
+        """Prompt tokens that the next request computes, whose picture stands at `place`."""
+        nonlocal number
+        number += 1
+        before = engine.stats.prefill_tokens
+        prompt = Prompt(ids, (Medium(place, 2, digest),))
+        session.add([GenerationRequest(number, prompt, SamplingParams(6, ignore_eos=True), seed=number)])
+        session.step()
+        if not runs:
+            finish(session)
+        return engine.stats.prefill_tokens - before
+
+    assert computed(18, "a", runs=True) == 30
+    assert computed(18, "b", runs=True) == 30 - 18  # the first one's row still runs
+    assert computed(18, "a") == 1
+    assert computed(18, "b") == 1  # kept now
+    assert computed(18, "c") == 30 - 18
+    assert computed(17, "a") == 30 - 17  # the same picture a place earlier
+    assert computed(2, "b") == 30
     assert_nothing_is_held(session)
 
 
@@ -212,7 +244,9 @@ def test_rows_go_on_under_new_weights_with_old_or_new_keys(recompute: bool) -> N
     )
     lengths = (6, 11, 40)
     requests = [
-        GenerationRequest(i, random_prompt(draw, lengths[i]), SamplingParams(20, ignore_eos=True), seed=i)
+        GenerationRequest(
+            i, Prompt(random_prompt(draw, lengths[i])), SamplingParams(20, ignore_eos=True), seed=i
+        )
         for i in range(3)
     ]
     session = engine.open()
@@ -246,7 +280,7 @@ def test_requests_are_aborted_wherever_they_are(monkeypatch: pytest.MonkeyPatch)
     draw = random.Random(5)
     lengths = (5, 6, 50, 7)
     requests = [
-        GenerationRequest(i, random_prompt(draw, n), SamplingParams(9, ignore_eos=True), seed=i)
+        GenerationRequest(i, Prompt(random_prompt(draw, n)), SamplingParams(9, ignore_eos=True), seed=i)
         for i, n in enumerate(lengths)
     ]
     wanted = alone(tiny_engine(dtype=torch.float64), requests)
@@ -273,7 +307,7 @@ def test_a_prompt_that_goes_on_from_that_of_a_group_begins_behind_its_own_end() 
         tuple(range(3, 23)),
         SamplingParams(5, ignore_eos=True),
     )
-    requests = [GenerationRequest(i, prompt + (7, 8) * (i == 3), sampling, seed=i) for i in range(4)]
+    requests = [GenerationRequest(i, Prompt(prompt + (7, 8) * (i == 3)), sampling, seed=i) for i in range(4)]
     wanted, outputs = alone(tiny_engine(dtype=torch.float64), requests), run(engine, requests)
     assert [number for number in wanted if not same(outputs[number], wanted[number])] == []
 
@@ -281,7 +315,7 @@ def test_a_prompt_that_goes_on_from_that_of_a_group_begins_behind_its_own_end() 
 def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(6)
     requests = [
-        GenerationRequest(i, random_prompt(draw, 4), SamplingParams(100, ignore_eos=True), seed=i)
+        GenerationRequest(i, Prompt(random_prompt(draw, 4)), SamplingParams(100, ignore_eos=True), seed=i)
         for i in range(4)
     ]
     wanted = run(tiny_engine(dtype=torch.float64), requests)
@@ -306,13 +340,13 @@ def test_rows_make_room_and_go_on_where_memory_ends(monkeypatch: pytest.MonkeyPa
     assert all(same(outputs[i], wanted[i]) for i in range(4))
     assert_nothing_is_held(session)
     # 128 tokens do fit, as one row
-    assert session.add([GenerationRequest(9, (5,) * 120, SamplingParams(8), seed=0)]) == []
+    assert session.add([GenerationRequest(9, Prompt((5,) * 120), SamplingParams(8), seed=0)]) == []
     session.close()
     limit_memory(engine, 100, monkeypatch)
     engine.sleep()
     engine.wake_up()
     session = engine.open()
-    (refused,) = session.add([GenerationRequest(9, (5,) * 120, SamplingParams(8), seed=0)])
+    (refused,) = session.add([GenerationRequest(9, Prompt((5,) * 120), SamplingParams(8), seed=0)])
     assert refused.finish_reason == "error" and "gpu_memory_utilization" in (refused.error or "")
 
 
@@ -320,7 +354,7 @@ def test_slots_are_as_long_as_the_longest_row_in_use() -> None:
     engine = NativeEngine(PolicyModel(tiny_hf(max_position_embeddings=4096)), eos_token_ids=[])
     short = requests_for(prompts(4), max_tokens=4)
     could_be_long = GenerationRequest(
-        99, (5, 6), SamplingParams(4000, stop_token_ids=tuple(range(VOCABULARY))), seed=0
+        99, Prompt((5, 6)), SamplingParams(4000, stop_token_ids=tuple(range(VOCABULARY))), seed=0
     )
     run(engine, [*short, could_be_long])
     memory = engine._memory
@@ -372,7 +406,9 @@ def test_random_sequences_give_what_each_request_gets_alone(
             )
             for _ in range(draw.choice([1, 1, 3])):
                 sampling = SamplingParams(draw.randrange(1, 40), ignore_eos=draw.random() < 0.7)
-                known[len(known)] = GenerationRequest(len(known), prompt, sampling, seed=draw.randrange(1000))
+                known[len(known)] = GenerationRequest(
+                    len(known), Prompt(prompt), sampling, seed=draw.randrange(1000)
+                )
                 session.add([known[len(known) - 1]])
             if draw.random() < 0.2:
                 pool.append(prompt)

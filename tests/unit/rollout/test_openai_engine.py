@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.openai.engine import OpenAIEngine
 
@@ -114,7 +115,7 @@ def server() -> Iterator[Scripted]:
 
 def request(number: int, first: int, **params: Any) -> GenerationRequest:
     return GenerationRequest(
-        number, (first, 5), SamplingParams(**{"max_tokens": 3, **params}), seed=number - (1 << 40)
+        number, Prompt((first, 5)), SamplingParams(**{"max_tokens": 3, **params}), seed=number - (1 << 40)
     )
 
 

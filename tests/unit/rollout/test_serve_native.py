@@ -24,6 +24,7 @@ from serving import TOKEN, TOKENIZER, Served, ids, serve_client
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.client import EngineReplica
 from hybridflow.rollout.native.engine import NativeEngine
@@ -48,7 +49,7 @@ def served(model: Path) -> Iterator[Served]:
 
 def own(model: Path, sampling: SamplingParams) -> list[int]:
     engine = NativeEngine(build_policy(model, device="cpu"), eos_token_ids=[TOKENIZER.eos_token_id])
-    (output,) = engine.generate([GenerationRequest(0, tuple(ids(PROMPT)), sampling, 0)])
+    (output,) = engine.generate([GenerationRequest(0, Prompt(tuple(ids(PROMPT))), sampling, 0)])
     return output.token_ids
 
 
@@ -118,7 +119,9 @@ def test_a_stop_text_ends_generation(served: Served) -> None:
 def test_a_weight_swap_in_flight(model: Path) -> None:
     engine = NativeEngine(build_policy(model, device="cpu"), eos_token_ids=[])
     replica = EngineReplica(engine.open)
-    answer = replica.submit(GenerationRequest(0, tuple(ids(PROMPT)), SamplingParams(400, greedy=True), 0))
+    answer = replica.submit(
+        GenerationRequest(0, Prompt(tuple(ids(PROMPT))), SamplingParams(400, greedy=True), 0)
+    )
     while not replica.counts[0]:
         assert not answer.done()
     replica.pause()

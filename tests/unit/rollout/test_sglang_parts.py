@@ -13,6 +13,7 @@ import torch
 
 from hybridflow.config.actor_rollout_ref import EngineKwargsConfig, RolloutConfig
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.remote.model import ModelFacts
@@ -128,7 +129,9 @@ def test_what_it_cannot_serve_is_said(sampling: dict[str, Any], says: str | None
 
 def test_stop_tokens_are_its_own_unless_end_tokens_are_ignored() -> None:
     def asked(**sampling: Any) -> dict[str, Any]:
-        return sglang_params(GenerationRequest(0, (5,), SamplingParams(4, **sampling), seed=1 << 63), (2,))
+        return sglang_params(
+            GenerationRequest(0, Prompt((5,)), SamplingParams(4, **sampling), seed=1 << 63), (2,)
+        )
 
     plain = asked(stop_token_ids=(7,), top_log_probs=2)
     assert (

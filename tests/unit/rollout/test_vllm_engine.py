@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
 from hybridflow.rollout.push.sender import checked
@@ -94,7 +95,9 @@ WEIGHTS = [("w", torch.ones(3))]
 
 
 def request(number: int, prompt: tuple[int, ...] = (5, 6), **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(number, prompt, SamplingParams(**{"max_tokens": 3, **sampling}), seed=number)
+    return GenerationRequest(
+        number, Prompt(prompt), SamplingParams(**{"max_tokens": 3, **sampling}), seed=number
+    )
 
 
 def test_outputs_have_tokens_log_probs_and_versions() -> None:

@@ -22,6 +22,7 @@ import torch
 from hybridflow.config.actor_rollout_ref import RolloutConfig, RolloutServerConfig
 from hybridflow.errors import RolloutError
 from hybridflow.models.tiny import create_tiny_model
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import Receiver
 from hybridflow.rollout.remote import guard
@@ -146,7 +147,9 @@ def engine() -> Iterator[VLLMEngine]:
 
 
 def request(number: int, first: int = 5, **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(number, (first,), SamplingParams(**{"max_tokens": 3, **sampling}), seed=number)
+    return GenerationRequest(
+        number, Prompt((first,)), SamplingParams(**{"max_tokens": 3, **sampling}), seed=number
+    )
 
 
 def test_streams_become_outputs(engine: VLLMEngine) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tensor_parallel import apply_tensor_parallel
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 
 VOCABULARY = 37  # odd, so that shards are uneven
@@ -75,7 +76,7 @@ def requests(count: int = 6, n: int = 2, max_tokens: int = 8, **params: Any) -> 
     ]
     sampling = SamplingParams(max_tokens=max_tokens, **params)
     return [
-        GenerationRequest(i * n + j, prompt, sampling, seed=100 * i + j)
+        GenerationRequest(i * n + j, Prompt(prompt), sampling, seed=100 * i + j)
         for i, prompt in enumerate(prompts)
         for j in range(n)
     ]

@@ -24,6 +24,7 @@ from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ConfigError, ModelError, RolloutError
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync import holding, reshard
@@ -89,7 +90,7 @@ def requests(groups: int = 5, n: int = 3) -> list[GenerationRequest]:
     sampling = SamplingParams(max_tokens=7)
     prompts = [(*range(3, 5 + group % 3), 4 + group) for group in range(groups)]
     return [
-        GenerationRequest(10 * i + j, prompt, sampling, seed=10 * i + j)
+        GenerationRequest(10 * i + j, Prompt(prompt), sampling, seed=10 * i + j)
         for j in range(n)
         for i, prompt in enumerate(prompts)
     ]

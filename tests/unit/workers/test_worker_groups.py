@@ -13,6 +13,7 @@ from worker_house import ENGINE_STATE, PLAN, House, prepared, rows
 from hybridflow.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.workers.mini_batches import MiniBatchPlan
 
@@ -99,7 +100,7 @@ def test_a_state_goes_from_group_to_group(tmp_path: Path) -> None:
 def test_rollout_answers_in_the_order_of_the_requests_with_the_weights_of_now() -> None:
     house = House()
     sampling = SamplingParams(max_tokens=6, temperature=0.7, ignore_eos=True)
-    requests = [GenerationRequest(row, (3 + row, 4), sampling, seed=row) for row in (7, 3, 5)]
+    requests = [GenerationRequest(row, Prompt((3 + row, 4)), sampling, seed=row) for row in (7, 3, 5)]
     outputs = house.rollout.generate(requests, policy_version=4)
     assert [output.request_id for output in outputs] == [7, 3, 5]
     assert all(output.policy_versions == [4] * 6 for output in outputs)

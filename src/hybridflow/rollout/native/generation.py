@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.prompt import Units, token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
 from hybridflow.rollout.native.graphs import GraphDecoder, decode_rows
 from hybridflow.rollout.native.memory import KVMemory, Running
@@ -122,7 +123,7 @@ class Generation:
         """Add requests to the queue."""
         self.scheduler.add(requests)
         for request in requests:
-            most = len(request.prompt_token_ids) + request.sampling.max_tokens
+            most = len(request.prompt) + request.sampling.max_tokens
             self._longest_ever = max(self._longest_ever, most)
 
     @torch.no_grad()
@@ -155,13 +156,13 @@ class Generation:
         self.prefixes.clear()
         self.cache.drop(0, self.cache.num_slots)
 
-    def _find(self, prompt: tuple[int, ...]) -> Prefix | None:
+    def _find(self, prompt: Units) -> Prefix | None:
         """Return the longest prefix hit of a prompt, in keys and values of the weights as they are now."""
-        running: dict[tuple[int, ...], int] = {}
+        running: dict[Units, int] = {}
         if self.settings.reuse_prefixes:
             for row, request in enumerate(self.rows.requests):
                 if self._entered[request.request_id][1] == self._seen.state:
-                    running[request.prompt_token_ids] = row
+                    running[request.prompt.key] = row
         return self.prefixes.find(prompt, running)
 
     def _follow_weights(self) -> None:
@@ -264,9 +265,8 @@ class Generation:
             elif prefix is not None and prefix.slot is not None:
                 self.cache.fork(prefix.slot, slots, prefix.length)
             if admission.start < admission.stop:
-                pieces.append(
-                    Piece(admission.prompt[admission.start : admission.stop], admission.start, slots)
-                )
+                tokens = token_ids_of(admission.prompt[admission.start : admission.stop])
+                pieces.append(Piece(tokens, admission.start, slots))
         computed = iter(self._compute(pieces))
         states = []
         for admission, own, slots in zip(batch, _slots(batch, start), filled):
@@ -380,7 +380,7 @@ class Generation:
             self.cache.wipe(broken)
         elif self.settings.keep_finished:
             for row, output in zip(leaving, outputs):
-                tokens = self.rows.requests[row].prompt_token_ids + tuple(output.token_ids[:-1])
+                tokens = self.rows.requests[row].prompt.key + tuple(output.token_ids[:-1])
                 current = self._entered[output.request_id][1] == self._seen.state
                 if current and len(tokens) >= LEAST and self._evict_for(len(tokens)):
                     self.prefixes.keep(tokens, self.cache.read(row, len(tokens)))

@@ -14,6 +14,7 @@ from hybridflow.models.exact import ExactMode
 from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token
 
 if TYPE_CHECKING:
+    from hybridflow.protocol.prompt import Units
     from hybridflow.rollout.native.prefixes import Prefix, PrefixStore
     from hybridflow.rollout.native.scheduler import Admission
 
@@ -138,7 +139,7 @@ class KVMemory(ABC):
         now: Running,
         taken: int,
         batch: Sequence[Admission],
-        context: Sequence[int],
+        context: Units,
         prefix: Prefix | None,
     ) -> int:
         """Return how many rows with this context may enter after `batch`; `taken`: slots in use, `prefix`:
@@ -189,7 +190,7 @@ class SlotMemory(KVMemory):
         now: Running,
         taken: int,
         batch: Sequence[Admission],
-        context: Sequence[int],
+        context: Units,
         prefix: Prefix | None,
     ) -> int:
         """Return how many rows may enter: slots are all as long as the longest row."""

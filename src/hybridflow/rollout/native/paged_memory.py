@@ -16,6 +16,7 @@ from hybridflow.models.paged_cache import HeldBlocks, PagedCache, PagedKernel
 from hybridflow.rollout.native.memory import KVMemory, Running
 
 if TYPE_CHECKING:
+    from hybridflow.protocol.prompt import Units
     from hybridflow.rollout.native.prefixes import Prefix, PrefixStore
     from hybridflow.rollout.native.scheduler import Admission
 
@@ -63,7 +64,7 @@ class PagedMemory(KVMemory):
         now: Running,
         taken: int,
         batch: Sequence[Admission],
-        context: Sequence[int],
+        context: Units,
         prefix: Prefix | None,
     ) -> int:
         """Return how many rows may enter: blocks are needed for them, with some to spare, for running rows,

@@ -1,4 +1,4 @@
-"""Prefix cache: kept keys and values, so that a prompt that begins with the same tokens reuses them.
+"""Prefix cache: kept keys and values, so that a prompt that begins with the same units reuses them.
 
     finished rows, prompts of which requests wait ──keep──► PrefixStore ──find──► the longest common beginning
     ──► a new row's slot
@@ -17,6 +17,7 @@ from itertools import islice
 from torch import Tensor
 
 from hybridflow.models.kv_cache import RowCopy
+from hybridflow.protocol.prompt import Units
 
 LEAST = 16
 """Fewest common tokens that are reused: computing fewer again costs hardly more than a copy."""
@@ -45,7 +46,7 @@ class Prefix:
 class Kept:
     """Keys and values of tokens outside of the slots."""
 
-    tokens: tuple[int, ...]
+    tokens: Units
     copy: RowCopy
     state: Tensor | None
     pinned: bool
@@ -67,17 +68,17 @@ class PrefixStore:
         self.reuse = reuse
         self.most = most
         self.num_tokens = 0
-        self._kept: dict[tuple[int, ...], Kept] = {}
+        self._kept: dict[Units, Kept] = {}
         self._by_blocks: dict[int, dict[Kept, None]] = {}
         # of each list of blocks, how many prefixes have no further block
         self._ends: Counter[int] = Counter()
 
-    def holds(self, prompt: tuple[int, ...]) -> bool:
+    def holds(self, prompt: Units) -> bool:
         """Return whether all of this prompt is kept, so that nothing of it is left to compute."""
         return prompt in self._kept and self._kept[prompt].state is not None
 
     def keep(
-        self, tokens: tuple[int, ...], copy: RowCopy, state: Tensor | None = None, *, pinned: bool = False
+        self, tokens: Units, copy: RowCopy, state: Tensor | None = None, *, pinned: bool = False
     ) -> None:
         """Keep these tokens; a kept prefix that is the beginning of them is no longer needed."""
         blocks = _blocks(tokens)
@@ -95,7 +96,7 @@ class PrefixStore:
         self._ends[blocks[-1] if blocks else 0] += 1
         self._shrink_to(self.num_tokens, self.most, pinned=(False,))
 
-    def release(self, tokens: tuple[int, ...]) -> None:
+    def release(self, tokens: Units) -> None:
         """Unpin a prompt that no request waits for; it stays only where prompts may share a part."""
         kept = self._kept.get(tokens)
         if kept is not None:
@@ -103,7 +104,7 @@ class PrefixStore:
             if not self.reuse:
                 self._drop(kept)
 
-    def find(self, prompt: tuple[int, ...], running: Mapping[tuple[int, ...], int]) -> Prefix | None:
+    def find(self, prompt: Units, running: Mapping[Units, int]) -> Prefix | None:
         """Return the longest prefix hit of `prompt`: a kept prefix, or the prompt of a `running` row, by its
         slot.
 
@@ -165,7 +166,7 @@ class PrefixStore:
             for kept in going:
                 self._drop(kept)
 
-    def _nearest(self, prompt: tuple[int, ...]) -> list[Kept]:
+    def _nearest(self, prompt: Units) -> list[Kept]:
         """Some of the newest of those that share most whole blocks with the prompt."""
         nearest: dict[Kept, None] = {}
         for block in _blocks(prompt):
@@ -174,7 +175,7 @@ class PrefixStore:
             nearest = self._by_blocks[block]
         return list(islice(reversed(nearest), MOST_COMPARED))
 
-    def _beginnings(self, tokens: tuple[int, ...], blocks: Sequence[int]) -> list[Kept]:
+    def _beginnings(self, tokens: Units, blocks: Sequence[int]) -> list[Kept]:
         """Kept prefixes that `tokens` begin with, themselves aside."""
         found = []
         for number, block in enumerate((0, *blocks)):
@@ -195,7 +196,7 @@ class PrefixStore:
                 del self._by_blocks[block], self._ends[block]
 
 
-def _blocks(tokens: tuple[int, ...]) -> list[int]:
+def _blocks(tokens: Units) -> list[int]:
     """Return a number for each beginning of whole blocks, the shortest first; equal ones are equal."""
     numbers = []
     number = 0
@@ -205,7 +206,7 @@ def _blocks(tokens: tuple[int, ...]) -> list[int]:
     return numbers
 
 
-def common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+def common_length(first: Units, second: Units) -> int:
     """How many tokens two sequences begin with in common; by halving, since slices compare fast."""
     low = 0
     high = min(len(first), len(second))

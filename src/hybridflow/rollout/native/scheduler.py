@@ -5,7 +5,7 @@
               └── preempted rows
 
 A prompt that is longer than a pass is computed in chunks (chunked prefill), and enters with the last.
-Waiting requests with the same prompt ids form a group, which is prefilled once. Because groups enter in
+Waiting requests with the same prompt key form a group, which is prefilled once. Because groups enter in
 order, at most one group has entered only in part, and at most one prompt is in chunked prefill.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hybridflow.protocol.prompt import Units
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.rollout.native.prefixes import LEAST, Prefix
 
@@ -39,16 +40,16 @@ class Waiting:
     aside: Aside | None = None
 
     @property
-    def context(self) -> tuple[int, ...]:
+    def context(self) -> Units:
         """Tokens that have to be in its slot before its next token can be sampled."""
         if self.aside is None:
-            return self.request.prompt_token_ids
-        return self.request.prompt_token_ids + tuple(self.aside.so_far.token_ids)
+            return self.request.prompt.key
+        return self.request.prompt.key + tuple(self.aside.so_far.token_ids)
 
 
 @dataclass(eq=False)
 class _Group:
-    context: tuple[int, ...]
+    context: Units
     waiting: deque[Waiting] = field(default_factory=deque)
     computed: int = 0
     """Tokens that chunked prefill has computed so far."""
@@ -58,8 +59,8 @@ class _Group:
 class Admission:
     """Part of a prefill pass: tokens of one prompt, and the requests that enter with them."""
 
-    prompt: tuple[int, ...]
-    """Token ids that all of these requests share."""
+    prompt: Units
+    """Units that all of these requests share."""
     entering: list[Waiting]
     """Empty where the chunk is not the prompt's last."""
     start: int
@@ -82,16 +83,16 @@ class Admission:
         return self.start > 0 and self.prefix is None
 
 
-FreeRows = Callable[[int, Sequence[Admission], Sequence[int], Prefix | None], int]
+FreeRows = Callable[[int, Sequence[Admission], Units, Prefix | None], int]
 """Function from the slots in use, the batch so far, the next context and its prefix hit to the number of its
 rows that may enter.
 """
 
-Find = Callable[[tuple[int, ...]], Prefix | None]
+Find = Callable[[Units], Prefix | None]
 """Function from a prompt to its prefix hit."""
 
 
-def _nothing(context: tuple[int, ...]) -> Prefix | None:
+def _nothing(context: Units) -> Prefix | None:
     return None
 
 
@@ -102,7 +103,7 @@ class Scheduler:
         self.max_rows = max_rows
         self.max_batched_tokens = max_batched_tokens
         self._groups: deque[_Group] = deque()
-        self._by_context: dict[tuple[int, ...], _Group] = {}
+        self._by_context: dict[Units, _Group] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -129,9 +130,9 @@ class Scheduler:
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests to their prompt's group, or to the end of the queue."""
         for request in requests:
-            group = self._by_context.get(request.prompt_token_ids)
+            group = self._by_context.get(request.prompt.key)
             if group is None:
-                group = self._by_context[request.prompt_token_ids] = _Group(request.prompt_token_ids)
+                group = self._by_context[request.prompt.key] = _Group(request.prompt.key)
                 self._groups.append(group)
             group.waiting.append(Waiting(request))
 
@@ -221,7 +222,7 @@ class Scheduler:
         return removed
 
 
-def _worth_waiting_for(batch: Sequence[Admission], context: tuple[int, ...], start: int) -> bool:
+def _worth_waiting_for(batch: Sequence[Admission], context: Units, start: int) -> bool:
     """Return whether a prompt shares so much with this pass that it should enter after it."""
     if len(context) <= LEAST:
         return False

@@ -239,9 +239,7 @@ class PushedEngine(ABC):
             else:
                 good.append(request)
         self._running = {request.request_id: _Row(request, version) for request in good}
-        self._stats.prefill_tokens = sum(
-            len(prompt) for prompt in {request.prompt_token_ids for request in good}
-        )
+        self._stats.prefill_tokens = sum(len(prompt) for prompt in {request.prompt for request in good})
         self._stats.max_rows = len(good)
         self._busy = True
         try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
@@ -118,7 +119,7 @@ class Service:
         seed = job.seed
         if seed is None:
             seed = secrets.randbits(63)
-        prompts = [tuple(prompt) for prompt in job.prompts]
+        prompts = [Prompt(tuple(prompt)) for prompt in job.prompts]
         return [
             GenerationRequest(
                 next(self._ids), prompt, job.sampling[place], derive_seed(seed, "serve", place, number)
@@ -176,7 +177,7 @@ def _sticky(job: Job, request: GenerationRequest) -> Hashable:
     """Return the key by which a replica is chosen: left out, responses to one prompt share a replica, and so
     its prefill.
     """
-    return job.sticky or hash(request.prompt_token_ids)
+    return job.sticky or hash(request.prompt)
 
 
 @contextmanager

@@ -1,0 +1,87 @@
+"""Prompts: token ids and the media that stand in for some of them, with the one identity of both.
+
+token ids, media ──► key: one unit for each token ──► prompts with equal keys are grouped, dealt and shared
+                                                  └──► prefixes are shared as far as their units are equal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hybridflow.errors import DataError
+
+Unit = int | tuple[int, str, int]
+"""Identity of one place of a prompt: the token id or, at a placeholder, (token id, digest of its medium,
+place inside of it).
+"""
+Units = tuple[Unit, ...]
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A picture, a video or a sound, whose placeholder tokens are neighbours in the prompt."""
+
+    start: int
+    """Place of its first placeholder in the prompt's token ids."""
+    length: int
+    """Number of its placeholders."""
+    digest: str
+    """Digest of what the model reads; media with equal digests are taken for equal."""
+    values: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """What the model reads besides the placeholders, as its processor made it."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a response continues; two prompts are equal where their keys are.
+
+    DataError where a medium has no placeholder or no digest, lies outside of the token ids, or overlaps
+    another.
+    """
+
+    token_ids: tuple[int, ...] = field(compare=False)
+    media: tuple[Medium, ...] = field(default=(), compare=False)
+    """In the order of their placeholders."""
+    key: Units = field(init=False, repr=False)
+    """One unit for each token, so that prefixes of keys are the identities of prefixes of prompts. Without
+    media it is the token ids.
+    """
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", _units(self.token_ids, self.media))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def token_ids_of(units: Iterable[Unit]) -> list[int]:
+    """Return the token ids of some units."""
+    return [unit if isinstance(unit, int) else unit[0] for unit in units]
+
+
+def _units(token_ids: tuple[int, ...], media: Sequence[Medium]) -> Units:
+    if not media:
+        return token_ids
+    units: list[Unit] = list(token_ids)
+    free_from = 0
+    for number, medium in enumerate(media):
+        stop = medium.start + medium.length
+        if medium.length < 1 or not medium.digest:
+            raise DataError(
+                f"medium {number} has {medium.length} placeholders and the digest {medium.digest!r}: it "
+                "needs at least one placeholder, and a digest by which it is told from others"
+            )
+        if not free_from <= medium.start < stop <= len(token_ids):
+            raise DataError(
+                f"medium {number} takes places {medium.start} to {stop - 1} of a prompt of {len(token_ids)} "
+                f"tokens, and those before {free_from} belong to other media: give the media in the order "
+                "of their placeholders, each inside of the prompt"
+            )
+        for offset in range(medium.length):
+            place = medium.start + offset
+            units[place] = (token_ids[place], medium.digest, offset)
+        free_from = stop
+    return tuple(units)

@@ -16,7 +16,7 @@ from hybridflow.workers.losses import critic_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
-UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "values", "returns")
+UPDATE_COLUMNS = (*POLICY_COLUMNS, "loss_mask", "values", "returns")
 
 
 def value_forward(module: nn.Module, packed: PackedBatch) -> dict[str, Tensor]:

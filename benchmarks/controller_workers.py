@@ -90,7 +90,9 @@ class TinyGroup(WorkerGroup[TinyWorker]):
 
     def log_probs(self, batch: DataProto, name: str) -> DataProto:
         return self.call(
-            TinyWorker.log_probs, batch.select(["input_ids", "attention_mask", "responses"], []), name=name
+            TinyWorker.log_probs,
+            batch.select(["input_ids", "attention_mask", "responses", "response_mask"], []),
+            name=name,
         )
 
     def update(self, batch: DataProto, step: int) -> Metrics:

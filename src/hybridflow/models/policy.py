@@ -236,7 +236,7 @@ def packed_hidden(
         index = cut.predict_index
     states = run_backbone(backbone, input_ids.to(device)[None], position_ids.to(device)[None], layout, exact)
     if packed.places is not None:  # the last token of a shared prompt predicts the first of several responses
-        return SharedTokens(packed.shared_predict_index, None, device).spread(states[0], index.to(device))
+        return SharedTokens(packed.predict_index_on_cpu, None, device).spread(states[0], index.to(device))
     selected: Tensor = _SelectTokens.apply(states[0], index.to(device))  # type: ignore[no-untyped-call]
     if cut is not None:
         selected = cut.deal(selected)

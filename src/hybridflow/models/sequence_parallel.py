@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,8 +44,9 @@ class SequenceCut:
         self.num_tokens = packed.num_tokens
         self.num_targets = len(packed.targets)
         self.part = -(-self.num_tokens // self.size)
+        edges = torch.arange(self.size + 1) * self.part
         # rank r: held[r] to held[r + 1]
-        held = [_predicting_before(rank * self.part, packed) for rank in range(self.size + 1)]
+        held = torch.searchsorted(packed.predict_index_on_cpu, edges).tolist()
         share = -(-self.num_targets // self.size)
         dealt = [min(share * rank, self.num_targets) for rank in range(self.size + 1)]
         self.own = slice(dealt[self.rank], dealt[self.rank + 1])
@@ -183,15 +183,6 @@ def check_positions(config: PretrainedConfig, lengths: Sequence[int]) -> None:
                 "ulysses_sequence_parallel_size=1, or shorten data.max_prompt_length and "
                 "data.max_response_length"
             )
-
-
-def _predicting_before(edge: int, packed: PackedBatch) -> int:
-    """Return how many predicting positions lie before a position, computed on the host without waiting."""
-    ends = accumulate(packed.lengths)
-    firsts = (end - 1 - count for end, count in zip(ends, packed.num_predicted, strict=True))
-    return sum(
-        min(max(edge - first, 0), count) for first, count in zip(firsts, packed.num_predicted, strict=True)
-    )
 
 
 def _overlap(first: list[int], i: int, second: list[int], j: int) -> int:

@@ -2,7 +2,7 @@
 
 `make_rows` turns token lists into the padded columns that the driver holds (prompts left-padded, responses
 right-padded). `pack` turns those columns into the tokens of a forward pass, with no padding in them;
-`PackedBatch.unpack` brings what the model says of each response token back to [B, R].
+`PackedBatch.unpack` brings what the model says of each sampled token back to [B, R].
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class PackedBatch:
     """The rows of a micro-batch one after the other, without padding: N tokens in all, M of them predicted.
 
     Example: rows `[1 2 | 3 4]` and `[5 | 6]` (prompt | response) give input_ids `1 2 3 4 5 6`, position_ids
-    `0 1 2 3 0 1`, lengths `(4, 2)`, num_predicted `(2, 1)`, targets `3 4 6` and predict_index `1 2 4`.
+    `0 1 2 3 0 1`, lengths `(4, 2)`, prompt_lengths `(2, 1)`, targets `3 4 6` and predict_index `1 2 4`. If a
+    tool has given the token 3, targets are `4 6` and predict_index is `2 4`.
     """
 
     input_ids: Tensor
@@ -31,12 +32,14 @@ class PackedBatch:
     """[N] int64, from 0 in each row."""
     lengths: tuple[int, ...]
     """Tokens of each row; their sum is N, unless rows share a prompt."""
-    num_predicted: tuple[int, ...]
-    """Predicted tokens of each row, which are the last of it; their sum is M."""
+    prompt_lengths: tuple[int, ...]
+    """Prompt tokens of each row."""
     predict_index: Tensor
     """[M] int64: which of the N positions predicts the target, the one before it."""
+    predict_index_on_cpu: Tensor
+    """The same on the CPU, so that no device is waited for where the host must know it."""
     targets: Tensor
-    """[M] int64: the attended response tokens, tool and environment tokens included."""
+    """[M] int64: the response tokens that the policy sampled; given ones are read and never predicted."""
     rows: Tensor
     """[M] int64: row of the target in [B, R]."""
     columns: Tensor
@@ -52,15 +55,6 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """Number of tokens N."""
         return int(self.input_ids.shape[0])
-
-    @property
-    def shared_predict_index(self) -> Tensor:
-        """`predict_index` of rows that share prompts, read off `places` on the CPU, so that no device is
-        waited for.
-        """
-        assert self.places is not None, "these rows share nothing"
-        rows = zip(self.places.split(self.lengths), self.lengths, self.num_predicted, strict=True)
-        return torch.cat([places[length - 1 - predicted : length - 1] for places, length, predicted in rows])
 
     def unpack(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Values [M] at their places in [B, R], `fill` elsewhere; gradients flow back to `values`."""
@@ -79,14 +73,15 @@ class PackedBatch:
 
 def pack(batch: DataProto) -> PackedBatch:
     """Drop the padding of `input_ids` [B, T] by `attention_mask` [B, T]; the last R columns are `responses`
-    [B, R].
+    [B, R], of which the tokens of `response_mask` [B, R] are predicted.
 
-    Raises BatchError for a row without tokens, a response without a prompt token before it (nothing predicts
-    its first token), and for `responses` that are not the tail of `input_ids`.
+    Raises BatchError for a row without tokens, a sampled token without a token before it (nothing predicts
+    it), and for `responses` that are not the tail of `input_ids`.
     """
     input_ids = batch.batch["input_ids"]
     responses = batch.batch["responses"]
     attended = batch.batch["attention_mask"].bool()
+    sampled = batch.batch["response_mask"].bool()
     num_rows, width = responses.shape
     start = input_ids.shape[1] - width
     if start < 0 or attended.shape != input_ids.shape or len(input_ids) != num_rows:
@@ -100,25 +95,27 @@ def pack(batch: DataProto) -> PackedBatch:
         raise BatchError(f"cannot pack: row {lengths.index(0)} has no attended token")
     in_row = attended.cumsum(dim=1) - 1  # place of each token in its row
     in_all = (attended.reshape(-1).cumsum(dim=0) - 1).reshape(attended.shape)  # and among the N
-    rows, columns = attended[:, start:].nonzero(as_tuple=True)
-    targets = responses[rows, columns]
-    if not torch.equal(targets, input_ids[rows, start + columns]):
+    written = attended[:, start:]
+    if not torch.equal(responses[written], input_ids[:, start:][written]):
         raise BatchError(
             "cannot pack: `responses` differs from the last columns of `input_ids`; change both together"
         )
+    rows, columns = (sampled & written).nonzero(as_tuple=True)
     orphans = in_row[rows, start + columns] == 0
     if bool(orphans.any()):
         raise BatchError(
             f"cannot pack: row {int(rows[orphans][0])} has no prompt token, so nothing predicts its first "
             "response token"
         )
+    predict_index = in_all[rows, start + columns] - 1
     return PackedBatch(
         input_ids=input_ids[attended],
         position_ids=in_row[attended],
         lengths=lengths,
-        num_predicted=tuple(attended[:, start:].sum(dim=1).tolist()),
-        predict_index=in_all[rows, start + columns] - 1,
-        targets=targets,
+        prompt_lengths=tuple(attended[:, :start].sum(dim=1).tolist()),
+        predict_index=predict_index,
+        predict_index_on_cpu=predict_index.cpu(),
+        targets=responses[rows, columns],
         rows=rows,
         columns=columns,
         shape=(num_rows, width),
@@ -137,8 +134,7 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
     kept = []
     start = 0
     num_kept = 0
-    for length, predicted in zip(packed.lengths, packed.num_predicted, strict=True):
-        prompt = length - predicted
+    for length, prompt in zip(packed.lengths, packed.prompt_lengths, strict=True):
         end = start + length
         first = known.get(key := ids[start : start + prompt].tobytes())
         own = start if first is None else start + prompt
@@ -155,11 +151,13 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
     keep = torch.cat(kept)
     input_ids = packed.input_ids[keep]
     position_ids = packed.position_ids[keep]
+    predict_index = places[packed.predict_index]
     return replace(
         packed,
         input_ids=input_ids,
         position_ids=position_ids,
-        predict_index=places[packed.predict_index],
+        predict_index=predict_index,
+        predict_index_on_cpu=predict_index,
         places=places,
     )
 

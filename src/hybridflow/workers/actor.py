@@ -19,8 +19,8 @@ from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
-POLICY_COLUMNS = ("input_ids", "attention_mask", "responses")
-UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "old_log_probs", "advantages")
+POLICY_COLUMNS = ("input_ids", "attention_mask", "responses", "response_mask")
+UPDATE_COLUMNS = (*POLICY_COLUMNS, "loss_mask", "old_log_probs", "advantages")
 
 
 class ActorWorker(StatefulWorker):

@@ -13,7 +13,7 @@ from hybridflow.workers.losses import critic_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
-UPDATE_COLUMNS = (*POLICY_COLUMNS, "response_mask", "loss_mask", "values", "returns")
+UPDATE_COLUMNS = (*POLICY_COLUMNS, "loss_mask", "values", "returns")
 VALUES = Ask(values=True)
 
 

@@ -25,7 +25,7 @@ from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batche
 from hybridflow.workers.reference import check_token_ids
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
-REWARD_COLUMNS = (*POLICY_COLUMNS, "response_mask", "ref_log_prob")
+REWARD_COLUMNS = (*POLICY_COLUMNS, "ref_log_prob")
 UPDATE_COLUMNS = (*REWARD_COLUMNS, "loss_mask", "positive")
 
 

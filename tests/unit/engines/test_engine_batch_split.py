@@ -151,13 +151,12 @@ def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimi
         tested = ENGINES[engine](module, None)
         rows = training_rows(extra_prompt=1, extra_response=2)
         together = tested.forward(rows, ask, limits)
-        width = rows.batch["responses"].shape[1]
-        attended = rows.batch["attention_mask"][:, -width:]
+        sampled = rows.batch["response_mask"]
         for key, values in together.items():
             assert (
-                values.dtype == torch.float64 and values.shape == attended.shape and not values.requires_grad
+                values.dtype == torch.float64 and values.shape == sampled.shape and not values.requires_grad
             )
-            assert not values[~attended].any() and values[attended].abs().min() > 0
+            assert not values[~sampled].any() and values[sampled].abs().min() > 0
             alone = torch.cat(
                 [tested.forward(rows.select_idxs([row]), ask, WHOLE)[key] for row in range(len(rows))]
             )

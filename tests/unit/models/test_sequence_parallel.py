@@ -79,7 +79,10 @@ def cut_against_uncut(
         nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(3))
     if options.get("checkpointing"):
         enable_gradient_checkpointing(hf)
-    packed = packed_rows(tiny_rows(rows))
+    data = tiny_rows(rows)
+    if options.get("given"):  # tokens of tools, which are read and not predicted
+        data.batch["response_mask"][:, 1::3] = False
+    packed = packed_rows(data)
     settings = options.get("settings", {})
     wanted, wanted_grads = _run(model, packed, settings)
     model.sequence_group = dist.group.WORLD
@@ -111,6 +114,10 @@ def _check(ranks: Ranks, kind: str, model_type: str, tolerance: float = 1e-10, *
 )
 def test_architectures(two_ranks: Ranks, model_type: str) -> None:
     _check(two_ranks, "policy", model_type)
+
+
+def test_rows_with_tokens_that_tools_have_given(two_ranks: Ranks) -> None:
+    _check(two_ranks, "policy", "llama", given=True, settings={"with_entropy": True})
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,14 @@ def _rows() -> DataProto:
         for length in lengths
     ]
     order = torch.randperm(len(prompts), generator=draw).tolist()
+    masks = [torch.randint(0, 4, (len(responses[row]),), generator=draw).bool().tolist() for row in order]
     return DataProto.from_dict(
-        make_rows([prompts[row] for row in order], [responses[row] for row in order], pad_id=0)
+        make_rows(
+            [prompts[row] for row in order],
+            [responses[row] for row in order],
+            pad_id=0,
+            response_masks=masks,
+        )
     )
 
 
@@ -52,7 +58,7 @@ def test_same_log_probs_and_gradients(model_type: str) -> None:
         == sum(len(prompt) + sum(lengths) for prompt, lengths in GROUPS.items())
         < packed.num_tokens
     )
-    assert torch.equal(shared.shared_predict_index, shared.predict_index)
+    assert torch.equal(shared.predict_index_on_cpu, shared.predict_index)
     alone, gradients = _computed(policy, packed)
     together, others = _computed(policy, shared)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)

@@ -34,20 +34,28 @@ def test_make_rows_refuses_what_does_not_fit() -> None:
 
 
 def test_pack_a_known_case() -> None:
-    # a tool token (mask 0) is predicted as well: the mask decides later what is learned
-    packed = pack(
-        DataProto.from_dict(make_rows([[1, 2], [5]], [[3, 4], [6]], 0, response_masks=[[1, 0], [1]]))
-    )
+    packed = pack(DataProto.from_dict(make_rows([[1, 2], [5]], [[3, 4], [6]], 0)))
     assert packed.input_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
     assert (
         packed.lengths == (4, 2)
-        and packed.num_predicted == (2, 1)
+        and packed.prompt_lengths == (2, 1)
         and packed.shape == (2, 2)
         and packed.num_tokens == 6
     )
     assert packed.targets.tolist() == [3, 4, 6] and packed.predict_index.tolist() == [1, 2, 4]
     assert packed.unpack(torch.tensor([0.5, 1.5, 2.5]), fill=-1.0).tolist() == [[0.5, 1.5], [2.5, -1.0]]
+
+
+def test_given_tokens_are_read_and_not_predicted() -> None:
+    masks = [[0, 1, 0, 0, 1], [0]]
+    packed = pack(
+        DataProto.from_dict(make_rows([[1, 2], [5]], [[3, 4, 7, 8, 9], [6]], 0, response_masks=masks))
+    )
+    assert packed.input_ids.tolist() == [1, 2, 3, 4, 7, 8, 9, 5, 6] and packed.lengths == (7, 2)
+    assert packed.prompt_lengths == (2, 1), "the prompt ends where the response begins, sampled or given"
+    assert packed.targets.tolist() == [4, 9] and packed.predict_index.tolist() == [2, 5]
+    assert packed.unpack(torch.tensor([0.5, 1.5])).tolist() == [[0, 0.5, 0, 0, 1.5], [0, 0, 0, 0, 0]]
 
 
 def test_unpack_passes_gradients_and_gather_undoes_it() -> None:
@@ -81,23 +89,28 @@ def test_pack_refuses_rows_it_cannot_predict() -> None:
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(TOKENS, st.lists(st.integers(0, 99), max_size=4)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(TOKENS, st.lists(st.tuples(st.integers(0, 99), st.booleans()), max_size=4)),
+        min_size=1,
+        max_size=5,
+    ),
     st.integers(0, 3),
     st.integers(0, 3),
 )
 def test_padding_changes_nothing_and_every_target_follows_its_predictor(
-    pairs: list[tuple[list[int], list[int]]], more_left: int, more_right: int
+    pairs: list[tuple[list[int], list[tuple[int, bool]]]], more_left: int, more_right: int
 ) -> None:
-    prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
-    tight = pack(DataProto.from_dict(make_rows(prompts, responses, 0)))
-    wide = pack(
-        DataProto.from_dict(
-            make_rows(prompts, responses, 5, prompt_width=4 + more_left, response_width=4 + more_right)
-        )
-    )
+    prompts = [prompt for prompt, _ in pairs]
+    responses = [[token for token, _ in response] for _, response in pairs]
+    masks = [[sampled for _, sampled in response] for _, response in pairs]
+    tight = pack(DataProto.from_dict(make_rows(prompts, responses, 0, response_masks=masks)))
+    widths = {"prompt_width": 4 + more_left, "response_width": 4 + more_right}
+    wide = pack(DataProto.from_dict(make_rows(prompts, responses, 5, response_masks=masks, **widths)))
     for name in ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns"):
         assert torch.equal(getattr(tight, name), getattr(wide, name)), name
+    assert torch.equal(tight.predict_index, tight.predict_index_on_cpu)
     assert tight.lengths == wide.lengths == tuple(len(p) + len(r) for p, r in pairs)
-    assert tight.input_ids.tolist() == [t for p, r in pairs for t in p + r]
+    assert tight.prompt_lengths == wide.prompt_lengths == tuple(map(len, prompts))
+    assert tight.input_ids.tolist() == [t for p, r in zip(prompts, responses) for t in p + r]
     assert torch.equal(tight.input_ids[tight.predict_index + 1], tight.targets)
-    assert tight.targets.tolist() == [t for r in responses for t in r]
+    assert tight.targets.tolist() == [token for _, r in pairs for token, sampled in r if sampled]

@@ -52,8 +52,8 @@ def test_names_and_values() -> None:
             "critic/values/max": 3.0,
             "critic/values/min": 0.0,
             "critic/vf_explained_var": 1.0,  # one off everywhere: the mean is no variance
-            "response_length/mean": 2.0,
-            "response_length/max": 3.0,
+            "response_length/mean": 5 / 3,  # the observation is not the policy's
+            "response_length/max": 2.0,
             "response_length/min": 1.0,
             "prompt_length/mean": 2.0,
             "prompt_length/max": 3.0,

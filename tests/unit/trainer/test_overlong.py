@@ -43,6 +43,13 @@ def test_the_penalty_lands_on_the_last_token_of_its_row() -> None:
     )
 
 
+def test_what_a_tool_has_given_makes_no_response_longer() -> None:
+    rows = batch()
+    rows.batch["response_mask"][0, 1:3] = False  # four tokens, two of them sampled
+    shaped = shape_overlong(rows, max_len=4, buffer_len=2, factor=1.0)
+    assert list(shaped.non_tensor_batch["overlong_reward"]) == [0.0, 0.0, -0.5, 0.0]
+
+
 def test_rows_that_were_cut_leave_the_loss_and_stay_in_their_group() -> None:
     rows = batch()
     mask = rows.batch["response_mask"].clone()

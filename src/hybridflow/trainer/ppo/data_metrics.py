@@ -17,7 +17,8 @@ from hybridflow.workers.log_prob_check import difference, sampled_tokens
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     """Return critic/{score,rewards,advantages,returns}, response_length and prompt_length.
 
-    With a critic also values and explained variance.
+    response_length counts what the policy wrote, perf/total_num_tokens all that a model reads. With a critic
+    there are also values and explained variance.
     """
     rows = batch.batch
     metrics = Metrics()
@@ -34,7 +35,7 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
             "critic/vf_explained_var", explained_variance(rows["values"], rows["returns"], loss_mask)
         )
     width = rows["responses"].shape[1]
-    add_range(metrics, "response_length", rows["attention_mask"][:, -width:].sum(-1)[sampled])
+    add_range(metrics, "response_length", mask.sum(-1)[sampled])
     add_range(metrics, "prompt_length", rows["attention_mask"][:, :-width].sum(-1))
     # never an answer of the data
     truncated = sum(reason == "length" for reason in batch.non_tensor_batch["finish_reason"])

@@ -30,10 +30,11 @@ def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: 
 def shape_overlong(batch: DataProto, *, max_len: int, buffer_len: int, factor: float) -> DataProto:
     """Return a batch whose `token_level_scores` include the penalty, on the last sampled token.
 
-    The column `overlong_reward` holds the penalty.
+    A response is as long as what the policy wrote: tokens that a tool has given do not count. The column
+    `overlong_reward` holds the penalty.
     """
     rows = batch.batch
-    lengths = rows["attention_mask"][:, rows["prompts"].shape[1] :].sum(-1)
+    lengths = rows["response_mask"].sum(-1)
     penalty = overlong_penalty(lengths, max_len=max_len, buffer_len=buffer_len, factor=factor)
     shaped = batch.select()
     shaped.batch["token_level_scores"] = rows["token_level_scores"] + place_scores(

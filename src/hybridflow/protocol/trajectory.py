@@ -1,0 +1,189 @@
+"""What happened between a prompt and its reward: calls to the policy, and the rows that follow from them.
+
+    Call, Call, … ──rows_of──► Lineage, … ──► Trajectory ──collate──► rows of a DataProto
+
+An agent makes calls and nothing else; `rows_of` alone decides which of them share a row. A sampled token is
+never tokenised again: it stays the id that was sampled, with its log-prob and the version of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal, Protocol
+
+from hybridflow.protocol.prompt import Prompt
+
+FailureCause = Literal["infrastructure", "environment", "data", "deadline", "cancelled"]
+"""Why a trajectory has no reward: an engine or a process broke; a tool, an environment or the reward function
+raised; its prompt cannot be served; time ran out; somebody ended it.
+"""
+
+
+class Sampled(Protocol):
+    """The part of an engine's output that rows are made of: three equally long lists."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Ids of the sampled tokens."""
+
+    @property
+    def log_probs(self) -> Sequence[float]:
+        """Log-probs when sampled, in nats."""
+
+    @property
+    def policy_versions(self) -> Sequence[int]:
+        """Version of the weights that sampled each token."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to the policy and its output."""
+
+    prompt: Prompt
+    output: Sampled
+    accepted: bool = True
+    """False where the call was tried again and only a later try was used."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring tokens of a row that come from one hand.
+
+    Example: `Segment((7, 8), True, (-0.1, -2.0), (4, 4))` was sampled by weights of version 4, and
+    `Segment((9,))` was given by a template, a tool or an environment.
+    """
+
+    token_ids: tuple[int, ...]
+    sampled: bool = False
+    """Whether the policy sampled the tokens."""
+    log_probs: tuple[float, ...] = ()
+    """Log-prob of each sampled token, in nats; empty where the tokens were given."""
+    versions: tuple[int, ...] = ()
+    """Version of the weights that sampled each token; empty where the tokens were given."""
+
+    def __post_init__(self) -> None:
+        wanted = len(self.token_ids) if self.sampled else 0
+        assert len(self.log_probs) == len(self.versions) == wanted, (
+            f"a segment of {len(self.token_ids)} tokens, sampled={self.sampled}, has {len(self.log_probs)} "
+            f"log-probs and {len(self.versions)} versions; wanted {wanted} of each"
+        )
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """One row: all that the policy read and wrote, in order."""
+
+    prompt: Prompt
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Ids of all tokens after the prompt."""
+        return list(chain.from_iterable(segment.token_ids for segment in self.segments))
+
+    @property
+    def sampled_mask(self) -> list[bool]:
+        """For each token after the prompt, whether the policy sampled it."""
+        return [segment.sampled for segment in self.segments for _ in segment.token_ids]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trajectory ended."""
+
+    kind: Literal["finished", "truncated", "failed"]
+    """Truncated: a limit on its length ended it."""
+    cause: FailureCause | None = None
+    """Set where it failed, and nowhere else."""
+    detail: str = ""
+    """What went wrong, for people."""
+
+    def __post_init__(self) -> None:
+        assert (self.kind == "failed") == (self.cause is not None), f"an outcome with a wrong cause: {self}"
+
+
+FINISHED = Outcome("finished")
+TRUNCATED = Outcome("truncated")
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample of a group: one or several rows, with one reward."""
+
+    group: int
+    """Number of the group, unique in a run."""
+    sample: int
+    """Number of the sample in its group, from 0."""
+    lineages: tuple[Lineage, ...]
+    outcome: Outcome = FINISHED
+    reward: float | None = None
+    """Score of the whole trajectory; None before it is scored, and where it failed."""
+    turns: int = 1
+    """Calls to the policy that were accepted."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of this trajectory for the trackers."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of its rows by name: facts of the data row, results of the reward."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed, so that nothing may be learned from it."""
+        return self.outcome.kind == "failed"
+
+
+def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
+    """Return the rows that follow from the calls of one trajectory, in the order of their first calls.
+
+    The extension property decides: a call goes on with a row where its prompt begins with exactly all ids of
+    that row so far and has the same media. The rest of the prompt is then a given segment and the output a
+    sampled one. Of several such rows the longest is taken, and of equally long ones the one with the newest
+    call. Every other call starts a row of its own, for which its whole prompt is given. A call without
+    sampled tokens, or one that was not accepted, gives nothing. Every other sampled token is in exactly one
+    sampled segment.
+    """
+    rows: list[_Row] = []
+    for number, call in enumerate(calls):
+        output = call.output
+        if not call.accepted or not output.token_ids:
+            continue
+        extended = [row for row in rows if row.begins(call.prompt)]
+        if extended:
+            row = max(extended, key=lambda each: (len(each.token_ids), each.newest_call))
+            row.give(call.prompt.token_ids[len(row.token_ids) :])
+        else:
+            row = _Row(call.prompt)
+            rows.append(row)
+        row.sample(output, number)
+    return tuple(Lineage(row.prompt, tuple(row.segments)) for row in rows)
+
+
+class _Row:
+    """A row that grows with the calls."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.segments: list[Segment] = []
+        self.token_ids = prompt.token_ids
+        self.newest_call = -1
+
+    def begins(self, prompt: Prompt) -> bool:
+        """Return whether `prompt` begins with all tokens of this row, under the same media."""
+        start = Prompt(prompt.token_ids[: len(self.token_ids)], prompt.media)
+        return start.key == Prompt(self.token_ids, self.prompt.media).key
+
+    def give(self, token_ids: tuple[int, ...]) -> None:
+        """Add tokens that the policy read; add nothing where there are none."""
+        if token_ids:
+            self._add(Segment(token_ids))
+
+    def sample(self, output: Sampled, call: int) -> None:
+        """Add tokens that the policy wrote in its call number `call`."""
+        versions = tuple(output.policy_versions)
+        self._add(Segment(tuple(output.token_ids), True, tuple(output.log_probs), versions))
+        self.newest_call = call
+
+    def _add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.token_ids += segment.token_ids

@@ -2,9 +2,13 @@
 
     group.update(batch) ──split──► rank 0: update(rows 0, 3, 4), rank 1: update(rows 1, 2) ──collect──► result
 
-A rule is data on the method (`@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)`); no method is generated or
-looked up by name. Both halves of a rule get the mesh. Along its `sp` and `tp` axes all ranks work on the same
-rows, and only the first of them, the leader, returns a result.
+A rule is data on the method; no method is generated or looked up by name. Both halves of a rule get the mesh.
+Along its `sp` and `tp` axes all ranks work on the same rows, and only the first of them, the leader, returns
+a result.
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("responses", ...), writes=("values",))
+
+Only the columns that a method reads travel to it, whatever else the caller's batch holds.
 """
 
 from __future__ import annotations
@@ -112,16 +116,51 @@ class Registration:
 
     dispatch: Dispatch
     blocking: bool
+    reads: tuple[str, ...] | None = None
+    """The columns that the method reads in every run; None for a method that is sent whole batches."""
+    writes: tuple[str, ...] | None = None
+    """The columns of which it returns some; None where any may come back."""
+
+    def columns_read(self, batch: DataProto, also: Sequence[str] = ()) -> DataProto:
+        """Return the batch with the columns that the method reads, and those of `also` that the batch has.
+
+        Raises BatchError where a column that it reads is missing.
+        """
+        if self.reads is None:
+            return batch
+        names = dict.fromkeys([*self.reads, *(name for name in also if name in batch)])
+        objects = [name for name in names if name in batch.non_tensor_batch]
+        return batch.select([name for name in names if name not in objects], objects)
+
+    def check_written(self, result: Any) -> None:
+        """Raise AssertionError where a batch that the method returned has a column that it does not write."""
+        if self.writes is None or not isinstance(result, DataProto):
+            return
+        found = {*map(str, result.batch.keys()), *result.non_tensor_batch}
+        assert found <= {*self.writes}, (
+            f"columns {sorted(found - {*self.writes})} are not among those that the method is registered to "
+            f"write: {', '.join(self.writes)}"
+        )
 
 
-def register(dispatch_mode: Dispatch, blocking: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def register(
+    dispatch_mode: Dispatch,
+    blocking: bool = True,
+    reads: Sequence[str] | None = None,
+    writes: Sequence[str] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a worker's method as callable by the driver, without a change to its static type.
 
     A method with `blocking=False` is called by `WorkerGroup.submit`, which returns a `Future` of its result.
+    `reads` and `writes` name columns of the field table (`protocol/fields.py`). What a method reads in some
+    runs only is said by the group of the run (`WorkerGroup`, `also_read`).
     """
+    columns_read = None if reads is None else tuple(reads)
+    columns_written = None if writes is None else tuple(writes)
 
     def mark(method: Callable[P, R]) -> Callable[P, R]:
-        method.__registration__ = Registration(dispatch_mode, blocking)  # type: ignore[attr-defined]
+        found = Registration(dispatch_mode, blocking, columns_read, columns_written)
+        method.__registration__ = found  # type: ignore[attr-defined]
         return method
 
     return mark

@@ -5,11 +5,13 @@ A typed group is defined beside its worker class:
     class ActorGroup(WorkerGroup[ActorWorker]):
         def log_probs(self, batch: DataProto) -> DataProto:
             return self.call(ActorWorker.log_probs, batch)
+
+A method that declares the columns that it reads is sent these and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -18,6 +20,7 @@ from hybridflow.controller.dispatch import Call, Dealt, Dispatch, registration_o
 from hybridflow.controller.future import Future, Source
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.passing import pass_on
+from hybridflow.protocol import DataProto
 
 W = TypeVar("W")
 P = ParamSpec("P")
@@ -27,11 +30,21 @@ R = TypeVar("R")
 class WorkerGroup(Generic[W]):
     """All workers of one role. Any argument may be the `Future` of an earlier call
     (`Future.by_reference`).
+
+    `also_read` names, by method, columns that it reads in this run beside those that it declares; a batch
+    that has no such column is sent without it.
     """
 
-    def __init__(self, backend: Backend, role: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        role: str,
+        *,
+        also_read: Mapping[Callable[..., Any], Sequence[str]] | None = None,
+    ) -> None:
         self.backend = backend
         self.role = role
+        self._also_read = {method.__name__: columns for method, columns in (also_read or {}).items()}
 
     @property
     def mesh(self) -> MeshInfo:
@@ -49,13 +62,15 @@ class WorkerGroup(Generic[W]):
             f"{method.__name__} is registered with blocking=False: use submit"
         )
         dispatch = _rule(method, per_rank=False, gives_list=False)
-        result: R = self._run(dispatch, method.__name__, Call(args, dict(kwargs)))
+        result: R = self._run(dispatch, method.__name__, self._only_read(method, Call(args, dict(kwargs))))
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method by its dispatch rule without waiting."""
         return self._submit(
-            _rule(method, per_rank=False, gives_list=False), method.__name__, Call(args, dict(kwargs))
+            _rule(method, per_rank=False, gives_list=False),
+            method.__name__,
+            self._only_read(method, Call(args, dict(kwargs))),
         )
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -113,6 +128,19 @@ class WorkerGroup(Generic[W]):
         return self._submit(
             _rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs))
         )
+
+    def columns_read(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
+        """Return the batch with the columns that a call of `method` would send.
+
+        Raises BatchError where one that the method declares is missing.
+        """
+        return registration_of(method).columns_read(batch, self._also_read.get(method.__name__, ()))
+
+    def _only_read(self, method: Callable[..., Any], call: Call) -> Call:
+        def cut(value: Any) -> Any:
+            return self.columns_read(method, value) if isinstance(value, DataProto) else value
+
+        return Call(tuple(map(cut, call.args)), {name: cut(value) for name, value in call.kwargs.items()})
 
     def _run(self, dispatch: Dispatch, method: str, call: Call) -> Any:
         mesh = self.mesh

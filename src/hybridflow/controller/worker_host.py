@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from hybridflow.controller.dispatch import Call
+from hybridflow.controller.dispatch import Call, registration_of
 from hybridflow.controller.read_only import TensorVersions, isolate
 from hybridflow.controller.worker import Factories, Place, RankInfo, Worker
 
@@ -70,13 +70,15 @@ class WorkerHost:
         """Call a method of a role's worker; return its result, or None where the call does not return one.
 
         An exception gets a note that names role, method and rank. Raises AssertionError where the method
-        wrote into a tensor among its arguments, which belong to the driver and may be read by other ranks.
+        wrote into a tensor among its arguments, which belong to the driver and may be read by other ranks, or
+        returned a column that it is not registered to write.
         """
-        worker = self.worker(role)
+        bound = getattr(self.worker(role), method)
         arguments: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(call.args)}
         versions = TensorVersions(arguments | call.kwargs)
         try:
-            result = getattr(worker, method)(*isolate(call.args), **isolate(call.kwargs))
+            result = bound(*isolate(call.args), **isolate(call.kwargs))
+            registration_of(bound).check_written(result)
         except Exception as error:
             error.add_note(f"in {role}.{method}, {self._where(role)}")
             raise

@@ -20,7 +20,9 @@ from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, update_by_mi
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 POLICY_COLUMNS = ("input_ids", "attention_mask", "responses", "response_mask")
-UPDATE_COLUMNS = (*POLICY_COLUMNS, "loss_mask", "old_log_probs", "advantages")
+"""The columns that a forward of a policy or a value model reads."""
+UPDATE_COLUMNS = ("uid", *POLICY_COLUMNS, "loss_mask")
+"""The columns of every update; the uid is there to name the rows of a step that is skipped."""
 
 
 class ActorWorker(StatefulWorker):
@@ -44,7 +46,11 @@ class ActorWorker(StatefulWorker):
             share_prompts=config.use_prefix_grouper,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        reads=POLICY_COLUMNS,
+        writes=("old_log_probs", "entropys", "sum_pi_squared"),
+    )
     def log_probs(
         self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False
     ) -> DataProto:
@@ -62,7 +68,10 @@ class ActorWorker(StatefulWorker):
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict({names[name]: values for name, values in outputs.items()})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_METRICS,
+        reads=(*UPDATE_COLUMNS, "old_log_probs", "advantages"),
+    )
     def update_mini_batch(
         self, batch: DataProto, *, scale: LossScale, watch: LogProbCheck | None = None
     ) -> Metrics:
@@ -105,19 +114,11 @@ class ActorGroup(StatefulGroup[ActorWorker]):
     """The driver's view of the actor."""
 
     def log_probs(
-        self,
-        batch: DataProto,
-        *,
-        with_entropy: bool = True,
-        with_sum_pi_squared: bool = False,
-        extra_columns: Sequence[str] = (),
+        self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False
     ) -> DataProto:
-        """See `ActorWorker.log_probs`; `also` names further columns, such as `group_ids`, by which rows are
-        dealt.
-        """
-        rows = batch.select([*POLICY_COLUMNS, *extra_columns], [])
+        """See `ActorWorker.log_probs`."""
         return self.call(
-            ActorWorker.log_probs, rows, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
+            ActorWorker.log_probs, batch, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
         )
 
     def update(
@@ -125,14 +126,12 @@ class ActorGroup(StatefulGroup[ActorWorker]):
         batch: DataProto,
         plan: MiniBatchPlan,
         *,
-        extra_columns: Sequence[str] = (),
         prepare: Prepare | None = None,
         watch: LogProbCheck | None = None,
     ) -> Metrics:
         """Take an optimizer step for each mini-batch of each epoch.
 
-        `also` names columns that the loss reads beside those that every loss has. `watch` is for the first
-        mini-batch, the only one under the weights that generated.
+        `watch` is for the first mini-batch, the only one under the weights that generated.
         """
         first = [watch]
 
@@ -141,6 +140,5 @@ class ActorGroup(StatefulGroup[ActorWorker]):
                 ActorWorker.update_mini_batch, mini, scale=scale, watch=first.pop() if first else None
             )
 
-        return update_by_mini_batches(
-            batch, [*UPDATE_COLUMNS, *extra_columns], plan, step, name="actor", prepare=prepare
-        )
+        rows = self.columns_read(ActorWorker.update_mini_batch, batch)
+        return update_by_mini_batches(rows, plan, step, name="actor", prepare=prepare)

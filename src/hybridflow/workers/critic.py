@@ -8,12 +8,11 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.actor import POLICY_COLUMNS
+from hybridflow.workers.actor import POLICY_COLUMNS, UPDATE_COLUMNS
 from hybridflow.workers.losses import critic_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
-UPDATE_COLUMNS = (*POLICY_COLUMNS, "loss_mask", "values", "returns")
 VALUES = Ask(values=True)
 
 
@@ -34,14 +33,14 @@ class CriticWorker(StatefulWorker):
         self.loss_scale_factor = loss_scale_factor
         self.limits = BatchLimits(config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=POLICY_COLUMNS, writes=("values",))
     def values(self, batch: DataProto) -> DataProto:
         """Return values [B, R] float32: the return expected in the state in which each response token is
         chosen.
         """
         return DataProto.from_dict(self.engine.forward(batch, VALUES, self.forward_limits))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=(*UPDATE_COLUMNS, "values", "returns"))
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it."""
         loss = critic_loss(self.config, scale, self.loss_scale_factor)
@@ -53,7 +52,7 @@ class CriticGroup(StatefulGroup[CriticWorker]):
 
     def values(self, batch: DataProto) -> DataProto:
         """See `CriticWorker.values`."""
-        return self.call(CriticWorker.values, batch.select([*POLICY_COLUMNS], []))
+        return self.call(CriticWorker.values, batch)
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
         """Take an optimizer step for each mini-batch of each epoch."""
@@ -61,4 +60,5 @@ class CriticGroup(StatefulGroup[CriticWorker]):
         def step(mini: DataProto, scale: LossScale) -> Metrics:
             return self.call(CriticWorker.update_mini_batch, mini, scale=scale)
 
-        return update_by_mini_batches(batch, UPDATE_COLUMNS, plan, step, name="critic")
+        rows = self.columns_read(CriticWorker.update_mini_batch, batch)
+        return update_by_mini_batches(rows, plan, step, name="critic")

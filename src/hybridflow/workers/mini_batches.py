@@ -78,8 +78,7 @@ Prepare = Callable[[DataProto, int], tuple[DataProto, Metrics]]
 
 
 def update_by_mini_batches(
-    batch: DataProto,
-    columns: Sequence[str],
+    rows: DataProto,
     plan: MiniBatchPlan,
     update: Callable[[DataProto, LossScale], Metrics],
     *,
@@ -93,10 +92,8 @@ def update_by_mini_batches(
     counts are of the whole mini-batch, so that neither ranks nor micro-batches change the loss. Rows with
     nothing to learn from are left out.
     """
-    # the uid only to recognise the rows of a step that was skipped
     metrics = Metrics()
-    rows = batch.select([*columns], ["uid"])
-    mini_batches = list(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan))
+    mini_batches = list(mini_batch_rows(list(rows.non_tensor_batch["uid"]), plan))
     for number, indices in enumerate(progress.each(mini_batches, "mini-batch", len(mini_batches))):
         mini = rows.select_idxs(indices)
         if prepare is not None:

@@ -19,14 +19,11 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, LossFn, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.actor import POLICY_COLUMNS
+from hybridflow.workers.actor import POLICY_COLUMNS, UPDATE_COLUMNS
 from hybridflow.workers.losses import ratios
 from hybridflow.workers.mini_batches import MiniBatchPlan, update_by_mini_batches
 from hybridflow.workers.reference import check_token_ids
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
-
-REWARD_COLUMNS = (*POLICY_COLUMNS, "ref_log_prob")
-UPDATE_COLUMNS = (*REWARD_COLUMNS, "loss_mask", "positive")
 
 
 def outcome_loss(beta: float, scale: LossScale) -> LossFn:
@@ -63,7 +60,11 @@ class ProcessRewardWorker(StatefulWorker):
         self.limits = limits
         self.ask = Ask(log_probs=True, temperature=temperature)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        reads=(*POLICY_COLUMNS, "ref_log_prob"),
+        writes=("process_rewards",),
+    )
     def rewards(self, batch: DataProto) -> DataProto:
         """Return process_rewards [B, R] float32, 0 outside `response_mask`, under the current weights."""
         check_token_ids(batch, self.engine)
@@ -79,7 +80,10 @@ class ProcessRewardWorker(StatefulWorker):
         )
         return DataProto.from_dict({"process_rewards": rewards})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_METRICS,
+        reads=(*UPDATE_COLUMNS, "ref_log_prob", "positive"),
+    )
     def update_mini_batch(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it."""
         check_token_ids(batch, self.engine)
@@ -93,7 +97,7 @@ class ProcessRewardGroup(StatefulGroup[ProcessRewardWorker]):
 
     def rewards(self, batch: DataProto) -> DataProto:
         """See `ProcessRewardWorker.rewards`."""
-        return self.call(ProcessRewardWorker.rewards, batch.select([*REWARD_COLUMNS], []))
+        return self.call(ProcessRewardWorker.rewards, batch)
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
         """Take an optimizer step for each mini-batch of each epoch."""
@@ -101,4 +105,5 @@ class ProcessRewardGroup(StatefulGroup[ProcessRewardWorker]):
         def step(mini: DataProto, scale: LossScale) -> Metrics:
             return self.call(ProcessRewardWorker.update_mini_batch, mini, scale=scale)
 
-        return update_by_mini_batches(batch, UPDATE_COLUMNS, plan, step, name="process_reward")
+        rows = self.columns_read(ProcessRewardWorker.update_mini_batch, batch)
+        return update_by_mini_batches(rows, plan, step, name="process_reward")

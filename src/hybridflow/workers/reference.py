@@ -5,7 +5,6 @@ Its weights change only when the actor is copied to it (`algorithm.ref_update_fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
@@ -60,7 +59,11 @@ class ReferenceWorker(StatefulWorker):
             "a model without adapters cannot be its own reference"
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        reads=POLICY_COLUMNS,
+        writes=("ref_log_prob", "teacher_log_probs"),
+    )
     def log_probs(self, batch: DataProto) -> DataProto:
         """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
         check_token_ids(batch, self.engine)
@@ -72,6 +75,6 @@ class ReferenceWorker(StatefulWorker):
 class ReferenceGroup(StatefulGroup[ReferenceWorker]):
     """The driver's view of the reference."""
 
-    def log_probs(self, batch: DataProto, *, extra_columns: Sequence[str] = ()) -> DataProto:
-        """Return ref_log_prob [B, R]; `also` is that of `ActorGroup.log_probs`."""
-        return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS, *extra_columns], []))
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Return ref_log_prob [B, R] float32, nats."""
+        return self.call(ReferenceWorker.log_probs, batch)

@@ -7,8 +7,11 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.losses import sft_loss
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
+
+SFT_COLUMNS = (*POLICY_COLUMNS, "loss_mask")
 
 
 class SFTWorker(StatefulWorker):
@@ -19,12 +22,12 @@ class SFTWorker(StatefulWorker):
         self.limits = limits
         self.ask = Ask(log_probs=True)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=SFT_COLUMNS)
     def update(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """Take one optimizer step on the rows of `batch`; `scale` counts all of them."""
         return self.engine.train_mini_batch(batch, self.ask, sft_loss(scale), self.limits)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=SFT_COLUMNS)
     def evaluate(self, batch: DataProto) -> Metrics:
         """Return `val/loss`, the mean negative log-likelihood in nats of the tokens to learn."""
         log_probs = self.engine.forward(batch, self.ask, self.limits)["log_probs"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto
-from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.reference import ReferenceWorker
 
 TEACHER_COLUMN = "teacher_log_probs"
@@ -19,4 +18,4 @@ class TeacherGroup(WorkerGroup[ReferenceWorker]):
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """Return teacher_log_probs [B, R] float32, nats, at the rollout's temperature."""
-        return self.call(ReferenceWorker.log_probs, batch.select([*POLICY_COLUMNS], []))
+        return self.call(ReferenceWorker.log_probs, batch)

@@ -82,9 +82,7 @@ def test_rows_drawn_from_groups_that_lost_some_keep_the_number_of_mini_batches()
 
 def batch_of(uids: list[str]) -> DataProto:
     mask = torch.ones(len(uids), 2, dtype=torch.bool)
-    return DataProto.from_dict(
-        {"loss_mask": mask, "x": torch.arange(len(uids)), "unused": torch.zeros(len(uids))}, {"uid": uids}
-    )
+    return DataProto.from_dict({"loss_mask": mask, "x": torch.arange(len(uids))}, {"uid": uids})
 
 
 def test_updates_get_their_rows_and_the_counts_of_them() -> None:
@@ -95,7 +93,7 @@ def test_updates_get_their_rows_and_the_counts_of_them() -> None:
 
     def update(mini: DataProto, scale: LossScale) -> Metrics:
         mask = mini.batch["loss_mask"]
-        assert scale == LossScale(float(mask.sum()), float(mask.any(-1).sum())) and "unused" not in mini
+        assert scale == LossScale(float(mask.sum()), float(mask.any(-1).sum()))
         seen.append(mini.batch["x"].tolist())
         metrics = Metrics()
         metrics.add_sum("actor/pg_loss", float(len(mini)))
@@ -103,9 +101,7 @@ def test_updates_get_their_rows_and_the_counts_of_them() -> None:
         metrics.add_mean("other", scale.num_tokens, 10.0)
         return metrics
 
-    metrics = update_by_mini_batches(
-        batch, ["loss_mask", "x"], replace(PLAN, epochs=2), update, name="actor"
-    ).to_floats()
+    metrics = update_by_mini_batches(batch, replace(PLAN, epochs=2), update, name="actor").to_floats()
     learned = [[row for row in rows if row != 3] for rows in mini_batch_rows(UIDS, replace(PLAN, epochs=2))]
     assert seen == learned, "a row with nothing to learn from stays behind"
     assert metrics["actor/pg_loss"] == pytest.approx(2 * (len(UIDS) - 1) / 6 + 1), (
@@ -124,7 +120,7 @@ def test_a_mini_batch_with_nothing_to_learn_is_left_out_and_counted() -> None:
         seen.append(mini.batch["x"].tolist())
         return Metrics()
 
-    metrics = update_by_mini_batches(batch, ["loss_mask", "x"], plan, update, name="critic").to_floats()
+    metrics = update_by_mini_batches(batch, plan, update, name="critic").to_floats()
     assert seen == [[0, 1], [4, 5]] * 2
     assert metrics == {"critic/num_empty_mini_batches": 2.0}
 
@@ -148,9 +144,7 @@ def test_a_hook_sees_each_mini_batch_whole_before_it_is_counted() -> None:
 
     batch = batch_of([*"aabbcc"])
     batch |= DataProto.from_dict({"response_mask": batch.batch["loss_mask"].clone()})
-    metrics = update_by_mini_batches(
-        batch, ["loss_mask", "response_mask"], plan, update, name="actor", prepare=prepare
-    )
+    metrics = update_by_mini_batches(batch, plan, update, name="actor", prepare=prepare)
     assert counts == [1.0, 2.0] and metrics.to_floats() == {"seen": 6.0}
     assert bool(batch.batch["loss_mask"].all()), (
         "the step's batch keeps its mask: rejection under new weights is per update"

@@ -110,7 +110,5 @@ def test_from_the_estimator_to_the_micro_batch(method: str) -> None:
         return Metrics()
 
     plan = MiniBatchPlan(groups=2, epochs=1, shuffle=True, seed=1, step=1)
-    update_by_mini_batches(
-        batch, ["responses", "loss_mask", "advantages", "returns", "positive"], plan, update, name="actor"
-    )
+    update_by_mini_batches(batch, plan, update, name="actor")
     assert sorted(seen) == sorted(batch.batch["responses"][:, 0].tolist())

@@ -80,7 +80,7 @@ def test_the_first_mini_batch_is_on_policy() -> None:
 
 def test_entropy_and_kl_are_computed_where_they_are_asked_for() -> None:
     house = House(ActorConfig(entropy_coeff=0.01, use_kl_loss=True))
-    found = house.actor.update(prepared(house), PLAN, extra_columns=["ref_log_prob"]).to_floats()
+    found = house.actor.update(prepared(house), PLAN).to_floats()
     assert found["actor/entropy_loss"] > 0 and found["actor/kl_loss"] > 0 and found["actor/kl_coef"] == 0.001
 
 

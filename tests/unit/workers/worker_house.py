@@ -107,7 +107,8 @@ class House:
         backend = self.backend = LocalBackend(
             lambda host: {**factories, "teacher": teacher, "process_reward": process_reward}
         )
-        self.actor, self.critic = ActorGroup(backend, "actor"), CriticGroup(backend, "critic")
+        self.actor = ActorGroup(backend, "actor", also_read={ActorWorker.update_mini_batch: ["ref_log_prob"]})
+        self.critic = CriticGroup(backend, "critic")
         self.reference, self.rollout = ReferenceGroup(backend, "reference"), RolloutGroup(backend, "rollout")
         self.teacher, self.process_reward = (
             TeacherGroup(backend, "teacher"),

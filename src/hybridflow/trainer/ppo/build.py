@@ -93,7 +93,7 @@ def _build(
     with closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards:
         with progress.phase("starting the workers"):
             facts = facts_of(config, tokenizer, total_steps, folder.nonfinite)
-            roles = groups(start(workers_of(facts), partial(meshes, config, names)), names)
+            roles = groups(start(workers_of(facts), partial(meshes, config, names)), names, config)
         controller = kl_controller(config.algorithm)
         exact = ExactState()
         state = _state(config, roles, controller, exact, loader, tokenizer, total_steps)

@@ -24,7 +24,7 @@ from hybridflow.data.plugin import load_function
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.losses import loss_parameters
+from hybridflow.workers.losses import find_policy_loss, loss_parameters
 
 KLController = FixedKLController | AdaptiveKLController
 
@@ -62,6 +62,23 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
             f"arguments are {', '.join((*estimator.needs, *estimator.takes))}"
         )
     return estimator
+
+
+def loss_columns(config: PPOConfig) -> list[str]:
+    """Return the columns that this run's policy loss reads beside those that every one reads."""
+    actor = config.actor_rollout_ref.actor
+    loss = find_policy_loss(actor)
+    # the last two tell which rows were sampled, and name the one that fails the check of exact mode
+    columns = {*loss.keywords, "rollout_is_weights", "row_id", "is_demonstration"}
+    if actor.use_kl_loss:
+        columns.add("ref_log_prob")
+    if loss.keeps_groups:
+        columns.add("group_ids")  # micro-batches are cut by them
+    if actor.positive_lm_loss_coef:
+        columns.add("positive")
+    if config.algorithm.rollout_correction.bypass_mode:
+        columns.add("rollout_log_probs")
+    return sorted(columns)
 
 
 def identify(batch: DataProto) -> DataProto:

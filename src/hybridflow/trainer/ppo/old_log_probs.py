@@ -12,7 +12,6 @@ bypass mode   the rollout's, however far they are
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -54,16 +53,13 @@ class OldLogProbs:
         *,
         exact: ExactState,
         with_sum_pi_squared: bool,
-        extra_columns: Sequence[str] = (),
     ) -> None:
-        """Set it up; `also` is that of `ActorGroup.log_probs`, for passes over all rows."""
         self.roles = roles
         self.actor = roles.actor
         self.config = config
         self.exact = exact
         self.stops = config.actor_rollout_ref.rollout.exact is True
         self.with_sum_pi_squared = with_sum_pi_squared
-        self.extra_columns = extra_columns
         correction = config.algorithm.rollout_correction
         self.bypass = correction.bypass_mode
         self.within = config.actor_rollout_ref.rollout.reuse_log_probs_within
@@ -102,9 +98,7 @@ class OldLogProbs:
                 self.metrics.update(metrics)
                 self.watch = LogProbCheck(step, self.exact.on, self.stops)
                 return self._rollouts(batch)
-        columns = self.actor.log_probs(
-            batch, with_sum_pi_squared=self.with_sum_pi_squared, extra_columns=self.extra_columns
-        )
+        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared)
         if self.exact.on:
             check_same(batch, batch.batch["rollout_log_probs"], columns.batch["old_log_probs"], step)
         self.metrics.update(rollout_difference(batch | columns))

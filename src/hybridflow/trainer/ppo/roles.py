@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.controller import Backend
-from hybridflow.trainer.ppo.columns import find_estimator
+from hybridflow.trainer.ppo.columns import find_estimator, loss_columns
+from hybridflow.trainer.ppo.parallel_layout import dealt_by
 from hybridflow.workers import (
     ActorGroup,
+    ActorWorker,
     CriticGroup,
     ProcessRewardGroup,
     ReferenceGroup,
+    ReferenceWorker,
     RolloutGroup,
     TeacherGroup,
 )
@@ -36,12 +39,22 @@ class Roles:
         return self.actor.backend.together(first, second)
 
 
-def groups(backend: Backend, names: Sequence[str]) -> Roles:
-    """Return the groups of the roles `names` on a backend."""
+def groups(backend: Backend, names: Sequence[str], config: PPOConfig) -> Roles:
+    """Return the groups of the roles `names` on a backend, which send the columns that this run reads."""
+    dealt = dealt_by(config.actor_rollout_ref.actor, backend.mesh("actor").num_parts)
+    learned = [*dealt, *loss_columns(config)]
     return Roles(
-        actor=ActorGroup(backend, "actor"),
+        actor=ActorGroup(
+            backend,
+            "actor",
+            also_read={ActorWorker.log_probs: dealt, ActorWorker.update_mini_batch: learned},
+        ),
         rollout=RolloutGroup(backend, "rollout"),
-        reference=ReferenceGroup(backend, "reference") if "reference" in names else None,
+        reference=(
+            ReferenceGroup(backend, "reference", also_read={ReferenceWorker.log_probs: dealt})
+            if "reference" in names
+            else None
+        ),
         critic=CriticGroup(backend, "critic") if "critic" in names else None,
         teacher=TeacherGroup(backend, "teacher") if "teacher" in names else None,
         process_reward=ProcessRewardGroup(backend, "process_reward") if "process_reward" in names else None,

@@ -29,7 +29,6 @@ from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
-from hybridflow.trainer.ppo.parallel_layout import dealt_by
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.correction import correct_rollout, sampled_rows
 from hybridflow.workers.losses import find_policy_loss
@@ -66,10 +65,7 @@ class PPOStep:
         self.estimator = find_estimator(config.algorithm)
         self.loss = find_policy_loss(config.actor_rollout_ref.actor)
         squares = "sum_pi_squared" in self.estimator.needs
-        self.dealt_by = dealt_by(config.actor_rollout_ref.actor, roles.actor.mesh.num_parts)
-        self.old_log_probs = OldLogProbs(
-            roles, config, exact=exact, with_sum_pi_squared=squares, extra_columns=self.dealt_by
-        )
+        self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
         """Train on `batch` as step number `step` (from 1); return the batch with all its columns, and the
@@ -85,11 +81,7 @@ class PPOStep:
         jobs = [Job("actor", "old_log_prob", old)]
         if roles.reference:
             # ref_log_prob
-            jobs.append(
-                Job(
-                    "reference", "ref", partial(roles.reference.log_probs, batch, extra_columns=self.dealt_by)
-                )
-            )
+            jobs.append(Job("reference", "ref", partial(roles.reference.log_probs, batch)))
         if roles.teacher:
             # teacher_log_probs
             jobs.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))
@@ -130,7 +122,6 @@ class PPOStep:
                 roles.actor.update,
                 batch,
                 self._actor_plan(step, drawn_from),
-                extra_columns=self._loss_columns(batch),
                 prepare=hook,
                 watch=watch,
             )
@@ -185,23 +176,6 @@ class PPOStep:
         if "entropys" in batch and bool(sampled.any()):
             metrics.add_mean("actor/entropy", masked_mean(batch.batch["entropys"], sampled))
         return metrics
-
-    def _loss_columns(self, batch: DataProto) -> list[str]:
-        """Return the columns that this run's loss reads beside those that every loss has."""
-        actor = self.config.actor_rollout_ref.actor
-        correction = self.config.algorithm.rollout_correction
-        wanted = {*self.loss.keywords, *self.dealt_by, "rollout_is_weights"}
-        if actor.use_kl_loss:
-            wanted.add("ref_log_prob")
-        if self.loss.keeps_groups:
-            wanted.add("group_ids")  # micro-batches are cut by them
-        if actor.positive_lm_loss_coef:
-            wanted.add("positive")
-        if correction.bypass_mode:
-            wanted |= {"rollout_log_probs", "is_demonstration"}
-        if self.old_log_probs.watch:
-            wanted |= {"row_id", "is_demonstration"}
-        return sorted(wanted & set(batch.batch.keys()))
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:
         """Return the plan of the step's update if it already says which rows the first mini-batch learns

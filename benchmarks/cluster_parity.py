@@ -131,7 +131,7 @@ def execute(
     config = prepare_config(PPOConfig, list(keys), recipe=f"tiny/{algorithm}").config
     run = Run()
     with build(config) as trainer:
-        own = trainer.trajectories.for_training
+        own = trainer.source.trajectories.for_training
 
         def rollouts(prompts: Iterator[Any], step: int) -> tuple[DataProto, Metrics]:
             if replay is not None:
@@ -145,7 +145,7 @@ def execute(
             run.tokens.append((batch.batch["responses"] * batch.batch["response_mask"])[order])
             return batch, metrics
 
-        trainer.trajectories.for_training = rollouts  # type: ignore[method-assign]
+        trainer.source.trajectories.for_training = rollouts  # type: ignore[method-assign]
 
         def after(step: int, logged: dict[str, float]) -> bool:
             run.lines.append(logged)

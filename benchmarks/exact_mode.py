@@ -93,7 +93,7 @@ def train(model: Path, run: Path, steps: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     config = prepare_config(PPOConfig, keys(model, run, steps=steps), recipe="tiny/grpo").config
     with build(config) as trainer:
-        real = trainer.trajectories.for_training
+        real = trainer.source.trajectories.for_training
 
         def watched(prompts: Any, step: int) -> Any:
             batch, metrics = real(prompts, step)
@@ -101,7 +101,7 @@ def train(model: Path, run: Path, steps: int) -> dict[str, Any]:
             seen[str(step)] = {"sampled": hashlib.sha256(b"".join(sampled)).hexdigest(), "rows": len(batch)}
             return batch, metrics
 
-        trainer.trajectories.for_training = watched  # type: ignore[method-assign]
+        trainer.source.trajectories.for_training = watched  # type: ignore[method-assign]
         trainer.fit(after_step=lambda step, logged: seen[str(step)].update(logged) or False)
     return seen
 

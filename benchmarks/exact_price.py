@@ -115,13 +115,14 @@ def _steps(model: Path, folder: Path) -> list[dict[str, Any]]:
                 "trainer.logger=[]",
             ]
             trainer = stack.enter_context(build(prepare_config(PPOConfig, keys, recipe="tiny/grpo").config))
-            trainer.timer._clock = time.process_time
-            trainers[name] = (trainer, trainer.loader.endless())
+            for timer in (trainer.timer, trainer.source.timer):
+                timer._clock = time.process_time
+            trainers[name] = trainer
         for step in range(1, STEPS + 2):
-            for name, (trainer, prompts) in trainers.items():
-                trainer._one(prompts, step, 0)
+            for name, trainer in trainers.items():
+                _, logged = trainer._train_step(step)
                 for section in sections if step > 1 else ():
-                    best[section][name] = min(best[section][name], trainer.timer.seconds(section))
+                    best[section][name] = min(best[section][name], logged.get(f"timing_s/{section}", 0.0))
     return [
         {"what": f"step of the demo: {what}", **best[section], "repeats": STEPS}
         for section, what in sections.items()

@@ -11,7 +11,7 @@ Two patterns of lengths, the same for all sides row by row:
     uniform   64 tokens each
     life      log-normal, mean 0.4 of the maximum
 
-    ours         `SyncTrainer.fit`, what `hybridflow train` runs (local controller): the rollout's log-probs
+    ours         `Trainer.fit`, what `hybridflow train` runs (local controller): the rollout's log-probs
     stand for the old
                  ones where 16 rows differ by at most 1e-3 nats, and a prompt is computed once for its
                  responses (`use_prefix_grouper`)
@@ -161,7 +161,7 @@ def run_ours(options: argparse.Namespace, *, exact: bool) -> None:
                 raise
             kit.say({"baseline": baseline, "impossible": str(error)})
             return
-        rollout = trainer.trajectories.rollout
+        rollout = trainer.source.trajectories.rollout
         generate = rollout.generate
 
         def with_lengths(requests: Any, **keywords: Any) -> Any:

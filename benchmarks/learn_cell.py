@@ -40,8 +40,7 @@ from hybridflow.demo.evaluate import MAX_TOKENS, evaluate
 from hybridflow.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.logging_setup import setup_logging
-from hybridflow.trainer.ppo.build import build
-from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.ppo.build import PPOTrainer, build
 
 CURVES = {"length": "response_length/mean", "entropy": "actor/entropy", "grad_norm": "actor/grad_norm"}
 """Metrics of each step that are kept beside the training score."""
@@ -154,12 +153,12 @@ def _config(
     return prepare_config(PPOConfig, [*fixed, steps], recipe=cell.recipe).config
 
 
-def _measure(trainer: SyncTrainer, seed: int, *, passes: bool) -> dict[str, float]:
+def _measure(trainer: PPOTrainer, seed: int, *, passes: bool) -> dict[str, float]:
     """Held-out accuracy, sampled at temperature 1 and greedy; with `passes` also pass@8 on a part of the
     questions.
     """
-    rollout = trainer.trajectories.rollout
-    tokenizer = trainer.tokenizer
+    rollout = trainer.source.trajectories.rollout
+    tokenizer = trainer.source.trajectories.tokenizer
     questions = held_out_questions(tokenizer, seed=seed)
     sampled = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=False, seed=seed)
     greedy = evaluate(rollout, tokenizer, questions, max_tokens=MAX_TOKENS, greedy=True, seed=seed)

@@ -84,6 +84,7 @@ def test_the_way_from_the_command_to_the_loss(tmp_path: Path, monkeypatch: pytes
     assert not missing, f"not on the way, or not in this order: {missing}; the way is {way}"
     between = {file for file, name in way if (file, name) not in listed}
     passed = (
+        "trainer/main.py",
         "trainer/main_ppo.py",
         "trainer/restarts.py",
         "trainer/ppo/overlap.py",

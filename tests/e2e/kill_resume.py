@@ -61,8 +61,10 @@ MOMENTS = {
     "save, before the rotation": Moment(f"{STORE}:CheckpointStore._rotate", resumes=KILL_STEP),
     "save, in the rotation": Moment(f"{STORE}:CheckpointStore._set_aside", after=True, resumes=KILL_STEP),
     "validation": Moment("hybridflow.trainer.ppo.validation:Validator.__call__"),
-    "after the save": Moment("hybridflow.trainer.ppo.state:RunState.save", after=True, resumes=KILL_STEP),
-    "end of the step": Moment("hybridflow.trainer.ppo.sync:SyncTrainer._one", after=True, resumes=KILL_STEP),
+    "after the save": Moment("hybridflow.trainer.state:RunState.save", after=True, resumes=KILL_STEP),
+    "end of the step": Moment(
+        "hybridflow.trainer.trainer:Trainer._train_step", after=True, resumes=KILL_STEP
+    ),
 }
 MAIN_MOMENTS = ("rollout", "update", "save, some roles written")
 ALGORITHMS = {
@@ -97,9 +99,9 @@ def install(moment: Moment) -> None:
     calls = {"step": 0, "seen": 0}
 
     def count_step(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def one(self: Any, prompts: Any, step: int, *rest: Any) -> Any:
+        def one(self: Any, step: int) -> Any:
             calls.update(step=step, seen=0)
-            return inner(self, prompts, step, *rest)
+            return inner(self, step)
 
         return one
 
@@ -117,7 +119,7 @@ def install(moment: Moment) -> None:
         return call
 
     _replace(moment.target, bomb)
-    _replace("hybridflow.trainer.ppo.sync:SyncTrainer._one", count_step)
+    _replace("hybridflow.trainer.trainer:Trainer._train_step", count_step)
 
 
 def _replace(target: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

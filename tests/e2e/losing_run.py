@@ -124,15 +124,15 @@ class _Noticed(logging.Handler):
 def install(losses: list[Loss], say: Callable[..., None]) -> None:
     """Make the run of this process lose what is to be lost."""
     from hybridflow.controller.ray.backend import RayBackend
-    from hybridflow.trainer.ppo.sync import SyncTrainer
+    from hybridflow.trainer.trainer import Trainer
 
-    one = SyncTrainer._one
+    one = Trainer._train_step
     submit = RayBackend.submit
     now = {"step": 0}
 
-    def counted(self: Any, prompts: Any, step: int, *rest: Any) -> Any:
+    def counted(self: Any, step: int) -> Any:
         now["step"] = step
-        return one(self, prompts, step, *rest)
+        return one(self, step)
 
     def losing(self: Any, role: str, method: str, calls: Any) -> Any:
         parts = submit(self, role, method, calls)
@@ -147,7 +147,7 @@ def install(losses: list[Loss], say: Callable[..., None]) -> None:
         return parts
 
     # type: ignore[method-assign]
-    SyncTrainer._one = counted
+    Trainer._train_step = counted
     RayBackend.submit = losing
 
 

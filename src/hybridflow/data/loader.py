@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sized
+from collections.abc import Generator, Iterator, Sized
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -99,7 +99,7 @@ class StatefulLoader(Generic[Item]):
                 self._advance(len(indices))
                 yield rows
 
-    def endless(self) -> Iterator[list[Item]]:
+    def endless(self) -> Generator[list[Item], None, None]:
         """Give the batches of this epoch and of all that follow. Raises DataError for an epoch without a
         batch.
         """

@@ -24,8 +24,8 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.machine import machine_facts
 from hybridflow.observability.report import write_report
 from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.ppo.build import build as build_ppo
-from hybridflow.trainer.ppo.sync import SyncTrainer
 from hybridflow.trainer.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ def reinforce(options: DemoOptions, model: Path, folder: RunFolder) -> tuple[Acc
     for note in notes:
         logger.info("note: %s", note)
     with build_ppo(config) as trainer:
-        questions = held_out_questions(trainer.tokenizer, seed=options.seed)
-        trainer.trajectories.rollout.update_from(trainer.step.roles.actor, 0)
+        questions = held_out_questions(trainer.source.trajectories.tokenizer, seed=options.seed)
+        trainer.source.publish(0)
         before = _answers(trainer, questions, options)
         start = time.perf_counter()
         trainer.fit()
@@ -144,17 +144,17 @@ def _validations(run: Path) -> list[float]:
 
 
 def _answers(
-    trainer: SyncTrainer, questions: MapDataset[PromptRow], options: DemoOptions
+    trainer: PPOTrainer, questions: MapDataset[PromptRow], options: DemoOptions
 ) -> dict[str, Evaluation]:
     """Evaluate the policy sampled, and greedily where the run's own validation does not."""
     ways = ["sampled"]
     if not _validates_the_same(options):
         ways.append("greedy")
-    rollout = trainer.trajectories.rollout
+    trajectories = trainer.source.trajectories
     return {
         way: evaluate(
-            rollout,
-            trainer.tokenizer,
+            trajectories.rollout,
+            trajectories.tokenizer,
             questions,
             max_tokens=MAX_TOKENS,
             greedy=way == "greedy",

@@ -20,6 +20,7 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.demo.evaluate import MAX_TOKENS, evaluate
 from hybridflow.trainer.sft.build import build as build_sft
+from hybridflow.workers import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +77,14 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
     )
     accuracy = 0.0
     with build_sft(config) as trainer:
-        questions = held_out_questions(load_tokenizer(str(model)), seed=seed)
+        tokenizer = load_tokenizer(str(model))
+        questions = held_out_questions(tokenizer, seed=seed)
+        rollout = RolloutGroup(trainer.step.group.backend, "rollout")
 
         def accuracy_on(some: Sequence[PromptRow]) -> float:
-            return evaluate(
-                trainer.rollout, trainer.tokenizer, some, max_tokens=MAX_TOKENS, greedy=True, seed=seed
-            ).accuracy
+            return evaluate(rollout, tokenizer, some, max_tokens=MAX_TOKENS, greedy=True, seed=seed).accuracy
 
-        def good_enough(step: int) -> bool:
+        def good_enough(step: int, logged: dict[str, float]) -> bool:
             nonlocal accuracy
             if step < options.first_check or step % options.check_every:
                 return False
@@ -100,8 +101,9 @@ def warm_up(model: Path, folder: Path, *, seed: int, options: WarmUpOptions) -> 
             )
             return accuracy >= options.accuracy and len(some) == len(questions)
 
-        steps = trainer.fit(after_step=good_enough)
-        trainer.export(folder / "model")
+        trainer.fit(after_step=good_enough)
+        trainer.state.write_huggingface(folder / "model", True)
+        steps = trainer.state.step
     return WarmUp(folder / "model", accuracy, steps, time.perf_counter() - start)
 
 

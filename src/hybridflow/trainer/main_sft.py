@@ -1,64 +1,29 @@
-"""`python -m hybridflow.trainer.main_sft key=value …`: supervised fine-tuning from the command line.
-
-The parts of a run are imported by `run`, not here, so that what is wrong with the keys, the run folder or the
-cluster is said before torch is loaded.
-"""
+"""`python -m hybridflow.trainer.main_sft key=value …`: supervised fine-tuning from the command line."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Sequence
 
 from hybridflow.config import SFTConfig
-from hybridflow.config.hydra_flags import asks_for_help, help_text
-from hybridflow.config.load import prepare_config
-from hybridflow.observability.logging_setup import setup_logging
-from hybridflow.observability.progress import progress
-from hybridflow.trainer.before_torch import check_before_torch
+from hybridflow.trainer import main as shared
 from hybridflow.trainer.command import ends_in_status
-from hybridflow.trainer.stopping import stopping
-
-logger = logging.getLogger(__name__)
 
 
-def run(config: SFTConfig) -> int:
-    """Build the parts of a prepared run, train, and clean up; gives the number of steps done.
+def run(config: SFTConfig) -> dict[str, float]:
+    """See `main.run`."""
+    return shared.run(config, _load)
 
-    Raises Stopped after SIGINT or SIGTERM, with what is done saved.
-    """
-    check_before_torch(config)
-    if config.trainer.controller == "ray":
-        from hybridflow.controller.ray.preflight import look_ahead
 
-        look_ahead(config.trainer, config.ray_kwargs)
-    with progress.shown(), stopping(config) as signals:
-        with progress.phase("importing torch and transformers"):
-            from hybridflow.trainer.restarts import run_with_restarts
-            from hybridflow.trainer.sft.build import build
+def _load() -> shared.Build[SFTConfig]:
+    from hybridflow.trainer.sft.build import build
 
-        def attempt(config: SFTConfig, patience: float) -> int:
-            with build(config, patience=patience, signals=signals) as trainer:
-                return trainer.fit()
-
-        done = run_with_restarts(config, attempt)
-    logger.info("done: metrics and checkpoints are in %s", config.trainer.default_local_dir)
-    return done
+    return build
 
 
 @ends_in_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or what `ends_in_status` makes of an error."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if asks_for_help(words):
-        sys.stdout.write(help_text("main_sft"))
-        return 0
-    setup_logging()
-    prepared = prepare_config(SFTConfig, words)
-    for note in prepared.notes:
-        sys.stderr.write(f"note: {note}\n")
-    run(prepared.config)
-    return 0
+    return shared.main("main_sft", SFTConfig, run, arguments)
 
 
 if __name__ == "__main__":

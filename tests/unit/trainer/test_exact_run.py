@@ -90,7 +90,7 @@ def test_one_flipped_bit_in_the_weights_that_generate_stops_the_run(
     run = tmp_path / "run"
     with build(ppo_config(model, run, *GRPO, f"{ROLLOUT}.exact=true", *overrides)) as trainer:
         before = {name: value.clone() for name, value in actor_module(trainer).state_dict().items()}
-        worker: Any = trainer.state.roles.actor.backend.worker("rollout")  # type: ignore[attr-defined]
+        worker: Any = trainer.step.roles.actor.backend.worker("rollout")  # type: ignore[attr-defined]
         policy: PolicyModel = deepcopy(worker.engine.policy)
         flipped = policy.hf.get_submodule("model.layers.0.mlp.down_proj").get_parameter("weight")
         flipped.detach().view(torch.int32)[3, 5] ^= 1 << 20  # the lowest ones are rounded away here
@@ -188,14 +188,14 @@ def test_rows_that_the_update_leaves_out_are_checked_beside_it(
     model: Path, tmp_path: Path, left_out: list[int]
 ) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true")) as trainer:
-        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        batch = trainer.source.next(1).rows
         keep = torch.ones_like(batch.batch["loss_mask"])
         keep[left_out] = False  # as responses that were cut at the length limit
         _, metrics = trainer.step(batch.narrow_loss_mask(keep), 1)
         assert metrics.to_floats()[CHECKED] >= 8, "every row, here or in the first update"
         keep[:] = True
         keep[0] = False
-        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 2)
+        batch = trainer.source.next(2).rows
         batch.batch["rollout_log_probs"][0, 0] *= 1 + 1e-3
         with pytest.raises(
             TrainingError, match=r"exact mode, step 2: row \d+ of prompt 2-0, response token 0 "
@@ -211,7 +211,7 @@ def test_exact_mode_checks_the_rows_that_have_no_partner(model: Path, tmp_path: 
         f"{ROLLOUT}.exact=true",
     )
     with build(ppo_config(model, tmp_path / "run", *pairs)) as trainer:
-        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        batch = trainer.source.next(1).rows
         scores = batch.batch["token_level_scores"].sum(-1)[:4]
         odd = int(((scores != scores.max()) & (scores != scores.min())).nonzero()[0, 0])
         batch.batch["rollout_log_probs"][odd, 0] *= 1 + 1e-3
@@ -293,13 +293,13 @@ def test_after_a_resume_the_next_rows_are_the_same_to_the_bit(model: Path, tmp_p
         with build(
             ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true", "trainer.save_freq=1")
         ) as trainer:
-            real = trainer.trajectories.for_training
+            real = trainer.source.trajectories.for_training
 
             def kept(prompts: Any, step: int) -> Any:
                 seen[step], metrics = real(prompts, step)
                 return seen[step], metrics
 
-            trainer.trajectories.for_training = kept  # type: ignore[method-assign]
+            trainer.source.trajectories.for_training = kept  # type: ignore[method-assign]
             trainer.fit()
         return seen
 

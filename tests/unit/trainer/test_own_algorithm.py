@@ -28,8 +28,7 @@ def test_a_run_with_an_estimator_and_a_loss_of_ones_own(tmp_path: Path) -> None:
     options = ["algorithm.options={floor: 0.0}", "actor_rollout_ref.actor.policy_loss.options={width: 0.5}"]
     config = ppo_config(tiny_model(tmp_path / "model"), tmp_path / "run", *settings(*options))
     with build(config) as trainer:
-        prompts = trainer.loader.endless()
-        batch, _ = trainer.trajectories.for_training(prompts, 1)
+        batch = trainer.source.next(1).rows
         batch, metrics = trainer.step(batch, 1)
     scores = batch.batch["token_level_scores"].sum(-1)
     for row, uid in enumerate(batch.non_tensor_batch["uid"]):

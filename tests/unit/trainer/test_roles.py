@@ -9,8 +9,8 @@ import torch
 from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.errors import ConfigError, ModelError
+from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.ppo.roles import needed_roles
-from hybridflow.trainer.ppo.sync import SyncTrainer
 
 OWN = """
 from hybridflow.algorithms.aggregation import LossOutput
@@ -79,7 +79,7 @@ def test_a_teacher_is_another_model_and_is_never_trained(model: Path, own: Path,
     teacher = tiny_model(tmp_path / "teacher", hidden=48, layers=1, seed=3)
     settings = (f"algorithm.adv_estimator='{own}:distils'", f"distillation.teacher_model.path='{teacher}'")
     with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
-        group = trainer.state.roles.teacher
+        group = trainer.step.roles.teacher
         assert group is not None
         module = group.backend.worker("teacher").engine.module
         before = [parameter.clone() for parameter in module.parameters()]
@@ -117,7 +117,7 @@ def test_heads_may_be_padded_to_different_sizes(own: Path, tmp_path: Path) -> No
     _change_vocabulary(teacher, by=8)
     with build(ppo_config(actor, tmp_path / "run", *settings)) as trainer:
         assert _heads(trainer)[1] == _heads(trainer)[0] + 8
-        batch, _ = trainer.trajectories.for_training(trainer.loader.endless(), 1)
+        batch = trainer.source.next(1).rows
         _, metrics = trainer.step(batch, 1)
         assert metrics.to_floats()["actor/num_updates"] == 2.0
     _change_vocabulary(actor, by=16)
@@ -127,16 +127,16 @@ def test_heads_may_be_padded_to_different_sizes(own: Path, tmp_path: Path) -> No
         padding = batch.select()
         padding.batch["input_ids"] = padding.batch["input_ids"].clone()
         padding.batch["input_ids"][0, -1] = theirs
-        assert trainer.state.roles.teacher is not None
+        assert trainer.step.roles.teacher is not None
         with pytest.raises(
             ModelError,
             match=f"token id {theirs}, which is padding of its own head, and this model has {theirs} rows",
         ):
-            trainer.state.roles.teacher.log_probs(padding)
+            trainer.step.roles.teacher.log_probs(padding)
 
 
-def _heads(trainer: SyncTrainer) -> list[int]:
-    backend = trainer.state.roles.actor.backend
+def _heads(trainer: PPOTrainer) -> list[int]:
+    backend = trainer.step.roles.actor.backend
     return [backend.worker(name).engine.module.head.weight.shape[0] for name in ("actor", "teacher")]  # type: ignore[attr-defined]
 
 
@@ -156,7 +156,7 @@ def test_the_process_reward_model_starts_as_the_actor_or_from_its_own_path(
     for path, width in ((None, 32), (other, 48)):
         given = [] if path is None else [f"reward.process_reward_model.model.path='{path}'"]
         with build(ppo_config(model, tmp_path / f"run_{width}", process, *given)) as trainer:
-            roles = trainer.state.roles
+            roles = trainer.step.roles
             assert roles.process_reward is not None
             weights = roles.process_reward.weights()
             assert weights["hf.model.embed_tokens.weight"].shape[1] == width

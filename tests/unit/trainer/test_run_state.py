@@ -18,7 +18,7 @@ from hybridflow.checkpoint.shard_index import saved_parts
 from hybridflow.checkpoint.sharded import load_shards
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.errors import CheckpointError
-from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.resume import check_belongs
 from hybridflow.workers.state import StatefulGroup
 
@@ -37,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def states(trainer: SyncTrainer) -> dict[str, Any]:
-    roles = trainer.state.roles
+def states(trainer: PPOTrainer) -> dict[str, Any]:
+    roles = trainer.step.roles
     groups = {
         "actor": roles.actor,
         "critic": roles.critic,
@@ -48,8 +48,8 @@ def states(trainer: SyncTrainer) -> dict[str, Any]:
     engines = {name: engine_state(group) for name, group in groups.items() if group}
     return {
         **engines,
-        "loader": deepcopy(trainer.loader.state_dict()),
-        "kl": trainer.state.kl_controller.state_dict(),
+        "loader": deepcopy(trainer.source.loader.state_dict()),
+        "kl": trainer.step.kl_controller.state_dict(),
         "step": trainer.state.step,
     }
 
@@ -183,6 +183,7 @@ def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> 
 
 def test_a_drivers_state_that_no_run_wrote_is_refused(model: Path, tmp_path: Path) -> None:
     whole = {"kind": "ppo", "step": 1, "seed": 1, "kl_controller": {"value": 0.1}, "exact": {"ended": False}}
+    whole |= {"validation_due": False}
     for odd in ([], None, "ppo", {"kind": "ppo"}, {"kind": "ppo", "seed": []}, {"kind": "ppo", "seed": "x"}):
         with pytest.raises(CheckpointError, match="was not written by a run"):
             check_belongs({TRAINER: odd}, kind="ppo", seed=1)

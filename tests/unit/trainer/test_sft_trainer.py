@@ -19,7 +19,7 @@ from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol.packing import pack
 from hybridflow.trainer.sft.build import build
-from hybridflow.trainer.sft.trainer import conversation_rows
+from hybridflow.trainer.sft.source import conversation_rows
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +69,16 @@ def metrics_of(run: Path) -> dict[int, dict[str, float]]:
 def test_a_run_learns_repeats_and_resumes(model: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         with build(sft_config(model, tmp_path / name, "trainer.test_freq=1")) as trainer:
-            assert trainer.fit() == 3
+            trainer.fit()
+            assert trainer.state.step == 3
     lines = metrics_of(tmp_path / "a")
     assert lines == metrics_of(tmp_path / "b")
     assert lines[3]["val/loss"] < lines[1]["val/loss"] and lines[3]["train/num_skipped_steps"] == 0.0
     with build(sft_config(model, tmp_path / "c", "trainer.test_freq=1", "trainer.save_freq=2")) as trainer:
-        trainer.fit(after_step=lambda step: step == 2)
+        trainer.fit(after_step=lambda step, logged: step == 2)
     with build(sft_config(model, tmp_path / "c", "trainer.test_freq=1")) as trainer:
-        assert trainer.state.step == 2 and trainer.fit() == 3
+        assert trainer.state.step == 2
+        assert trainer.fit() == {"val/loss": lines[3]["val/loss"]}
     assert metrics_of(tmp_path / "c") == lines
 
 
@@ -97,7 +99,7 @@ def test_what_a_checkpoint_holds_and_a_resume_reads(
         caplog.at_level(logging.WARNING),
         build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer,
     ):
-        assert trainer.fit() == 1, "nothing is left to do"
+        assert trainer.fit() == {} and trainer.state.step == 1, "nothing is left to do"
     assert (
         "no optimizer and no scheduler" in caplog.text
         and "the run is complete: 1 of 1 steps are done" in caplog.text
@@ -130,7 +132,7 @@ def test_a_run_folder_has_one_run_at_a_time(model: Path, tmp_path: Path) -> None
 def test_a_checkpoint_has_the_model_as_a_folder_of_its_own(model: Path, tmp_path: Path) -> None:
     with build(sft_config(model, tmp_path / "run", "trainer.total_training_steps=1")) as trainer:
         trainer.fit()
-        weights = {name: tensor.clone() for name, tensor in trainer.group.weights().items()}
+        weights = {name: tensor.clone() for name, tensor in trainer.step.group.weights().items()}
     exported = AutoModelForCausalLM.from_pretrained(
         tmp_path / "run" / "global_step_1" / "actor" / "huggingface"
     )

@@ -20,7 +20,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, share_prompts
-from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.ppo.validation import Validator
 
 FAST = "actor_rollout_ref.rollout.exact=false"
@@ -133,7 +133,7 @@ def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
 
 def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO)) as trainer:
-        engine = trainer.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
+        engine = trainer.source.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
         ours, theirs = actor_module(trainer), engine.policy
         pointers = {name: parameter.data_ptr() for name, parameter in ours.named_parameters()}
         assert pointers == {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}
@@ -144,15 +144,15 @@ def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) ->
         )
         assert any(not torch.equal(parameter, before[name]) for name, parameter in theirs.named_parameters())
         assert engine.policy_version == 2  # validation after step 2
-        reference = trainer.state.roles.reference.backend.worker("reference").engine.module  # type: ignore[union-attr, attr-defined]
+        reference = trainer.step.roles.reference.backend.worker("reference").engine.module  # type: ignore[union-attr, attr-defined]
         assert all(torch.equal(parameter, before[name]) for name, parameter in reference.named_parameters())
 
 
-def run_one_step(trainer: SyncTrainer, **columns: Any) -> tuple[DataProto, dict[str, float]]:
-    batch, metrics = trainer.trajectories.for_training(iter(trainer.loader), 1)
-    batch, more = trainer.step(batch, 1)
-    metrics.update(more)
-    return batch, metrics.to_floats()
+def run_one_step(trainer: PPOTrainer, **columns: Any) -> tuple[DataProto, dict[str, float]]:
+    made = trainer.source.next(1)
+    batch, metrics = trainer.step(made.rows, 1)
+    made.metrics.update(metrics)
+    return batch, made.metrics.to_floats()
 
 
 def test_columns_of_a_step(model: Path, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ DPO = ("algorithm.adv_estimator=online_dpo", "actor_rollout_ref.actor.policy_los
 def test_a_row_whose_partner_is_left_out_of_the_loss_is_left_out_with_it(model: Path, tmp_path: Path) -> None:
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
     with build(ppo_config(model, tmp_path / "run", *DPO, FAST, mini)) as trainer:
-        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        batch = trainer.source.next(1).rows
         keep = torch.ones_like(batch.batch["loss_mask"])
         keep[0] = False  # as a response that was cut at the length limit, or a rejected one
         batch, metrics = trainer.step(batch.narrow_loss_mask(keep), 1)
@@ -336,7 +336,7 @@ def test_in_bypass_mode_a_row_whose_partner_is_rejected_is_left_out_with_it(
     correction = [f"algorithm.rollout_correction.{key}" for key in BYPASS_AND_REJECT]
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
     with build(ppo_config(model, tmp_path / "run", *DPO, *correction, mini)) as trainer:
-        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        batch = trainer.source.next(1).rows
         batch.batch["rollout_log_probs"][0] -= 5.0  # far from the policy of the moment: rejected
         _, metrics = trainer.step(batch, 1)
     found = metrics.to_floats()

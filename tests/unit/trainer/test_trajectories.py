@@ -16,7 +16,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.errors import DataError, RewardError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.ppo.build import PPOTrainer
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, fail_on=None):
@@ -45,12 +45,12 @@ def trajectories(model: Path, run: Path, *overrides: str) -> Made:
     """Rows and metrics of step 1."""
     run.parent.mkdir(parents=True, exist_ok=True)
     with build(config(model, run, *overrides)) as trainer:
-        batch, metrics = trainer.trajectories.for_training(trainer.loader.endless(), 1)
+        batch, metrics = trainer.source.trajectories.for_training(trainer.source.loader.endless(), 1)
         check_rows(trainer, batch)
         return batch, metrics.to_floats()
 
 
-def check_rows(trainer: SyncTrainer, batch: DataProto) -> None:
+def check_rows(trainer: PPOTrainer, batch: DataProto) -> None:
     """What stands in each row agrees: prompt and ground truth, tokens, text and score."""
     rows, columns = batch.batch, batch.non_tensor_batch
     assert len(set(rows["row_id"].tolist())) == len(batch)
@@ -63,12 +63,16 @@ def check_rows(trainer: SyncTrainer, batch: DataProto) -> None:
         rows["is_demonstration"] if "is_demonstration" in batch else torch.zeros(len(batch), dtype=torch.bool)
     )
     for row in range(len(batch)):
-        question = trainer.tokenizer.decode(rows["prompts"][row], skip_special_tokens=True)
+        question = trainer.source.trajectories.tokenizer.decode(
+            rows["prompts"][row], skip_special_tokens=True
+        )
         assert eval(question.partition("user\n")[2].partition(" = ?")[0]) == int(columns["ground_truth"][row])
         mask, text = rows["response_mask"][row], columns["solution_str"][row]
         assert (
             text
-            == trainer.tokenizer.decode(rows["responses"][row][mask], skip_special_tokens=True)
+            == trainer.source.trajectories.tokenizer.decode(
+                rows["responses"][row][mask], skip_special_tokens=True
+            )
             == columns["text"][row]
         )
         penalty = float(columns["overlong_reward"][row]) if "overlong_reward" in batch else 0.0
@@ -182,13 +186,13 @@ def test_a_resumed_run_takes_the_generation_batches_that_come_next(model: Path, 
         (tmp_path / run).mkdir()
     with build(config(model, tmp_path / "a" / "run", *settings)) as trainer:
         trainer.fit()
-        done = trainer.loader.state_dict()
+        done = trainer.source.loader.state_dict()
     with build(config(model, tmp_path / "b" / "run", *settings)) as trainer:
         trainer.fit(lambda step, metrics: step == 1)
     with build(config(model, tmp_path / "b" / "run", *settings)) as resumed:
         assert resumed.state.step == 1
         resumed.fit()
-        assert resumed.loader.state_dict() == done
+        assert resumed.source.loader.state_dict() == done
     whole = lines(tmp_path / "a" / "run")
     assert lines(tmp_path / "b" / "run") == whole
     assert sum(line["training/num_gen_batches"] for line in whole.values()) > 4, (
@@ -214,8 +218,8 @@ def test_a_baseline_is_the_greedy_score_of_its_own_prompt(model: Path, tmp_path:
     )
     assert_same_rows(batch, plain)  # the greedy ones are gone and have changed no draw
     with build(config(model, tmp_path / "a" / "run", *remax)) as trainer:  # validation is greedy
-        greedy, _ = trainer.trajectories.for_validation(next(iter(trainer.loader)), 0)
-        tokens = trainer.trajectories.rollout.stats().generated_tokens
+        greedy, _ = trainer.source.trajectories.for_validation(next(iter(trainer.source.loader)), 0)
+        tokens = trainer.source.trajectories.rollout.stats().generated_tokens
     assert not torch.equal(
         greedy.batch["token_level_scores"].sum(-1), greedy.batch["token_level_scores"].sum(-1).flip(0)
     )
@@ -236,11 +240,11 @@ def test_baselines_go_with_their_rows_through_dynamic_sampling(model: Path, tmp_
     settings = [FILTER[0], own, "data.gen_batch_size=3", "data.max_response_length=40"]
     with build(config(model, tmp_path / "run", *settings)) as trainer:
         drawn: list[Any] = []
-        batch, _ = trainer.trajectories.for_training(noted(trainer.loader.endless(), drawn), 1)
+        batch, _ = trainer.source.trajectories.for_training(noted(trainer.source.loader.endless(), drawn), 1)
         check_rows(trainer, batch)
         greedy = {}
         for prompts in drawn:
-            scored, _ = trainer.trajectories.for_validation(prompts, 0)
+            scored, _ = trainer.source.trajectories.for_validation(prompts, 0)
             for prompt, score in zip(prompts, scored.batch["token_level_scores"].sum(-1), strict=True):
                 greedy[prompt.index] = score
     columns, told = batch.non_tensor_batch, batch.batch["is_demonstration"]
@@ -297,10 +301,10 @@ def test_keys_of_sampling_reach_the_engine_in_training_and_validation(model: Pat
             model, tmp_path / "run", *val, f"{rollout}stop=['1','a b']", f"{rollout}stop_token_ids=[40,41,42]"
         )
     ) as trainer:
-        prompts = next(trainer.loader.endless())
+        prompts = next(trainer.source.loader.endless())
         made = [
-            trainer.trajectories.for_training(trainer.loader.endless(), 1)[0],
-            trainer.trajectories.for_validation(prompts, 0)[0],
+            trainer.source.trajectories.for_training(trainer.source.loader.endless(), 1)[0],
+            trainer.source.trajectories.for_validation(prompts, 0)[0],
         ]
     ended = 0
     for batch in made:
@@ -331,7 +335,7 @@ def test_overlong_shaping_and_filtering(model: Path, tmp_path: Path) -> None:
     assert cut.any() and torch.equal(rows["loss_mask"], rows["response_mask"] & ~cut[:, None])
     assert metrics["training/overlong_filtered_ratio"] == pytest.approx(float(cut.float().mean()))
     with build(config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", buffer)) as trainer:
-        checked, _ = trainer.trajectories.for_validation(next(iter(trainer.loader)), 0)
+        checked, _ = trainer.source.trajectories.for_validation(next(iter(trainer.source.loader)), 0)
         check_rows(trainer, checked)
         assert "overlong_reward" not in checked, "validation shows the reward itself"
 

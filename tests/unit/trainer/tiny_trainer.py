@@ -8,8 +8,7 @@ from typing import Any
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.trainer.ppo.build import build
-from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.ppo.build import PPOTrainer, build
 
 TIMINGS = (
     "timing_s/",
@@ -75,9 +74,9 @@ def sft_config(model: Path, run: Path, *overrides: str) -> SFTConfig:
     return prepare_config(SFTConfig, [*settings, *overrides]).config
 
 
-def actor_module(trainer: SyncTrainer) -> Any:
+def actor_module(trainer: PPOTrainer) -> Any:
     """The module that trains."""
-    return trainer.state.roles.actor.backend.worker("actor").engine.module  # type: ignore[attr-defined]
+    return trainer.step.roles.actor.backend.worker("actor").engine.module  # type: ignore[attr-defined]
 
 
 __all__ = ["TIMINGS", "actor_module", "build", "ppo_config", "sft_config", "tiny_model"]

@@ -1,3 +1,3 @@
-"""The PPO family: `step.py` is the algorithm, written once; a schedule (`sync.py`) says where the batch comes
+"""The PPO family: `step.py` is the algorithm, written once; a source (`sync.py`) makes the batches it learns
 from.
 """

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
-from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.checkpoint.layout import ACTOR
 from hybridflow.config import SFTConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.show import to_yaml
 from hybridflow.controller import Factories, MeshInfo, Placement, RankInfo, WorkerHost
-from hybridflow.controller.build import Start, hosting
 from hybridflow.data.build import build_sft_data
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.distributed.device import resolve_device, set_threads
+from hybridflow.distributed.device import resolve_device
 from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
-from hybridflow.observability.timing import Timer
+from hybridflow.trainer.cadence import Cadence
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
-from hybridflow.trainer.resume import say_changes
-from hybridflow.trainer.run_folder import RunFolder
-from hybridflow.trainer.run_trackers import run_trackers
-from hybridflow.trainer.sft.state import SFTState
-from hybridflow.trainer.sft.trainer import SFTTrainer
+from hybridflow.trainer.run import huggingface_writer, started, steps_of
+from hybridflow.trainer.saving import SavedEngine
+from hybridflow.trainer.sft.source import ConversationSource
+from hybridflow.trainer.sft.step import SFTStep, SFTValidator
+from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
-from hybridflow.workers import RolloutGroup, RolloutWorker
+from hybridflow.trainer.trainer import Trainer
+from hybridflow.workers import RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
 from hybridflow.workers.sft import SFTGroup, SFTWorker
+
+SFTTrainer: TypeAlias = Trainer[ConversationSource, SFTStep]
 
 ROLES = ("sft", "rollout")
 """The learner, and generation with its weights for whoever wants to look at its answers."""
@@ -55,60 +57,48 @@ def build(
     """Build everything a supervised run needs; processes, files and the run folder are released when the
     context ends, also after an error.
 
-    `patience`: seconds to wait for devices that a lost node may bring back. `signals`: asks the run to stop;
-    None: SIGINT and SIGTERM do what they do elsewhere.
+    `patience` and `signals` are those of `run.started`.
     """
-    set_threads(config.trainer.num_threads)
-    folder = RunFolder(config.trainer.default_local_dir)
-    signals = signals or StopSignals()
-    with folder.held(), ExitStack() as stack:
-        with progress.phase("looking for devices"):
-            hosts = hosting(config.trainer, config.ray_kwargs, ROLES, patience=patience)
-            start = stack.enter_context(hosts)
-        signals.install()  # Ray has set its own when it was connected
-        yield from _build(config, folder, start, signals)
-
-
-def _build(config: SFTConfig, folder: RunFolder, start: Start, signals: StopSignals) -> Iterator[SFTTrainer]:
     trainer = config.trainer
-    with progress.phase("reading tokenizer and data"):
-        tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
-        data = build_sft_data(config.data, tokenizer, trainer.seed)
-    total_steps = trainer.total_training_steps or len(data.train_loader) * trainer.total_epochs
-    facts = RunFacts(config, total_steps, folder.nonfinite, tuple(end_tokens(config.model, tokenizer)))
-    with progress.phase("starting the workers"):
-        backend = start(partial(_factories, facts), partial(_meshes, config))
-    group = SFTGroup(backend, "sft")
-
-    def write_huggingface(target: Path, with_weights: bool) -> None:
-        group.write_huggingface(target, with_weights=with_weights)
-        tokenizer.save_pretrained(target)
-
-    state = SFTState(
-        group, data.train_loader, config.checkpoint, write_huggingface, total_steps, trainer.seed
-    )
-    with progress.phase("looking for a checkpoint"):
-        store = CheckpointStore(folder.path, keep=trainer.max_ckpt_to_keep)
-        done = state.resume(store, trainer.resume_mode, trainer.resume_from_path)
-    say_changes(done, folder.write_config(to_yaml(config)))
-    folder.write_machine()
-    assert tokenizer.pad_token_id is not None, "the tokenizer loader sets a pad token"
-    with state.saves.given_up_at_the_end(store), run_trackers(config, folder, total_steps, done) as trackers:
-        yield SFTTrainer(
-            config=config,
-            group=group,
-            loader=data.train_loader,
-            validation=data.val_dataset,
-            state=state,
-            store=store,
-            trackers=trackers,
-            timer=Timer(progress=progress),
-            total_steps=total_steps,
-            tokenizer=tokenizer,
-            export=lambda target: write_huggingface(target, True),
-            rollout=RolloutGroup(backend, "rollout"),
-            signals=signals,
+    with started(config, ROLES, patience=patience, signals=signals) as run:
+        with progress.phase("reading tokenizer and data"):
+            tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
+            data = build_sft_data(config.data, tokenizer, trainer.seed)
+        total_steps = steps_of(config, data.train_loader)
+        facts = RunFacts(
+            config, total_steps, run.folder.nonfinite, tuple(end_tokens(config.model, tokenizer))
         )
+        with progress.phase("starting the workers"):
+            backend = run.start(partial(_factories, facts), partial(_meshes, config))
+        group = SFTGroup(backend, "sft")
+        pad_id = int(tokenizer.pad_token_id)
+        source = ConversationSource(data.train_loader, pad_id)
+        state = RunState(
+            kind="sft",
+            seed=trainer.seed,
+            total_steps=total_steps,
+            source=source,
+            engines={ACTOR: SavedEngine(group, config.checkpoint)},
+            write_huggingface=huggingface_writer(group, tokenizer),
+        )
+        store = run.resume(state)
+        validator = None
+        if data.val_dataset is not None:
+            validator = SFTValidator(data.val_dataset, group, config.data.train_batch_size, pad_id)
+        with run.recorded(state, store, source) as trackers:
+            yield Trainer(
+                source=source,
+                step=SFTStep(group, run.timer),
+                validator=validator,
+                state=state,
+                store=store,
+                trackers=trackers,
+                timer=run.timer,
+                cadence=Cadence(
+                    total_steps, trainer.test_freq, trainer.save_freq, validates_last=True, saves_last=True
+                ),
+                signals=run.signals,
+            )
 
 
 def sizes(config: SFTConfig, world_size: int) -> ParallelSizes:

@@ -1,0 +1,116 @@
+"""A run around its loop: folder, devices, checkpoint to go on from, trackers; the same for PPO and SFT.
+
+config ─► started ─► workers, data (ppo/build.py, sft/build.py) ─► resume ─► recorded ─► Trainer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.show import to_yaml
+from hybridflow.config.tree import to_tree
+from hybridflow.controller.build import Start, hosting
+from hybridflow.data.loader import StatefulLoader
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.distributed.device import set_threads
+from hybridflow.observability.progress import progress
+from hybridflow.observability.timing import Timer
+from hybridflow.observability.trackers import Trackers, build_trackers
+from hybridflow.trainer.resume import say_changes
+from hybridflow.trainer.run_folder import RunFolder
+from hybridflow.trainer.source import BatchSource
+from hybridflow.trainer.state import RunState
+from hybridflow.trainer.stopping import StopSignals
+from hybridflow.workers.state import StatefulGroup
+
+
+@dataclass
+class Run:
+    """A run whose folder and devices are there, before anything is loaded."""
+
+    config: PPOConfig | SFTConfig
+    folder: RunFolder
+    start: Start
+    """Starts the worker processes."""
+    signals: StopSignals
+    timer: Timer = field(default_factory=lambda: Timer(progress=progress))
+    """Measures the sections of a step."""
+
+    def resume(self, state: RunState) -> CheckpointStore:
+        """Go on from the checkpoint that `trainer.resume_mode` asks for; return the run's checkpoints."""
+        trainer = self.config.trainer
+        with progress.phase("looking for a checkpoint"):
+            store = CheckpointStore(self.folder.path, keep=trainer.max_ckpt_to_keep)
+            state.resume(store, trainer.resume_mode, trainer.resume_from_path)
+        return store
+
+    @contextmanager
+    def recorded(self, state: RunState, store: CheckpointStore, source: BatchSource) -> Iterator[Trackers]:
+        """Write what the run is into its folder and build its trackers. When the context ends, also after an
+        error, the source is closed, and a save that is still under way is given up.
+        """
+        trainer = self.config.trainer
+        say_changes(state.step, self.folder.write_config(to_yaml(self.config)))
+        self.folder.write_machine()
+        trackers = build_trackers(
+            trainer.logger,
+            self.folder.path,
+            trainer.project_name,
+            trainer.experiment_name,
+            to_tree(self.config),
+            total_steps=state.total_steps,
+            resume_step=state.step or None,
+        )
+        with closing(source), state.saves.given_up_at_the_end(store), trackers:
+            yield trackers
+
+
+@contextmanager
+def started(
+    config: PPOConfig | SFTConfig, roles: Sequence[str], *, patience: float, signals: StopSignals | None
+) -> Iterator[Run]:
+    """Hold the run folder and find devices for `roles`; both are released when the context ends, also after
+    an error.
+
+    `patience`: seconds to wait for devices that a lost node may bring back. `signals`: asks the run to stop;
+    None: SIGINT and SIGTERM do what they do elsewhere.
+    """
+    set_threads(config.trainer.num_threads)
+    folder = RunFolder(config.trainer.default_local_dir)
+    signals = signals or StopSignals()
+    with folder.held(), ExitStack() as stack:
+        with progress.phase("looking for devices"):
+            hosts = hosting(config.trainer, config.ray_kwargs, roles, patience=patience)
+            start = stack.enter_context(hosts)
+        signals.install()  # Ray has set its own when it was connected
+        yield Run(config, folder, start, signals)
+
+
+def steps_of(config: PPOConfig | SFTConfig, loader: StatefulLoader[Any]) -> int:
+    """Return the number of steps of a run: `trainer.total_training_steps`, or those for which the rows of
+    `trainer.total_epochs` suffice.
+
+    A step of dynamic sampling takes one or more generation batches; here it takes as few as it can.
+    """
+    batches_a_step = math.ceil(config.data.train_batch_size / loader.batch_size)
+    steps_an_epoch = max(1, len(loader) // batches_a_step)
+    return config.trainer.total_training_steps or steps_an_epoch * config.trainer.total_epochs
+
+
+def huggingface_writer(group: StatefulGroup[Any], tokenizer: Tokenizer) -> Callable[[Path, bool], None]:
+    """Return a function that writes a role's model, with its weights if asked, and the tokenizer into a
+    folder.
+    """
+
+    def write(target: Path, with_weights: bool) -> None:
+        group.write_huggingface(target, with_weights=with_weights)
+        tokenizer.save_pretrained(target)
+
+    return write

@@ -1,0 +1,43 @@
+"""Conversations as rows to learn from.
+
+loader ──conversations──► rows, with the assistant's tokens marked ──► TrainBatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.data.loader import StatefulLoader
+from hybridflow.data.sft import SFTRow
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import make_rows
+from hybridflow.trainer.source import LoaderSource, TrainBatch
+
+
+def conversation_rows(examples: Sequence[SFTRow], pad_id: int) -> DataProto:
+    """Conversations as rows: all before the first token to learn is the prompt, the rest the response [B, R].
+
+    `response_mask` and `loss_mask` mark the tokens to learn. The first token of all is never among them:
+    nothing predicts it.
+    """
+    starts = [example.loss_mask.index(1, 1) for example in examples]
+    columns = make_rows(
+        [example.input_ids[:start] for example, start in zip(examples, starts, strict=True)],
+        [example.input_ids[start:] for example, start in zip(examples, starts, strict=True)],
+        pad_id,
+        response_masks=[example.loss_mask[start:] for example, start in zip(examples, starts, strict=True)],
+    )
+    return DataProto.from_dict(columns | {"loss_mask": columns["response_mask"].clone()})
+
+
+class ConversationSource(LoaderSource[SFTRow]):
+    """Reads the batches of supervised fine-tuning."""
+
+    def __init__(self, loader: StatefulLoader[SFTRow], pad_id: int) -> None:
+        super().__init__(loader)
+        self.pad_id = pad_id
+
+    def next(self, step: int) -> TrainBatch:
+        """Return the next conversations of the loader as rows."""
+        epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on
+        return TrainBatch(conversation_rows(next(self.batches()), self.pad_id), epoch)

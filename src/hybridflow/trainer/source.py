@@ -1,0 +1,103 @@
+"""The face of every schedule: where the batches of training steps come from, and who gets the new weights.
+
+    Trainer ──next(step)──► BatchSource ──TrainBatch──► Trainer ──► step ──► publish(version) ──► BatchSource
+
+A source owns its data and whatever makes rows of it. It never sees the step that learns from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from hybridflow.data.loader import StatefulLoader
+from hybridflow.observability.metrics import Metrics
+from hybridflow.protocol import DataProto
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The rows of one training step, with all that is known about how they were made."""
+
+    rows: DataProto
+    epoch: int
+    """Passes over the data that were complete when the first of the rows was read."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """Numbers of the rollout, the rewards and the filters that made these rows."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds that making these rows took, by the names under which they are logged (`timing_s/gen`)."""
+
+
+class Resumable(Protocol):
+    """State of the driver that a checkpoint keeps, as plain data."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> None: ...
+
+
+class BatchSource(Resumable, Protocol):
+    """Batches for the steps of a run, made with weights that the trainer publishes.
+
+    `version` is the number of training steps whose weights have been published. `state_dict` is asked after
+    `publish`, and says where a run goes on that has trained on the batches so far and on nothing else.
+    """
+
+    def next(self, step: int) -> TrainBatch:
+        """Return the batch of training step number `step` (from 1)."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """Push the weights, called `version` from now on, and return when everyone who generates has them."""
+        ...
+
+    def validating(self, version: int) -> AbstractContextManager[None]:
+        """Return a context in which nothing is generated for training and no weights are published."""
+        ...
+
+    def close(self) -> None:
+        """Release the processes and threads of the source; called once, at the end of a run."""
+        ...
+
+
+class LoaderSource(Generic[Row]):
+    """What the sources have in common that read a loader in the trainer's thread, when they are asked for a
+    batch: they make nothing ahead, so nothing has to be parked while a validation runs.
+    """
+
+    def __init__(self, loader: StatefulLoader[Row]) -> None:
+        self.loader = loader
+        self._batches: Generator[list[Row], None, None] | None = None
+
+    def batches(self) -> Iterator[list[Row]]:
+        """Return the batches of the loader from its place on: the same iterator until another place is
+        loaded, so that processes which read ahead are not started anew.
+        """
+        if self._batches is None:
+            self._batches = self.loader.endless()
+        return self._batches
+
+    def publish(self, version: int) -> None:
+        """Do nothing: rows that are only read need no weights."""
+
+    def validating(self, version: int) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the loader, as plain data."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.close()
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the processes that read ahead."""
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None

@@ -1,0 +1,190 @@
+"""The loop of every run: take a batch from the source, learn from it, publish, validate, log, save, stop.
+
+BatchSource ──next(step)──► rows ──► step ──► metrics ──► trackers
+     ▲                                │
+     └─────publish(version)───────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from hybridflow.checkpoint.store import CheckpointStore
+from hybridflow.errors import Stopped
+from hybridflow.observability.metrics import Metrics
+from hybridflow.observability.progress import progress
+from hybridflow.observability.timing import Timer
+from hybridflow.observability.trackers import Trackers
+from hybridflow.protocol import DataProto
+from hybridflow.trainer.cadence import Cadence
+from hybridflow.trainer.source import BatchSource, TrainBatch
+from hybridflow.trainer.state import RunState
+from hybridflow.trainer.stopping import StopSignals
+
+AfterStep = Callable[[int, dict[str, float]], bool]
+"""Called with the step just done and the metrics logged for it; True ends the run there."""
+
+Validate = Callable[[int], dict[str, float]]
+"""Returns the metrics of a validation after so many steps."""
+
+
+class TrainStep(Protocol):
+    """One step of an algorithm: rows in, updated weights and metrics out."""
+
+    def __call__(self, batch: DataProto, step: int, /) -> tuple[DataProto, Metrics]:
+        """Learn from `batch` as step number `step` (from 1); return the batch with the columns that were
+        added, and the metrics, `perf/total_num_tokens` among them.
+        """
+        ...
+
+
+Source = TypeVar("Source", bound=BatchSource)
+Step = TypeVar("Step", bound=TrainStep)
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass
+class Trainer(Generic[Source, Step]):
+    """Owns the loop and nothing else: the parts are built by `ppo/build.py` and `sft/build.py`."""
+
+    source: Source
+    step: Step
+    validator: Validate | None
+    """None: the run has no validation data."""
+    state: RunState
+    store: CheckpointStore
+    trackers: Trackers
+    timer: Timer
+    cadence: Cadence
+    signals: StopSignals
+    """Asks the loop to end after SIGINT or SIGTERM."""
+    after_update: Callable[[DataProto], None] = _nothing
+    """Called with each batch whose weights are published: a curriculum sampler learns from it."""
+    log_samples: Callable[[DataProto, int], None] = _nothing
+    """Called with each batch and its step, to keep samples for readers."""
+
+    @property
+    def total_steps(self) -> int:
+        """Number of the run's last step."""
+        return self.cadence.total_steps
+
+    def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
+        """Run to the last step, or to where `after_step` says so; gives the last validation's metrics (empty
+        where there was none).
+
+        Raises Stopped after a signal, with the last whole step saved where the run saves at all.
+        """
+        done = self.state.step
+        with (
+            self.signals.training(self._has_unsaved_steps),
+            self._saved_when_stopped(),
+            progress.steps(self.total_steps),
+        ):
+            self.source.publish(done)
+            last_validation = self._validate_before(done)
+            if self.cadence.only_validates:
+                return last_validation
+            for step in range(done + 1, self.total_steps + 1):
+                self.signals.check()
+                validation, logged = self._train_step(step)
+                last_validation = validation or last_validation
+                if after_step is not None and after_step(step, logged):
+                    break
+            if self.state.validation_due:  # a signal has left out the validation of the last step
+                self.signals.check()
+            self.state.saves.commit(self.store)
+        return last_validation
+
+    def _validate_before(self, done: int) -> dict[str, float]:
+        """The validation before the first step, or the one that an interrupted run has left out after its
+        last step.
+        """
+        due = self.cadence.validates_before(done) or self.state.validation_due
+        if self.validator is None or not due:
+            return {}
+        validation = self._validate(self.validator, done)
+        self.trackers.log(validation, done)
+        return validation
+
+    def _validate(self, validator: Validate, step: int) -> dict[str, float]:
+        with self.timer("testing"), self.signals.leavable(), self.source.validating(step):
+            validation = validator(step)
+        self.state.validation_due = False
+        return validation
+
+    def _train_step(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
+        """One training step with all that belongs to it; gives the validation's metrics where there was one,
+        and all that was logged.
+        """
+        progress.step = step
+        self.timer.reset()
+        self.state.saves.commit_done(self.store)
+        with self.timer("step"):
+            with self.signals.leavable():
+                made = self.source.next(step)
+            batch, metrics = self.step(made.rows, step)
+            with self.timer("update_weights"):
+                self.source.publish(step)
+            self.after_update(batch)
+            self.state.finish(step)
+            progress.finished_step = step
+            validation = self._validate_after(step)
+        # logged before it is saved: a run killed in between resumes after this step, whose line must stand by
+        # then
+        logged = self._log(made, batch, metrics, validation, step)
+        if self.cadence.saves_after(step):
+            self._save(step)
+        return validation, logged
+
+    def _validate_after(self, step: int) -> dict[str, float]:
+        """Validate where it is due. A signal leaves it out; a resumed run makes up for it."""
+        if self.validator is None or not self.cadence.validates_after(step):
+            return {}
+        self.state.validation_due = True
+        try:
+            return self._validate(self.validator, step)
+        except Stopped as stopped:
+            if stopped.at_once:
+                raise
+            return {}  # the loop ends before the next step
+
+    def _save(self, step: int) -> None:
+        with self.timer("save_checkpoint"):
+            self.state.save(self.store)
+        self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
+
+    def _has_unsaved_steps(self) -> bool:
+        return self.cadence.saves_last and self.state.step > self.state.saved_step
+
+    @contextmanager
+    def _saved_when_stopped(self) -> Iterator[None]:
+        """Save the last whole step when a signal ends the loop, if no checkpoint has it and one is wanted."""
+        try:
+            yield
+        except Stopped as stopped:
+            if not stopped.at_once:
+                if self._has_unsaved_steps():
+                    with self.timer("save_checkpoint"):
+                        self.state.save(self.store)
+                self.state.saves.commit(self.store)
+            raise
+
+    def _log(
+        self, made: TrainBatch, batch: DataProto, metrics: Metrics, validation: dict[str, float], step: int
+    ) -> dict[str, float]:
+        made.metrics.update(metrics)
+        values = made.metrics.to_floats() | validation | made.timings | self.timer.as_metrics()
+        seconds = values["timing_s/step"] - values.get("timing_s/testing", 0.0)
+        values["perf/time_per_step"] = seconds
+        values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
+        values["training/global_step"] = step
+        values["training/epoch"] = made.epoch
+        self.log_samples(batch, step)
+        self.trackers.log(values, step)
+        return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
 
 from sources import imports, sources
@@ -107,3 +108,29 @@ def test_modules_form_no_cycle() -> None:
         if target in modules and target != found.module and not found.in_function and not found.type_checking:
             graph[found.module].add(target)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+def test_only_engines_and_what_is_below_them_know_how_tensors_are_sharded() -> None:
+    """Above an engine there are boxes, layouts and local tensors, so that an engine of another kind fits."""
+    may = ("distributed", "models", "engines")
+    wrong = [
+        f"{found.module}:{found.line} imports {found.target}"
+        for found in imports()
+        if found.target.startswith(("torch.distributed.tensor", "torch.distributed.fsdp"))
+        and found.module.split(".")[0] not in may
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nobody_above_an_engine_takes_its_module() -> None:
+    """`engine.policy` is there for generation; everything else is asked of the engine."""
+    wrong = [
+        f"{source.module}:{node.lineno}"
+        for source in sources()
+        if source.room not in ("engines", "models")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "module"
+        and ast.unparse(node.value).endswith("engine")
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.shard_index import SavedTensor, read_index, stored_tensors
 from hybridflow.checkpoint.shard_storage import ShardReader, ShardWriter
 from hybridflow.checkpoint.state import State, decode_tree, encode_tree
 from hybridflow.distributed.process_group import rank_and_size
+from hybridflow.distributed.shards import is_sharded
 from hybridflow.errors import CheckpointError
 
 Parts = Mapping[str, dict[str, Any]]
@@ -191,7 +191,7 @@ def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: lis
     if place is not None:
         neighbours = [place]
     for like in neighbours:
-        if isinstance(like, DTensor) and tuple(like.shape) == saved.shape:
+        if is_sharded(like) and tuple(like.shape) == saved.shape:
             return torch.empty_like(like.detach(), dtype=saved.dtype)
     return torch.empty(saved.shape, dtype=saved.dtype)
 

@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridflow.checkpoint.fields import as_dict
 from hybridflow.checkpoint.layout import STRUCTURE, TENSORS
+from hybridflow.distributed.shards import local
 from hybridflow.errors import CheckpointError
 
 State = Any
@@ -131,9 +131,7 @@ class _Encoder:
                 f"cannot store {path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}: "
                 f"{_ACCEPTED}"
             )
-        own = tensor
-        if isinstance(tensor, DTensor):
-            own = tensor.to_local()
+        own = local(tensor)
         storage = own.untyped_storage()
         same = (
             own.device,

@@ -17,6 +17,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a whole of which each rank holds a part."""
+    return isinstance(tensor, DTensor)
+
+
 def own_box(tensor: Tensor) -> Box:
     """Return the box of the whole that this rank holds; it may be empty, and covers all of a plain tensor."""
     if not isinstance(tensor, DTensor):

@@ -10,14 +10,18 @@ the numbers wanted of each token, and a `LossFn`, whose result is minimised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hybridflow.distributed.boxes import Box
 from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -42,13 +46,63 @@ class BatchLimits:
     """
 
 
+@dataclass(frozen=True)
+class Held:
+    """The part of one parameter that a rank holds."""
+
+    name: str
+    """The parameter's name in the unsharded model, as in checkpoints; in a policy it is `hf.` and the name in
+    the Hugging Face model.
+    """
+    shape: tuple[int, ...]
+    """The shape of the whole parameter."""
+    box: Box
+    """The place of `tensor` in the whole; it may be empty."""
+    tensor: Tensor
+    """The part itself, detached, in the engine's memory and in the dtype in which it is kept."""
+    compute_dtype: torch.dtype
+    """The dtype in which the model computes with it, in which it is generated with and exported."""
+    trained: bool
+    """Whether training changes it."""
+
+
 class TrainEngine(Protocol):
     """One model in training. `engines/fsdp` implements it."""
 
-    module: nn.Module
     device: torch.device
-    compute_dtypes: Mapping[str, torch.dtype]
-    """Compute dtypes of the parameters that are kept in a wider dtype, by name."""
+
+    @property
+    def policy(self) -> PolicyModel:
+        """The module that trains, for generation in the same process; its parameters may be shards."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that hold this model together."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that a policy has log-probs for, padding of its head included."""
+        ...
+
+    def held_weights(self) -> Iterator[Held]:
+        """Yield this rank's part of each parameter, in the same order on all ranks, without communication.
+
+        Tied parameters come once. What is offloaded comes from where it is.
+        """
+        ...
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Return a context in which a model with adapters answers as its base does; for `forward` alone."""
+        ...
+
+    def export_hf(self, folder: str | Path, *, with_weights: bool = True) -> None:
+        """Write a policy's Hugging Face folder without the tokenizer, all ranks their shares.
+
+        Without `with_weights` only the configuration is written.
+        """
+        ...
 
     @property
     def is_offloaded(self) -> bool:

@@ -7,30 +7,22 @@ from __future__ import annotations
 
 from hybridflow.distributed.process_group import min_over
 from hybridflow.errors import RolloutError
-from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.weight_sync.checksum import explain_difference, first_difference
-from hybridflow.weight_sync.holding import Holding, trainer_parameters
-from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
+from hybridflow.weight_sync.holding import Holding
+from hybridflow.weight_sync.reshard import BUCKET_BYTES, HeldWeights, Reshard
 
 
 class GatheredTwin:
-    """A `WeightSource` for `twin`, filled from the shards of `policy`.
+    """A `WeightSource` for `twin`, filled from the parts that the ranks in training hold.
 
     All ranks of the world make it, acquire and release together.
     """
 
-    def __init__(self, policy: PolicyModel, twin: Twin, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, held: HeldWeights, twin: Twin, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.twin = twin
-        self.holding = Holding.of(twin, trainer_parameters(policy))
-        dtypes = {name: parameter.dtype for name, parameter in twin.parameters.items()}
-        self.reshard = Reshard(
-            lambda: trainer_parameters(policy),
-            self.holding.boxes,
-            dtypes,
-            device=twin.device,
-            bucket_bytes=bucket_bytes,
-        )
+        self.holding = Holding.of(twin, {each.name: each.shape for each in held()})
+        self.reshard = Reshard(held, self.holding.boxes, device=twin.device, bucket_bytes=bucket_bytes)
 
     def acquire(self, version: int) -> None:
         """Gather the weights as they are in training now, and compare checksums.

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
@@ -39,9 +38,9 @@ class Holding:
         )
 
     @classmethod
-    def of(cls, twin: Twin, whole: Mapping[str, Tensor]) -> Holding:
-        """Return the holding of a twin; of the parameters `whole` only the shapes are read."""
-        boxes = {name: Box.whole(tensor.shape) for name, tensor in whole.items()}
+    def of(cls, twin: Twin, shapes: Mapping[str, tuple[int, ...]]) -> Holding:
+        """Return the holding of a twin; `shapes` are those of the whole parameters."""
+        boxes = {name: Box.whole(shape) for name, shape in shapes.items()}
         for name, dim in twin.slices.items():
             boxes[name] = boxes[name].cut(dim, twin.replica.rank, twin.replica.size)
         odd = [name for name, box in boxes.items() if box.shape != twin.shapes[name]]
@@ -64,14 +63,3 @@ class Holding:
         )
         sliced = torch.tensor([name in self.cut for name in self.boxes], device=sums.device)
         return torch.where(sliced, self.replica.sum_(sums * sliced), sums).cpu()
-
-
-def trainer_parameters(policy: PolicyModel) -> dict[str, Tensor]:
-    """Return a policy's parameters as this rank holds them in training, by name.
-
-    Blocks that still hold gathered parameters from their last forward are resharded first.
-    """
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return dict(policy.named_parameters())

@@ -9,8 +9,7 @@ files, read from a policy in this process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,7 +21,6 @@ from hybridflow.models.export import plain_weights, whole
 from hybridflow.models.lora import adapter_config, adapter_tensors, base_name
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine
-from hybridflow.weight_sync.holding import trainer_parameters
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 
 _ADAPTER_FACTS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules")
@@ -53,23 +51,23 @@ class LocalPush:
     """Weights pushed to an engine in the trainer's process; where the policy is sharded, all ranks have such
     an engine and update it together.
 
-    `trainer`: the engine that brings offloaded weights to the device while they are read. `compute_dtypes`:
-    dtypes in which the policy computes with parameters that it keeps in a wider one, by name. `adapters`: the
-    policy's adapters are sent alone, over a base that is sent once.
+    `trainer`: the engine that trains the policy, which has its weights on the device while they are read;
+    None where the policy is a copy. `adapters`: the policy's adapters are sent alone, over a base that is
+    sent once.
     """
 
     def __init__(
         self,
         policy: PolicyModel,
         trainer: TrainEngine | None = None,
-        compute_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         *,
         adapters: bool = False,
     ) -> None:
         self.policy = policy
         self.trainer = trainer
         self.adapters = adapters
-        self._dtypes = {base_name(name): dtype for name, dtype in compute_dtypes.items()}
+        self._dtypes: dict[str, torch.dtype] = {}
+        """Compute dtypes of the parameters, by their names in the model without adapters."""
 
     def update(self, engine: RolloutEngine, version: int) -> None:
         """Make the engine's weights those of the policy, called `version`; RolloutError where they did not
@@ -78,8 +76,9 @@ class LocalPush:
         if self.trainer is not None:
             self.trainer.onload()
         try:
-            # for its effect: blocks that are still gathered are sharded again
-            trainer_parameters(self.policy)
+            if self.trainer is not None:  # at each update: gathered parameters become shards again by it
+                held = self.trainer.held_weights()
+                self._dtypes = {base_name(each.name): each.compute_dtype for each in held}
             if self.adapters:
                 assert isinstance(engine, AdapterEngine), "only vllm takes adapters"
                 self._update_adapters(engine, version)

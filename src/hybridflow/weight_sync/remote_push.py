@@ -7,7 +7,7 @@ module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ from hybridflow.errors import RolloutError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine, SomeWeights
 from hybridflow.weight_sync.checksum import Remembered, explain_difference, first_difference
-from hybridflow.weight_sync.holding import Holding, trainer_parameters
-from hybridflow.weight_sync.reshard import BUCKET_BYTES, Reshard
+from hybridflow.weight_sync.holding import Holding
+from hybridflow.weight_sync.reshard import BUCKET_BYTES, HeldWeights, Reshard
 
 
 @dataclass(frozen=True)
@@ -38,30 +38,17 @@ class WeightShare:
 class WeightExport:
     """The sending side: it gathers whole tensors on the ranks that train, about as many bytes on each.
 
-    All ranks make it and call `share` together. `compute_dtypes`: the dtypes in which the policy computes
-    with parameters that it keeps in a wider one, by name.
+    All ranks make it and call `share` together.
     """
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        compute_dtypes: Mapping[str, torch.dtype],
-        device: torch.device,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        held = trainer_parameters(policy)
-        dtypes = {name: compute_dtypes.get(name, parameter.dtype) for name, parameter in held.items()}
+    def __init__(self, held: HeldWeights, device: torch.device, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         rank, world_size = rank_and_size()
-        self._trained = {
-            name: parameter.numel() for name, parameter in held.items() if parameter.requires_grad
-        }
+        whole = {each.name: Box.whole(each.shape) for each in held()}
+        self._trained = {each.name: whole[each.name].numel for each in held() if each.trained}
         self._sums = Remembered()
         owners = deal_tensors(self._trained, world_size)
-        wanted = {name: Box.whole(held[name].shape) for name, owner in owners.items() if owner == rank}
-        self.reshard = Reshard(
-            lambda: trainer_parameters(policy), wanted, dtypes, device=device, bucket_bytes=bucket_bytes
-        )
+        wanted = {name: whole[name] for name, owner in owners.items() if owner == rank}
+        self.reshard = Reshard(held, wanted, device=device, bucket_bytes=bucket_bytes)
 
     def share(self, version: int) -> WeightShare:
         """Return this rank's part of the weights as they are now, as version `version`."""

@@ -7,7 +7,7 @@ parameter arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,13 +18,16 @@ from torch import Tensor
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
-from hybridflow.distributed.shards import local, own_box
+from hybridflow.engines import Held
 from hybridflow.weight_sync.checksum import Take, anew
 from hybridflow.weight_sync.plan import Boxes, Parameter, Plan, Route, make_plan
 
 BUCKET_BYTES = 256 * 2**20
 
 Named = tuple[str, Box]
+
+HeldWeights = Callable[[], Iterable[Held]]
+"""A function that returns the parts that this rank holds now, as `TrainEngine.held_weights` does."""
 
 
 @dataclass
@@ -44,34 +47,32 @@ class _Work:
 class Reshard:
     """A weight exchange among the ranks of `group`, planned once and run whenever weights are wanted.
 
-    `held` returns the parameters as they are in training, by name (DTensors, or plain ones that every rank
-    has whole); it is called at each run, since they may move. `wanted`: the boxes that this rank wants,
-    possibly none. `dtypes`: the dtype in which each parameter arrives. `device`: where buffers are made. All
-    ranks of the group make it and run it together; without a group it is the default one, or this process
-    alone.
+    `held` returns the parts of the parameters that this rank has in training; it is called at each run, since
+    they may move. A parameter arrives in its compute dtype. `wanted`: the boxes that this rank wants,
+    possibly none. `device`: where buffers are made. All ranks of the group make it and run it together;
+    without a group it is the default one, or this process alone.
     """
 
     def __init__(
         self,
-        held: Callable[[], Mapping[str, Tensor]],
+        held: HeldWeights,
         wanted: Boxes,
-        dtypes: Mapping[str, torch.dtype],
         *,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        now = held()
+        now = {each.name: each for each in held()}
         assert set(wanted) <= set(now), f"nobody holds {sorted(set(wanted) - set(now))[:3]}"
         self.held = held
         self.wanted = dict(wanted)
         self.device = torch.device(device)
         self.group = group
         self.rank, self.world_size = rank_and_size(group)
-        self.boxes = {name: own_box(tensor) for name, tensor in now.items()}
-        self.dtypes = {name: dtypes[name] for name in now}
+        self.boxes = {name: each.box for name, each in now.items()}
+        self.dtypes = {name: each.compute_dtype for name, each in now.items()}
         have, want = (gather_objects(boxes, group) for boxes in (self.boxes, self.wanted))
-        parameters = {name: Parameter(tuple(tensor.shape), self.dtypes[name]) for name, tensor in now.items()}
+        parameters = {name: Parameter(each.shape, each.compute_dtype) for name, each in now.items()}
         plan = make_plan(have, want, parameters, bucket_bytes)
         self._work = _work_of(plan, self.rank, self.world_size)
         self._answers_for = {name for name, owners in plan.owners.items() if self.rank in owners}
@@ -83,7 +84,7 @@ class Reshard:
     @torch.no_grad()
     def run(self, out: Mapping[str, Tensor]) -> None:
         """Fill `out`, tensors with the shapes and dtypes of the wanted boxes, by name."""
-        held = {name: local(tensor) for name, tensor in self.held().items()}
+        held = {each.name: each.tensor for each in self.held()}
         for work in self._work:
             for name, box in work.stays:
                 self._put(out, name, box, held[name][box.within(self.boxes[name])])
@@ -121,15 +122,17 @@ class Reshard:
         decides which of this rank's checksums are computed and which are remembered.
         """
         sums = torch.zeros(len(self.boxes), dtype=torch.int64, device=self.device)
-        for index, (name, tensor) in enumerate(self.held().items()):
-            if name in self._answers_for:
-                sums[index] = take(name, partial(self._sum, name, tensor))
+        for index, each in enumerate(self.held()):
+            if each.name in self._answers_for:
+                sums[index] = take(each.name, partial(_sum, each))
         if self.world_size > 1:
             dist.all_reduce(sums, group=self.group)
         return sums.cpu()
 
-    def _sum(self, name: str, tensor: Tensor) -> Tensor:
-        return bit_sum(local(tensor).to(self.dtypes[name]), self.boxes[name])
+
+def _sum(held: Held) -> Tensor:
+    """Return the checksum of a part as it arrives, 0-d int64."""
+    return bit_sum(held.tensor.to(held.compute_dtype), held.box)
 
 
 def _work_of(plan: Plan, rank: int, world_size: int) -> list[_Work]:

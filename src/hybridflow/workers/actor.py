@@ -7,7 +7,6 @@ from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.exact import ExactMode
-from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
@@ -88,19 +87,18 @@ class ActorWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def weight_sums(self) -> dict[str, int]:
         """Return checksums of the current weights, by name."""
-        return weight_sums(self.engine.module)
+        return weight_sums(self.engine.policy)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:
         """Compute in this mode from now on; a rollout that shares the module generates in it."""
-        set_exact_mode(self.engine.module, mode)
+        set_exact_mode(self.engine.policy, mode)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:
         """Return this rank's part of the weights, called `version`, for replicas in other processes."""
         if self._export is None:
-            assert isinstance(self.engine.module, PolicyModel), "the actor's module is a policy"
-            self._export = WeightExport(self.engine.module, self.engine.compute_dtypes, self.engine.device)
+            self._export = WeightExport(self.engine.held_weights, self.engine.device)
         self.engine.onload()
         try:
             return self._export.share(version)

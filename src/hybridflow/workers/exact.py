@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
@@ -13,17 +11,16 @@ from hybridflow.rollout.base import RolloutEngine
 from hybridflow.rollout.exact import choose_exact_mode
 
 
-def set_exact_mode(module: nn.Module, mode: ExactMode | None) -> None:
+def set_exact_mode(policy: PolicyModel, mode: ExactMode | None) -> None:
     """Compute in this mode from now on; None means the fastest way."""
-    assert isinstance(module, PolicyModel), f"exact mode is of policies, not of a {type(module).__name__}"
-    module.exact = mode
+    policy.exact = mode
 
 
-def weight_sums(module: nn.Module) -> dict[str, int]:
+def weight_sums(policy: PolicyModel) -> dict[str, int]:
     """Return a checksum of each weight's bits, by name."""
     return {
         name: int(bit_sum(weight.detach(), Box.whole(weight.shape)))
-        for name, weight in module.named_parameters()
+        for name, weight in policy.named_parameters()
     }
 
 

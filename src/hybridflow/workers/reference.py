@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.errors import ModelError
-from hybridflow.models.lora import adapters_off, has_adapters
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
@@ -23,7 +22,7 @@ def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
     """
     if len(batch) == 0:  # a rank may be dealt no rows
         return
-    rows = int(engine.module.get_parameter("head.weight").shape[0])
+    rows = engine.vocabulary
     highest = int(batch.batch["input_ids"].max())
     if highest >= rows:
         raise ModelError(
@@ -55,9 +54,6 @@ class ReferenceWorker(StatefulWorker):
         self.limits = limits
         self.column = column
         self.without_adapters = without_adapters
-        assert not without_adapters or has_adapters(engine.module), (
-            "a model without adapters cannot be its own reference"
-        )
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
@@ -67,7 +63,7 @@ class ReferenceWorker(StatefulWorker):
     def log_probs(self, batch: DataProto) -> DataProto:
         """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
         check_token_ids(batch, self.engine)
-        with adapters_off(self.engine.module) if self.without_adapters else nullcontext():
+        with self.engine.without_adapters() if self.without_adapters else nullcontext():
             outputs = self.engine.forward(batch, self.ask, self.limits)
         return DataProto.from_dict({self.column: outputs["log_probs"]})
 

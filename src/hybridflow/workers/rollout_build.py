@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.data.remote import hub_folder
@@ -19,7 +18,6 @@ from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.engines import TrainEngine
 from hybridflow.models.build import build_policy, override_in_full, resolve_dtype
 from hybridflow.models.lora import LoraSettings, add_lora
-from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import RolloutEngine, WeightSource
 from hybridflow.rollout.build import build_rollout_engine
@@ -59,19 +57,15 @@ def build_rollout_worker(
     )
     if actor_engine is None:
         return _standalone(build, model, lora, replica)
-    policy = actor_engine.module
-    assert isinstance(policy, PolicyModel), "the actor's module is a policy"
-    if replica.size == 1 and not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
+    policy = actor_engine.policy
+    if replica.size == 1 and actor_engine.num_ranks == 1:
         shared = None
         if actor_engine.is_offloaded:
             shared = OffloadedSource(actor_engine, None)
         return RolloutWorker(build(policy, source=shared))
-    dtypes = {
-        name: actor_engine.compute_dtypes.get(name, parameter.dtype)
-        for name, parameter in policy.named_parameters()
-    }
+    dtypes = {held.name: held.compute_dtype for held in actor_engine.held_weights()}
     twin = Twin(policy, dtypes=dtypes, device=actor_engine.device, lora=lora, replica=replica)
-    source: WeightSource = GatheredTwin(policy, twin)
+    source: WeightSource = GatheredTwin(actor_engine.held_weights, twin)
     if actor_engine.is_offloaded:
         source = OffloadedSource(actor_engine, source)
     return RolloutWorker(build(twin.policy, source=source, replica=replica))
@@ -113,7 +107,7 @@ def _standalone(
             lora=lora,
             replica=replica,
         )
-        holding = Holding.of(twin, whole)
+        holding = Holding.of(twin, {name: tuple(tensor.shape) for name, tensor in whole.items()})
         for name, own in twin.allocate().items():
             own.copy_(holding.part(name, whole[name].detach()))
         policy = twin.policy
@@ -152,13 +146,8 @@ def _with_own_weights(
     else:
         engine = build_vllm_engine(config, facts, eos_token_ids, rank=rank, ranks=ranks)
     if actor_engine is not None:
-        policy = actor_engine.module
-        assert isinstance(policy, PolicyModel), "the actor's module is a policy"
-        resting = actor_engine if actor_engine.is_offloaded else None
-        return RolloutWorker(
-            engine,
-            owned=LocalPush(policy, resting, actor_engine.compute_dtypes, adapters=config.lora_as_adapters),
-        )
+        owned = LocalPush(actor_engine.policy, actor_engine, adapters=config.lora_as_adapters)
+        return RolloutWorker(engine, owned=owned)
     policy = build_policy(**{**model, "device": "cpu", "dtype": facts.dtype}, probe=False).requires_grad_(
         False
     )

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import FileDigest
@@ -22,8 +21,6 @@ from hybridflow.distributed.process_group import gather_objects
 from hybridflow.distributed.shards import local, placed_like
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import CheckpointError
-from hybridflow.models.export import save_config, save_hf, save_hf_sharded
-from hybridflow.models.policy import PolicyModel
 
 Digests = Mapping[str, FileDigest]
 """By name of the file in the folder."""
@@ -111,21 +108,7 @@ class StatefulWorker(Worker):
 
         It holds the configuration, and the weights if asked for.
         """
-        module = self.engine.module
-        group = dist.group.WORLD if dist.is_initialized() else None
-        assert isinstance(module, PolicyModel), f"{self.role} is no policy"
-        if not with_weights:
-            if self.rank == 0:
-                save_config(module, folder)
-            return
-        self.engine.onload()
-        if group is None:
-            save_hf(module, folder, dtype=module.source_dtype)
-        else:
-            save_hf_sharded(
-                module, folder, group=group, dtype=module.source_dtype, dtypes=self.engine.compute_dtypes
-            )
-        self.engine.offload()
+        self.engine.export_hf(folder, with_weights=with_weights)
 
     def _parts(self, parts: Sequence[str]) -> dict[str, Any]:
         state = self.engine.state_dict()

@@ -25,11 +25,14 @@ from engine_zoo import (
     weights,
 )
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.model import OptimConfig
+from hybridflow.distributed.boxes import Box
 from hybridflow.engines import Ask, BatchLimits, LossFn, TrainEngine
 from hybridflow.errors import CheckpointError, ConfigError, TrainingError
+from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -377,3 +380,42 @@ def test_an_engine_without_an_optimizer_only_reads(make: EngineMaker) -> None:
     assert engine.forward(training_rows(), LOG_PROBS, WHOLE)["log_probs"].shape == (7, 9)
     with pytest.raises(AssertionError, match="without an optimizer"):
         step(engine, training_rows())
+
+
+def test_held_weights_are_the_parameters_in_place(make: EngineMaker) -> None:
+    module = tiny_policy(torch.bfloat16)
+    held = {each.name: each for each in make(module, OPTIM).held_weights()}
+    parameters = dict(module.named_parameters())
+    assert list(held) == list(parameters), "tied parameters once"
+    for name, each in held.items():
+        assert each.shape == parameters[name].shape and each.box == Box.whole(each.shape)
+        assert each.tensor.data_ptr() == parameters[name].data_ptr() and not each.tensor.requires_grad
+        assert each.trained and each.compute_dtype == each.tensor.dtype == torch.bfloat16
+    frozen = make(tiny_policy().requires_grad_(False), None)
+    assert frozen.vocabulary == VOCABULARY and not any(each.trained for each in frozen.held_weights())
+
+
+def test_a_policy_becomes_a_hugging_face_folder(make: EngineMaker, tmp_path: Path) -> None:
+    engine = make(tiny_policy(), OPTIM)
+    step(engine, training_rows(dtype=torch.float32))
+    engine.export_hf(tmp_path / "config", with_weights=False)
+    assert not list((tmp_path / "config").glob("*.safetensors"))
+    engine.export_hf(tmp_path / "whole")
+    again = PolicyModel(LlamaForCausalLM.from_pretrained(tmp_path / "whole"))
+    assert same_weights(weights(again), {each.name: each.tensor for each in engine.held_weights()})
+
+
+def test_without_adapters_the_base_answers(make: EngineMaker) -> None:
+    rows = training_rows()
+    base = make(tiny_policy(), None).forward(rows, LOG_PROBS, WHOLE)["log_probs"]
+    adapted = tiny_policy()
+    add_lora(adapted, LoraSettings(rank=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
+    engine = make(adapted, OPTIM)
+    with engine.without_adapters():
+        assert torch.equal(engine.forward(rows, LOG_PROBS, WHOLE)["log_probs"], base)
+    assert not torch.equal(engine.forward(rows, LOG_PROBS, WHOLE)["log_probs"], base)
+    with pytest.raises(AssertionError, match="no adapters to leave out"):
+        make(tiny_policy(), OPTIM).without_adapters()

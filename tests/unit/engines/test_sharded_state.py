@@ -15,9 +15,9 @@ from sharded_runs import EVEN, Run, ask, build, dealt, save_tiny, train, weights
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import Ask, BatchLimits
+from hybridflow.engines import Ask, BatchLimits, Held
 from hybridflow.engines.micro_batches import split_further
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, TrainingError
 from hybridflow.observability.metrics import Metrics
@@ -259,3 +259,23 @@ def test_no_rows_on_one_rank_give_empty_outputs(folder: str) -> None:
         "log_probs": (0, 9),
         "entropy": (0, 9),
     }
+
+
+def held_parts(rank: int, run: Run) -> list[Held]:
+    engine = build(run, 2)
+    batch, loss = dealt(run, engine)
+    engine.train_mini_batch(batch, ask(run), loss, run.limits)
+    return list(engine.held_weights())
+
+
+def test_held_weights_of_all_ranks_are_the_whole_model(two_ranks: Ranks, folder: str) -> None:
+    fsdp = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16"))
+    first, second = two_ranks.run(held_parts, Run(folder, fsdp=fsdp))
+    names = [name for name, _ in build(Run(folder), 1).module.named_parameters()]
+    assert [each.name for each in first] == [each.name for each in second] == names
+    for one, two in zip(first, second, strict=True):
+        assert one.shape == two.shape and one.box != two.box and (one.box & two.box) is None
+        assert one.box.numel + two.box.numel == torch.Size(one.shape).numel()
+        for each in (one, two):
+            assert tuple(each.tensor.shape) == each.box.shape
+            assert (each.tensor.dtype, each.compute_dtype) == (torch.float32, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.distributed.shards import local, own_box
+from hybridflow.engines.fsdp.sharding import held_weights
 from hybridflow.errors import RolloutError
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
@@ -28,10 +30,9 @@ from ranks import Ranks
 CPU = torch.device("cpu")
 
 
-def twin_of(model: PolicyModel, dtype: torch.dtype | None = None, **settings: Any) -> Twin:
-    return Twin(
-        model, dtypes={name: dtype or p.dtype for name, p in model.named_parameters()}, device=CPU, **settings
-    )
+def twin_of(model: PolicyModel, **settings: Any) -> Twin:
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    return Twin(model, dtypes=dtypes, device=CPU, **settings)
 
 
 def gather(rank: int, how: str, bucket: int) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def gather(rank: int, how: str, bucket: int) -> dict[str, Any]:
     own = sum(own_box(tensor).numel for tensor in held.values())
     for name, tensor in held.items():
         assert torch.equal(local(tensor), wanted[name][own_box(tensor).within(boxes[name])])
-    reshard = Reshard(lambda: held, boxes, dict.fromkeys(held, torch.float32), bucket_bytes=bucket)
+    reshard = Reshard(partial(held_weights, model, {}), boxes, bucket_bytes=bucket)
     out = {name: torch.full(box.shape, torch.nan) for name, box in boxes.items()}
     reshard.run(out)
     assert all(torch.equal(out[name], wanted[name]) for name in wanted)
@@ -72,7 +73,7 @@ def cast(rank: int) -> None:
     held = dict(model.named_parameters())
     for to in (torch.bfloat16, torch.float64):
         boxes = {name: Box.whole(tensor.shape) for name, tensor in held.items()}
-        reshard = Reshard(lambda: held, boxes, dict.fromkeys(held, to))
+        reshard = Reshard(partial(held_weights, model, dict.fromkeys(held, to)), boxes)
         out = {name: torch.empty(box.shape, dtype=to) for name, box in boxes.items()}
         reshard.run(out)
         whole = {
@@ -109,7 +110,9 @@ def sleep_and_wake(rank: int, lora: bool) -> dict[str, Any]:
     ]
     spread(model, "fsdp")
     twin = twin_of(model, lora=settings)
-    engine = NativeEngine(twin.policy, eos_token_ids=[2], source=GatheredTwin(model, twin))
+    engine = NativeEngine(
+        twin.policy, eos_token_ids=[2], source=GatheredTwin(partial(held_weights, model, {}), twin)
+    )
     with pytest.raises(RolloutError, match="wake_up"):
         engine.generate(asked)
     engine.wake_up()
@@ -155,7 +158,7 @@ def test_a_sharded_policy_generates_on_gathered_weights_that_sleep_frees(
 def release_again(rank: int, rests: bool) -> list[int]:
     model = spread(policy(), "fsdp")
     twin = twin_of(model)
-    source: WeightSource = GatheredTwin(model, twin)
+    source: WeightSource = GatheredTwin(partial(held_weights, model, {}), twin)
     if rests:
         source = OffloadedSource(Resting(), source)  # type: ignore[arg-type]
     held = []
@@ -188,7 +191,7 @@ def test_weights_may_be_released_before_they_came_and_again_and_come_back(
 def broken(rank: int, how: str) -> str:
     model = spread(policy(), "fsdp")
     twin = twin_of(model)
-    weights = GatheredTwin(model, twin)
+    weights = GatheredTwin(partial(held_weights, model, {}), twin)
     run = weights.reshard.run
 
     def damage(out: dict[str, torch.Tensor]) -> None:
@@ -229,7 +232,7 @@ def lockstep(rank: int, kind: str, how: str, lora: bool) -> dict[str, Any]:
     replica = ReplicaRanks.of_this_rank(2)
     held = {name: own_box(tensor).numel for name, tensor in spread(model, how).named_parameters()}
     twin = twin_of(model, lora=settings, replica=replica)
-    source = GatheredTwin(model, twin)
+    source = GatheredTwin(partial(held_weights, model, {}), twin)
     engine = NativeEngine(twin.policy, eos_token_ids=[2], source=source, replica=replica, max_num_seqs=5)
     engine.wake_up()
     received = source.reshard.bytes_received

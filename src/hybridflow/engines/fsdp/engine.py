@@ -8,21 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.mesh import EngineMesh
+from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import local, piece_for, placed_like
-from hybridflow.engines.base import LossFn
+from hybridflow.engines.base import Held, LossFn
 from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
-from hybridflow.engines.fsdp.sharding import before_micro_batch, reshard
+from hybridflow.engines.fsdp.sharding import before_micro_batch, held_weights, reshard
 from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.optimizer import MasterAdamW
 from hybridflow.errors import CheckpointError
 from hybridflow.models.ask import Answers, Ask, answer
-from hybridflow.models.lora import saved_names
+from hybridflow.models.export import save_config, save_hf, save_hf_sharded
+from hybridflow.models.lora import adapters_off, has_adapters, saved_names
+from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.progress import progress
 
 
@@ -97,6 +101,47 @@ class FSDPEngine(MicroBatchEngine):
     def _apply(self, lr: float) -> None:
         with self.offloader.moments():
             super()._apply(lr)
+
+    @property
+    def policy(self) -> PolicyModel:
+        """The module, which is a policy; its parameters may be shards."""
+        assert isinstance(self.module, PolicyModel), f"the model of {self.name} is no policy"
+        return self.module
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that hold this model together."""
+        if self.mesh is None:
+            return 1
+        return self.mesh.sizes.world_size
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of rows of the policy's head."""
+        return int(self.policy.head.weight.shape[0])
+
+    def held_weights(self) -> Iterator[Held]:
+        """See `TrainEngine.held_weights`."""
+        return held_weights(self.module, self.compute_dtypes)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """See `TrainEngine.without_adapters`."""
+        assert has_adapters(self.module), f"the model of {self.name} has no adapters to leave out"
+        return adapters_off(self.module)
+
+    def export_hf(self, folder: str | Path, *, with_weights: bool = True) -> None:
+        """See `TrainEngine.export_hf`."""
+        policy = self.policy
+        dtype = policy.source_dtype
+        if not with_weights:
+            if rank_and_size()[0] == 0:
+                save_config(policy, folder)
+            return
+        with self.offloader.parameters():
+            if dist.is_initialized():
+                save_hf_sharded(policy, folder, dtype=dtype, dtypes=self.compute_dtypes)
+            else:
+                save_hf(policy, folder, dtype=dtype)
 
     @property
     def is_offloaded(self) -> bool:

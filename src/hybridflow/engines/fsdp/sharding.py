@@ -6,7 +6,7 @@ mini-batch already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,6 +21,8 @@ from torch.distributed.fsdp import (
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.distributed.mesh import EngineMesh
+from hybridflow.distributed.shards import local, own_box
+from hybridflow.engines.base import Held
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -87,6 +89,23 @@ def widen_trained(module: nn.Module) -> dict[str, torch.dtype]:
 def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
     """Yield the modules whose parameters are gathered together, the root among them."""
     return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def held_weights(module: nn.Module, compute_dtypes: Mapping[str, torch.dtype]) -> Iterator[Held]:
+    """Yield the parts of parameters that this rank holds; gathered parameters are freed first.
+
+    `compute_dtypes` has the compute dtypes of parameters that are kept in a wider one, by name.
+    """
+    reshard(module)
+    for name, parameter in module.named_parameters():
+        yield Held(
+            name=name,
+            shape=tuple(parameter.shape),
+            box=own_box(parameter),
+            tensor=local(parameter),
+            compute_dtype=compute_dtypes.get(name, parameter.dtype),
+            trained=parameter.requires_grad,
+        )
 
 
 def before_micro_batch(module: nn.Module, *, last: bool, keep_gathered: bool) -> None:

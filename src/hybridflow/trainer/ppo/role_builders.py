@@ -184,7 +184,7 @@ class RoleBuilders:
         """Raise ModelError for a model that has no log-prob for some token of the actor's; rows of padding
         may be more or fewer.
         """
-        theirs = engine.module.get_parameter("head.weight").shape[0]
+        theirs = engine.vocabulary
         ours = self.facts.vocabulary
         if theirs < ours:
             raise ModelError(

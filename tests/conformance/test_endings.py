@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from subjects import END, Outputs, Subject, prompts, requests_for
 
 from hybridflow.protocol.prompt import Prompt
@@ -81,6 +84,29 @@ def test_min_tokens_and_ignore_eos(subject: Subject) -> None:
     ).values():
         assert output.finish_reason == "stop" and len(output.token_ids) == 5
         assert output.token_ids.index(END) == 4  # the first four may not end it
+
+
+def test_a_response_that_was_cut_goes_on(subject: Subject) -> None:
+    given = prompts(6, seed=12)
+    requests = requests_for(given, greedy=True, ignore_eos=True, max_tokens=12, repetition_penalty=1.3)
+    whole = subject.run(requests)
+    cut = []
+    for place, request in enumerate(requests):
+        part = whole[place]
+        size = 2 * place
+        begun = replace(
+            part,
+            token_ids=part.token_ids[:size],
+            log_probs=part.log_probs[:size],
+            policy_versions=[-7] * size,
+        )
+        cut.append(request.continued(begun))
+    for place, output in subject.run(cut).items():
+        wanted = whole[place]
+        assert output.token_ids == wanted.token_ids and output.finish_reason == wanted.finish_reason
+        assert output.log_probs == pytest.approx(wanted.log_probs, abs=1e-4)
+        size = 2 * place
+        assert output.policy_versions == [-7] * size + wanted.policy_versions[size:]
 
 
 def test_abort(subject: Subject) -> None:

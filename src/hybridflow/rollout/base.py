@@ -9,7 +9,7 @@ Tokens in, tokens out: text is for templates and rewards, and a sampled token is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -106,9 +106,41 @@ class SamplingParams:
         return not self.takes_argmax and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
+TopTokens = list[tuple[int, float]]
+"""(id, log-prob) of the most probable tokens at one place, the most probable first."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The part of a response that a request has already; the tuples are equally long. RolloutError where they
+    are not.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    """Nats, as in `GenerationOutput`."""
+    policy_versions: tuple[int, ...] = ()
+    """Version of the weights that sampled each token."""
+    top_log_probs: tuple[TopTokens, ...] | None = None
+    """As in `GenerationOutput`."""
+
+    def __post_init__(self) -> None:
+        columns = (self.token_ids, self.log_probs, self.policy_versions, self.top_log_probs)
+        lengths = [len(column) for column in columns if column is not None]
+        if len(set(lengths)) > 1:
+            raise RolloutError(
+                f"begun has {lengths[0]} tokens, {lengths[1]} log-probs, {lengths[2]} versions"
+                f"{f' and {lengths[3]} top log-probs' if len(lengths) > 3 else ''}: give one of each for "
+                "each token"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to be sampled."""
+    """One response to be sampled, or continued."""
 
     request_id: int
     """Row id, unique within a call."""
@@ -118,11 +150,28 @@ class GenerationRequest:
     """Key of this request's draws, for example `derive_seed(seed, "rollout", step, row)`; nothing else enters
     its random numbers.
     """
+    begun: Begun = Begun()
+    """What was generated of the response before. It is part of the context and of the output; max_tokens,
+    min_tokens, the repetition penalty and stop texts count it, and draws go on at the place where it stopped.
+    """
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """Token ids of the prompt, placeholders included."""
         return self.prompt.token_ids
+
+    @property
+    def context(self) -> Units:
+        """Identity of what the next token follows: the prompt and what was generated before."""
+        return self.prompt.key + self.begun.token_ids
+
+    def continued(self, output: GenerationOutput) -> GenerationRequest:
+        """Return the request that goes on after `output`, which is this one's response so far."""
+        top = None
+        if output.top_log_probs is not None:
+            top = tuple(output.top_log_probs)
+        begun = Begun(tuple(output.token_ids), tuple(output.log_probs), tuple(output.policy_versions), top)
+        return replace(self, begun=begun)
 
     @property
     def deal_key(self) -> Units:
@@ -153,7 +202,7 @@ class GenerationOutput:
     """Reason of the failure, when `finish_reason` is "error"."""
     stop_reason: int | str | None = None
     """Token or text that ended the response, when `finish_reason` is "stop"."""
-    top_log_probs: list[list[tuple[int, float]]] | None = None
+    top_log_probs: list[TopTokens] | None = None
     """For each token, (id, log-prob) of the most probable ones at its place, the most probable first; None
     where not asked for.
     """
@@ -171,7 +220,7 @@ class PartialOutput:
     token_ids: list[int]
     log_probs: list[float]
     """Nats, as in `GenerationOutput`."""
-    top_log_probs: list[list[tuple[int, float]]] | None = None
+    top_log_probs: list[TopTokens] | None = None
     """As in `GenerationOutput`."""
 
 

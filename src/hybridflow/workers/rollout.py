@@ -38,22 +38,11 @@ class RolloutWorker(ExactRollout):
         self.owned = owned
 
     @register(dispatch_mode=Dispatch.DP_DEAL)
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, policy_version: int
-    ) -> list[GenerationOutput]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
         """Answer all requests, in their order; afterwards the KV cache and gathered weights are freed.
 
-        `policy_version` is the version of the actor's current weights. Raises RolloutError where this
-        replica's own weights are older.
+        The engine says of each token which version of the weights has sampled it.
         """
-        if self.pushed is None and self.owned is None:
-            self.engine.set_version(policy_version)
-        elif self.engine.policy_version < policy_version:
-            raise RolloutError(
-                f"rollout rank {self.rank} was asked to generate with weights of version {policy_version} "
-                "and has those of version "
-                f"{self.engine.policy_version}: an update did not reach it"
-            )
         try:
             # on all ranks, also on those without a request: they send their shards to the others
             self.engine.wake_up()
@@ -71,12 +60,28 @@ class RolloutWorker(ExactRollout):
         """
         if self.pushed is not None:
             self.pushed.update(self.engine, shares, version)
+            self._confirm(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def renew_weights(self, *, version: int) -> None:
-        """Load the weights of the policy in this process, unless the engine shares them."""
+        """Take over the weights of the policy in this process as `version`: load them where the engine has
+        its own, and else note that the shared ones have changed.
+
+        Raises RolloutError where they did not arrive.
+        """
         if self.owned is not None:
             self.owned.update(self.engine, version)
+        else:
+            self.engine.set_version(version)
+        self._confirm(version)
+
+    def _confirm(self, version: int) -> None:
+        reported = self.engine.policy_version
+        if reported != version:
+            raise RolloutError(
+                f"rollout rank {self.rank} was given weights of version {version} and has those of version "
+                f"{reported}: the update did not reach it"
+            )
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def stats(self) -> RolloutStats:
@@ -87,19 +92,18 @@ class RolloutWorker(ExactRollout):
 class RolloutGroup(WorkerGroup[RolloutWorker]):
     """The driver's view of the rollout: replicas of `tensor_model_parallel_size` ranks each."""
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, policy_version: int
-    ) -> list[GenerationOutput]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
         """See `RolloutWorker.generate`; requests of one prompt go to one replica, outputs keep the order of
         requests.
         """
-        return self.call(RolloutWorker.generate, requests, policy_version=policy_version)
+        return self.call(RolloutWorker.generate, requests)
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
-        """Send the actor's weights, called `version` from now on, to replicas that have their own.
+        """Give all replicas the actor's weights, called `version` from now on.
 
-        Nothing is sent where all replicas share the actor's module. Raises RolloutError where the two share
-        processes and the rollout is not on all processes of the actor.
+        Where replicas share the actor's module nothing is sent, and they learn its version. Raises
+        RolloutError where an update does not reach a replica, and where the two share processes and the
+        rollout is not on all processes of the actor.
         """
         if self.backend.together(actor.role, self.role):
             if self.world_size < actor.world_size:

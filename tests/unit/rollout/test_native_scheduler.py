@@ -29,7 +29,7 @@ class Line(Scheduler):
         """(ids, nothing to compute, keep) of what enters next with `free` rows."""
         batch = self.next_batch(self.max_rows - free, find=self.at_hand)
         self.kept |= {admission.prompt for admission in batch if admission.keep}
-        return [([r.request_id for r in a.requests], a.start == a.stop, a.keep) for a in batch]
+        return [([r.request_id for r in a.entering], a.start == a.stop, a.keep) for a in batch]
 
 
 def test_a_group_enters_whole_where_it_fits_and_keeps_its_prompt_where_not() -> None:
@@ -70,7 +70,7 @@ def test_rows_enter_in_batches_while_others_run() -> None:
 
 def test_removed_requests_do_not_enter() -> None:
     scheduler = Line(requests_for([(4,), (5,)], n=2), max_rows=8, max_batched_tokens=10)
-    assert [one.request.request_id for one in scheduler.remove({0, 1, 3})] == [0, 1, 3]
+    assert [one.request_id for one in scheduler.remove({0, 1, 3})] == [0, 1, 3]
     assert scheduler.batch(8) == [([2], False, False)]
 
 

@@ -8,7 +8,6 @@ import pytest
 from test_rollout_worker import EOS, LORA, actor_engine, actor_worker, folder, learn, model, requests, tokens  # noqa: F401
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.errors import RolloutError
 from hybridflow.models.attention import ATTENTION_NAME
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.hf.engine import HFEngine
@@ -29,8 +28,10 @@ def test_it_shares_the_actors_module(folder: str) -> None:  # noqa: F811
     )
     seen = []
     for version in (0, 1):
-        outputs = worker.generate(requests(), policy_version=version)
-        assert tokens(outputs) == tokens(ours.generate(requests(), policy_version=version))
+        for each in (worker, ours):
+            each.renew_weights(version=version)
+        outputs = worker.generate(requests())
+        assert tokens(outputs) == tokens(ours.generate(requests()))
         assert {each for output in outputs for each in output.policy_versions} == {version}
         seen.append(tokens(outputs))
         learn(engine)  # with our attention
@@ -45,11 +46,9 @@ def test_it_takes_pushed_weights(folder: str) -> None:  # noqa: F811
     learn(engine)
     worker.update_weights([actor.export_buckets(1)], version=1)
     shared = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    assert tokens(worker.generate(requests(), policy_version=1)) == tokens(
-        shared.generate(requests(), policy_version=1)
-    )
-    with pytest.raises(RolloutError, match="version 2"):
-        worker.generate(requests(), policy_version=2)
+    outputs = worker.generate(requests())
+    assert tokens(outputs) == tokens(shared.generate(requests()))
+    assert {each for output in outputs for each in output.policy_versions} == {1}
 
 
 def generate_on_ranks(rank: int, folder: str, lora: bool) -> dict[str, Any]:  # noqa: F811
@@ -60,7 +59,8 @@ def generate_on_ranks(rank: int, folder: str, lora: bool) -> dict[str, Any]:  # 
     )
     found = []
     for version in (0, 1):
-        found.append(tokens(worker.generate(requests(), policy_version=version)))
+        worker.renew_weights(version=version)
+        found.append(tokens(worker.generate(requests())))
         learn(engine)
     assert isinstance(worker.engine, HFEngine)
     resting = sum(parameter.untyped_storage().nbytes() for parameter in worker.engine.model.parameters())
@@ -76,8 +76,8 @@ def test_it_generates_for_a_sharded_actor_what_one_process_does(
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(HF, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     expected = []
-    for version in (0, 1):
-        expected.append(tokens(alone.generate(requests(), policy_version=version)))
+    for _ in range(2):
+        expected.append(tokens(alone.generate(requests())))
         learn(engine)
     for found in two_ranks.run(generate_on_ranks, folder, lora):
         assert found["tokens"] == expected and found["resting"] == 0

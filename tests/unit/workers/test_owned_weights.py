@@ -73,7 +73,7 @@ def expected(folder: str, updates: int, lora: LoraSettings | None = None) -> lis
     for _ in range(updates):
         learn(engine)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    return tokens(alone.generate(requests(), policy_version=0))
+    return tokens(alone.generate(requests()))
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
@@ -91,19 +91,18 @@ def test_it_generates_with_what_was_pushed_before_the_step(
     actor, rollout = ActorGroup(house, "actor"), RolloutGroup(house, "rollout")
     learn(engine)
     rollout.update_from(actor, 1)
-    outputs = rollout.generate(requests(), policy_version=1)
+    outputs = rollout.generate(requests())
     assert tokens(outputs) == expected(folder, 1, lora) and {
         each for output in outputs for each in output.policy_versions
     } == {1}
     own = house.worker("rollout").engine  # type: ignore[attr-defined]
     keep, own.update_weights = own.update_weights, lambda weights, version: None
     learn(engine)
-    rollout.update_from(actor, 2)
     with pytest.raises(RolloutError, match="version 2 and has those of version 1"):
-        rollout.generate(requests(), policy_version=2)
+        rollout.update_from(actor, 2)
     own.update_weights = keep
     rollout.update_from(actor, 2)
-    assert tokens(rollout.generate(requests(), policy_version=2)) == expected(folder, 2, lora)
+    assert tokens(rollout.generate(requests())) == expected(folder, 2, lora)
 
 
 def push_on_ranks(rank: int, folder: str, lora: LoraSettings | None) -> Any:
@@ -111,7 +110,7 @@ def push_on_ranks(rank: int, folder: str, lora: LoraSettings | None) -> Any:
     worker = worker_of(folder, engine, lora)
     learn(engine)
     worker.renew_weights(version=1)
-    return tokens(worker.generate(requests(), policy_version=1))
+    return tokens(worker.generate(requests()))
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])

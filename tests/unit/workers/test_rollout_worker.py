@@ -125,11 +125,11 @@ def test_in_one_process_the_module_is_shared_and_nothing_moves(folder: str) -> N
     worker = rollout.backend.worker("rollout")  # type: ignore[attr-defined]
     assert isinstance(worker, RolloutWorker) and isinstance(worker.engine, NativeEngine)
     assert worker.engine.policy is engine.module and worker.pushed is None
-    before = tokens(rollout.generate(requests(), policy_version=0))
+    before = tokens(rollout.generate(requests()))
     learn(engine)
     rollout.update_from(actor, 1)
     assert actor.backend.worker("actor")._export is None, "nothing was put together"  # type: ignore[attr-defined]
-    after = rollout.generate(requests(), policy_version=1)
+    after = rollout.generate(requests())
     assert tokens(after) != before and {
         version for output in after for version in output.policy_versions
     } == {1}
@@ -160,18 +160,19 @@ def test_a_replica_of_its_own_generates_with_what_was_pushed(folder: str) -> Non
         found = {output.request_id: output for output in together.generate(requests())}
         return tokens([found[request.request_id] for request in requests()])
 
-    outputs = rollout.generate(requests(), policy_version=0)
+    outputs = rollout.generate(requests())
     assert tokens(outputs) == wanted(), "both begin as the folder says"
     learn(engine)
-    with pytest.raises(RolloutError, match="version 1 and has those of version 0"):
-        rollout.generate(requests(), policy_version=1)
+    stale = rollout.generate(requests())
+    assert tokens(stale) == tokens(outputs), "it says what it has, whoever asks"
+    assert {version for output in stale for version in output.policy_versions} == {0}
     rollout.update_from(actor, 1)
-    again = rollout.generate(requests(), policy_version=1)
+    again = rollout.generate(requests())
     assert tokens(again) == wanted() != tokens(outputs)
     assert {version for output in again for version in output.policy_versions} == {1}
     # a step that changed nothing (its learning rate was 0, or it was skipped) is no error
     rollout.update_from(actor, 2)
-    assert tokens(rollout.generate(requests(), policy_version=2)) == wanted()
+    assert tokens(rollout.generate(requests())) == wanted()
 
 
 def test_a_push_that_does_not_bring_the_weights_is_an_error(folder: str) -> None:
@@ -254,7 +255,8 @@ def generate_on_ranks(rank: int, folder: str, tensor: int, lora: bool, calls: li
     )
     found = []
     for version in (0, 1):
-        outputs = worker.generate(*calls[rank].args, policy_version=version)
+        worker.renew_weights(version=version)
+        outputs = worker.generate(*calls[rank].args)
         found.append(outputs)
         assert {each for output in outputs for each in output.policy_versions} <= {version}
         learn(engine)
@@ -272,13 +274,13 @@ def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     mesh = MeshInfo(2, (("dp", 2 // tensor), ("tp", tensor)))
-    deal = Dispatch.DP_DEAL.split(Call((requests(),), {"policy_version": 0}), mesh)
+    deal = Dispatch.DP_DEAL.split(Call((requests(),), {}), mesh)
     assert tensor == 2 or all(
         call is not None and 0 < len(call.args[0]) < len(requests()) for call in deal.calls
     )
     ranks = two_ranks.run(generate_on_ranks, folder, tensor, lora, deal.calls)
     for version in (0, 1):
-        expected = alone.generate(requests(), policy_version=version)
+        expected = alone.generate(requests())
         results = [found["outputs"][version] for rank, found in enumerate(ranks) if mesh.is_leader(rank)]
         together = Dispatch.DP_DEAL.collect(results, mesh, deal)
         assert tokens(together) == tokens(expected)
@@ -300,7 +302,7 @@ def empty_part(rank: int, folder: str) -> int:
     worker = build_rollout_worker(
         RolloutConfig(), actor_engine=actor_engine(folder, 2), model=model(folder), eos_token_ids=EOS
     )
-    return len(worker.generate(requests()[:1] if rank == 0 else [], policy_version=0))
+    return len(worker.generate(requests()[:1] if rank == 0 else []))
 
 
 def test_a_rank_without_requests_sends_its_shards(two_ranks: Ranks, folder: str) -> None:
@@ -316,13 +318,13 @@ def push_on_ranks(rank: int, folder: str, tensor: int, lora: bool) -> dict[str, 
     worker = build_rollout_worker(
         config, actor_engine=None, model=model(folder), eos_token_ids=EOS, lora=settings
     )
-    before = worker.generate(requests(), policy_version=0)
+    before = worker.generate(requests())
     learn(engine)
     own = actor.export_buckets(1)
     shares: list[WeightShare] = [own, own]
     dist.all_gather_object(shares, own)
     worker.update_weights(shares, version=1)
-    after = worker.generate(requests(), policy_version=1)
+    after = worker.generate(requests())
     learn(engine)
     with pytest.raises(RolloutError, match="version 2"):  # of rank 1's tensors none arrive
         late = actor.export_buckets(2)
@@ -343,9 +345,9 @@ def test_shards_are_pushed_to_replicas_of_their_own(
 ) -> None:
     engine = actor_engine(folder, lora=LORA if lora else None)
     alone = build_rollout_worker(RolloutConfig(), actor_engine=engine, model=model(folder), eos_token_ids=EOS)
-    expected = [tokens(alone.generate(requests(), policy_version=0))]
+    expected = [tokens(alone.generate(requests()))]
     learn(engine)
-    expected.append(tokens(alone.generate(requests(), policy_version=1)))
+    expected.append(tokens(alone.generate(requests())))
     found = two_ranks.run(push_on_ranks, folder, tensor, lora)
     for rank in found:
         assert [tokens(rank["before"]), tokens(rank["after"])] == expected and expected[0] != expected[1]

@@ -101,7 +101,8 @@ def test_rollout_answers_in_the_order_of_the_requests_with_the_weights_of_now() 
     house = House()
     sampling = SamplingParams(max_tokens=6, temperature=0.7, ignore_eos=True)
     requests = [GenerationRequest(row, Prompt((3 + row, 4)), sampling, seed=row) for row in (7, 3, 5)]
-    outputs = house.rollout.generate(requests, policy_version=4)
+    house.rollout.update_from(house.actor, 4)
+    outputs = house.rollout.generate(requests)
     assert [output.request_id for output in outputs] == [7, 3, 5]
     assert all(output.policy_versions == [4] * 6 for output in outputs)
     stats = house.rollout.stats().as_metrics()
@@ -112,7 +113,8 @@ def test_rollout_answers_in_the_order_of_the_requests_with_the_weights_of_now() 
     )
     pointers = [parameter.data_ptr() for parameter in house.policy.parameters()]
     house.actor.update(prepared(house), PLAN)
-    again = house.rollout.generate(requests, policy_version=5)
+    house.rollout.update_from(house.actor, 5)
+    again = house.rollout.generate(requests)
     assert [parameter.data_ptr() for parameter in house.policy.parameters()] == pointers
     columns = make_rows(
         [list(request.prompt_token_ids) for request in requests],

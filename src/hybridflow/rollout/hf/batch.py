@@ -37,6 +37,13 @@ class Row:
     stop_reason: int | str | None = None
     error: str | None = None
 
+    def __post_init__(self) -> None:
+        begun = self.request.begun
+        self.tokens.extend(begun.token_ids)
+        self.log_probs.extend(begun.log_probs)
+        self.versions.extend(begun.policy_versions)
+        self.top.extend(begun.top_log_probs or ())
+
     def record(self, choice: Choice, version: int, texts: StopTexts | None) -> None:
         """Append the next token, and finish the row where that token ends it."""
         if not abs(choice.log_prob) < float("inf"):

@@ -23,12 +23,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from hybridflow.errors import RolloutError
 from hybridflow.models.probe import difference, probe_tolerance
+from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
 from hybridflow.rollout.hf.batch import Batch, Ended, Row
 from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
-from hybridflow.rollout.requests import check_ids, refused, request_problem
+from hybridflow.rollout.requests import aborted, check_ids, refused, request_problem
 from hybridflow.rollout.unused_memory import give_back
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class HFEngine:
         wanted = set(request_ids)
         waiting = [request for request in self._waiting if request.request_id in wanted]
         self._waiting = [request for request in self._waiting if request.request_id not in wanted]
-        outputs = [GenerationOutput(request.request_id, [], [], "abort", []) for request in waiting]
+        outputs = [aborted(request) for request in waiting]
         if self._batch is not None:
             outputs += [row.output() for row in self._batch.abort(wanted)]
         return outputs
@@ -185,10 +186,14 @@ class HFEngine:
             with torch.no_grad(), own_attention(self.model):
                 model: Any = self.model
                 model.generate(
-                    **padded([request.prompt_token_ids for request in requests], filler, self.model.device),
+                    **padded(
+                        [token_ids_of(request.context) for request in requests], filler, self.model.device
+                    ),
                     generation_config=GenerationConfig(
                         do_sample=False,
-                        max_new_tokens=max(request.sampling.max_tokens for request in requests),
+                        max_new_tokens=max(
+                            request.sampling.max_tokens - len(request.begun) for request in requests
+                        ),
                         pad_token_id=filler,
                         use_cache=True,
                     ),
@@ -211,8 +216,8 @@ class HFEngine:
         return frozenset(ends)
 
     def _count(self, batch: Batch, seconds: float) -> None:
-        self._stats.generated_tokens += sum(len(row.tokens) for row in batch.rows)
-        self._stats.prefill_tokens += sum(len(row.request.prompt_token_ids) for row in batch.rows)
+        self._stats.generated_tokens += sum(len(row.tokens) - len(row.request.begun) for row in batch.rows)
+        self._stats.prefill_tokens += sum(len(row.request.context) for row in batch.rows)
         self._stats.decode_steps += max(0, batch.steps - 1)
         self._stats.max_rows = max(self._stats.max_rows, len(batch.rows))
         self._stats.seconds += seconds

@@ -28,8 +28,9 @@ from hybridflow.rollout.native.prefill import Piece, compute, cut_into_passes
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixStore
 from hybridflow.rollout.native.row_numbers import end_tokens
 from hybridflow.rollout.native.rows import RowTable
-from hybridflow.rollout.native.scheduler import Admission, Aside, Scheduler, Waiting
+from hybridflow.rollout.native.scheduler import Admission, Scheduler
 from hybridflow.rollout.native.stop_text import StopTexts
+from hybridflow.rollout.requests import aborted
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,13 @@ class Generation:
         return self.rows.count == 0 and self.scheduler.num_waiting == 0
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
-        """Return the tokens of running and preempted requests beyond the first `since[request_id]` ones."""
+        """Return the tokens of running and begun requests beyond the first `since[request_id]` ones."""
         rows = [row for row, request in enumerate(self.rows.requests) if request.request_id in since]
         known = [since[self.rows.requests[row].request_id] for row in rows]
         partials = self.rows.new_tokens(rows, known)
         if len(rows) < len(since):
-            waiting = [one for one in self.scheduler.waiting if one.request.request_id in since]
-            partials += [_partial(one.aside.so_far, since) for one in waiting if one.aside is not None]
+            waiting = [one for one in self.scheduler.waiting if one.request_id in since]
+            partials += [_begun_beyond(one, since[one.request_id]) for one in waiting if one.begun]
         return partials
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
@@ -136,19 +137,17 @@ class Generation:
         if self.rows.count:
             self._preempt()
             outputs += self._decode()
-        self.stats.generated_tokens += sum(len(output.token_ids) for output in outputs)
         self.stats.seconds += perf_counter() - started
         return outputs
 
     @torch.no_grad()
     def abort(self, request_ids: set[int]) -> list[GenerationOutput]:
         """End these requests between two steps; the others go on."""
-        outputs = [_so_far(one) for one in self.scheduler.remove(request_ids)]
+        outputs = [aborted(request) for request in self.scheduler.remove(request_ids)]
         running = [row for row, request in enumerate(self.rows.requests) if request.request_id in request_ids]
         if running:
             outputs += self._leave(running, aborted=True)
         self._drop_pieces()
-        self.stats.generated_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
     def close(self) -> None:
@@ -230,19 +229,15 @@ class Generation:
             ),
         )
 
-    def _add_rows(self, entering: Sequence[Waiting], weights: Sequence[int]) -> None:
-        """Add rows for requests whose prompts are in their slots; `weights` are the states of their keys."""
-        start = self.rows.count
-        requests = [one.request for one in entering]
+    def _add_rows(self, requests: Sequence[GenerationRequest], weights: Sequence[int]) -> None:
+        """Add rows for requests whose contexts are in their slots; `weights` are the states of their keys."""
         eos = self.settings.eos_token_ids
         stops = [end_tokens(request.sampling, eos) for request in requests]
         self.rows.grow(self.cache.num_slots, max(request.sampling.max_tokens for request in requests))
         self.rows.add(requests, stops)
-        for row, (one, state) in enumerate(zip(entering, weights), start):
-            self._entered[one.request.request_id] = (self._num_entered, state)
+        for request, state in zip(requests, weights):
+            self._entered[request.request_id] = (self._num_entered, state)
             self._num_entered += 1
-            if one.aside is not None:
-                self.rows.restore(row, one.aside.row)
         self.stats.max_rows = max(self.stats.max_rows, self.rows.count)
 
     def _prefill(self, batch: list[Admission], start: int) -> list[Tensor]:
@@ -303,7 +298,7 @@ class Generation:
         if not admission.keep:
             self.prefixes.release(prompt)
             return
-        current = bool(own) and self._entered[admission.requests[0].request_id][1] == self._seen.state
+        current = bool(own) and self._entered[admission.entering[0].request_id][1] == self._seen.state
         if current and not self.prefixes.holds(prompt) and self._evict_for(len(prompt)):
             self.prefixes.keep(prompt, self.cache.read(own[0], len(prompt)), state.clone(), pinned=True)
 
@@ -343,8 +338,8 @@ class Generation:
         row = max(
             range(self.rows.count), key=lambda row: self._entered[self.rows.requests[row].request_id][0]
         )
-        aside = Aside(self.rows.copy_of(row), self.rows.outputs([row], "abort")[0])
-        self.scheduler.put_back([Waiting(self.rows.requests[row], aside)])
+        so_far = self.rows.outputs([row], "abort")[0]
+        self.scheduler.put_back(self.rows.requests[row].continued(so_far))
         self._remove([row])
 
     def _decode(self) -> list[GenerationOutput]:
@@ -365,6 +360,7 @@ class Generation:
         """Sample the next token of the rows from `start` on, from their hidden states [n, H]; those that
         finish by it leave.
         """
+        self.stats.generated_tokens += self.rows.count - start
         finished = self.rows.choose(start, self.policy.logits(hidden), self._seen.version)
         leaving = (finished.nonzero()[:, 0] + start).tolist()  # the one wait for the device in a step
         return self._leave(leaving)
@@ -408,16 +404,12 @@ def _slots(batch: Sequence[Admission], start: int) -> list[list[int]]:
     return slots
 
 
-def _partial(output: GenerationOutput, since: Mapping[int, int]) -> PartialOutput:
-    """Return the tokens of a preempted request that its caller does not have."""
-    number = output.request_id
-    start = since[number]
-    top = output.top_log_probs and output.top_log_probs[start:]
-    return PartialOutput(number, start, output.token_ids[start:], output.log_probs[start:], top)
-
-
-def _so_far(waiting: Waiting) -> GenerationOutput:
-    """Return the tokens of a waiting request: none, or those that it had when it was preempted."""
-    if waiting.aside is not None:
-        return waiting.aside.so_far
-    return GenerationOutput(waiting.request.request_id, [], [], "abort", [])
+def _begun_beyond(request: GenerationRequest, start: int) -> PartialOutput:
+    """Return the tokens of a waiting request that its caller does not have."""
+    begun = request.begun
+    top = None
+    if begun.top_log_probs is not None:
+        top = list(begun.top_log_probs[start:])
+    return PartialOutput(
+        request.request_id, start, list(begun.token_ids[start:]), list(begun.log_probs[start:]), top
+    )

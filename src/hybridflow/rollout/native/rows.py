@@ -1,25 +1,27 @@
 """The running rows as a table: one tensor per column, row i in slot i, rows 0..count-1 in use.
 
 A decode step reads and writes whole columns, so that it is a handful of tensor operations whatever the number
-of rows. Rows are moved, preempted and restored in all columns alike. A column that few requests need has no
+of rows. Rows are moved in all columns alike. A column that few requests need has no
 width until one of them comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import (
+    Begun,
     FinishReason,
     GenerationOutput,
     GenerationRequest,
     PartialOutput,
+    TopTokens,
 )
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
@@ -35,19 +37,9 @@ from hybridflow.rollout.native.stop_text import StopTexts
 
 LOOSE = 4
 """A column that is more than this many times as wide as its rows need is narrowed."""
-TopTokens = list[tuple[int, float]]
-"""(id, log-prob) of the most probable tokens at one place, the most probable first."""
 TOKEN_COLUMNS = ("tokens", "log_probs", "versions")
 FILLING = {"stops": -1}
 """Filling of the empty places of a column where it is not 0."""
-
-
-@dataclass(frozen=True)
-class SavedRow:
-    """State of a preempted row besides its request."""
-
-    columns: dict[str, Tensor]
-    top: list[TopTokens]
 
 
 class RowTable:
@@ -140,26 +132,8 @@ class RowTable:
         if column.shape[1] > LOOSE * max(width, 1):
             setattr(self, name, column[:, :width].clone())
 
-    def copy_of(self, row: int) -> SavedRow:
-        """Return a copy of a row's state, for the time that it is preempted."""
-        return SavedRow(
-            {name: column[row].clone() for name, column in self._columns.items()}, list(self.top[row])
-        )
-
-    def restore(self, row: int, saved: SavedRow) -> None:
-        """Give a row that was just added the state of `copy_of`; its newest token is in the slot, too."""
-        for name, value in saved.columns.items():
-            column = getattr(self, name)[row]
-            if value.dim():  # columns may have become wider or narrower, never narrower than this row
-                width = min(len(value), len(column))
-                column[:width] = value[:width]
-            else:
-                column.copy_(value)
-        self.top[row] = list(saved.top)
-        self.length[row] += 1
-
     def add(self, requests: Sequence[GenerationRequest], stops: Sequence[Sequence[int]]) -> None:
-        """Append rows whose prompts are in their slots; `stops` are the ending tokens of each."""
+        """Append rows whose contexts are in their slots; `stops` are the ending tokens of each."""
         rows = slice(self.count, self.count + len(requests))
         numbers = [row_numbers(*one, self.vocabulary) for one in zip(requests, stops, strict=True)]
         self.grow(rows.stop, max(request.sampling.max_tokens for request in requests))
@@ -180,7 +154,19 @@ class RowTable:
         self.needs += [one.needs for one in numbers]
         self._fill_edits(rows)
         self.ended_by += [None] * len(requests)
-        self.top += [[] for _ in requests]
+        self.top += [list(request.begun.top_log_probs or ()) for request in requests]
+        for row, request in enumerate(requests, rows.start):
+            if request.begun:
+                self._fill_begun(row, request.begun)
+
+    def _fill_begun(self, row: int, begun: Begun) -> None:
+        """Give a new row the part of its response that was generated before; all of it is in the slot."""
+        size = len(begun)
+        for name, values in zip(TOKEN_COLUMNS, (begun.token_ids, begun.log_probs, begun.policy_versions)):
+            column: Tensor = getattr(self, name)
+            column[row, :size] = torch.tensor(values, dtype=column.dtype, device=self.device)
+        self.generated[row] = size
+        self.length[row] += size
 
     def _fill_edits(self, rows: slice) -> None:
         """Fill the columns of what changes the logits of new rows, where they or others ask for it."""
@@ -190,8 +176,8 @@ class RowTable:
             asking = plan.rows(sampling.REPETITION)
             self._fit("history", max(_most_tokens(self.requests[row]) for row in asking))
             for row in (row for row in asking if row >= rows.start):
-                prompt = self.requests[row].prompt_token_ids
-                self.history[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
+                known = token_ids_of(self.requests[row].context)
+                self.history[row, : len(known)] = torch.tensor(known, device=self.device)
         if any(one.logit_bias for one in new):
             asking = plan.rows(sampling.LOGIT_BIAS)
             widest = max(len(self.requests[row].sampling.logit_bias) for row in asking)

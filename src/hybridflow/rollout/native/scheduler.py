@@ -5,7 +5,7 @@
               └── preempted rows
 
 A prompt that is longer than a pass is computed in chunks (chunked prefill), and enters with the last.
-Waiting requests with the same prompt key form a group, which is prefilled once. Because groups enter in
+Waiting requests with the same context form a group, which is prefilled once. Because groups enter in
 order, at most one group has entered only in part, and at most one prompt is in chunked prefill.
 """
 
@@ -14,43 +14,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hybridflow.protocol.prompt import Units
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest
+from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.native.prefixes import LEAST, Prefix
-
-if TYPE_CHECKING:
-    from hybridflow.rollout.native.rows import SavedRow
-
-
-@dataclass(frozen=True, eq=False)
-class Aside:
-    """State of a preempted row, to go on from there."""
-
-    row: SavedRow
-    so_far: GenerationOutput
-
-
-@dataclass(frozen=True, eq=False)
-class Waiting:
-    """A waiting request."""
-
-    request: GenerationRequest
-    aside: Aside | None = None
-
-    @property
-    def context(self) -> Units:
-        """Tokens that have to be in its slot before its next token can be sampled."""
-        if self.aside is None:
-            return self.request.prompt.key
-        return self.request.prompt.key + tuple(self.aside.so_far.token_ids)
 
 
 @dataclass(eq=False)
 class _Group:
     context: Units
-    waiting: deque[Waiting] = field(default_factory=deque)
+    waiting: deque[GenerationRequest] = field(default_factory=deque)
     computed: int = 0
     """Tokens that chunked prefill has computed so far."""
 
@@ -60,8 +33,8 @@ class Admission:
     """Part of a prefill pass: tokens of one prompt, and the requests that enter with them."""
 
     prompt: Units
-    """Units that all of these requests share."""
-    entering: list[Waiting]
+    """Context that all of these requests share."""
+    entering: list[GenerationRequest]
     """Empty where the chunk is not the prompt's last."""
     start: int
     """Tokens that are in the cache already: a prefix hit, or earlier chunks."""
@@ -71,11 +44,6 @@ class Admission:
     """Prefix hit of the first `start` tokens; None: they are in the slot of the earlier chunks."""
     keep: bool
     """More requests of this prompt wait: its keys and values must be kept."""
-
-    @property
-    def requests(self) -> list[GenerationRequest]:
-        """Requests that enter."""
-        return [one.request for one in self.entering]
 
     @property
     def continues(self) -> bool:
@@ -111,7 +79,7 @@ class Scheduler:
         return sum(len(group.waiting) for group in self._groups)
 
     @property
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[GenerationRequest]:
         """Waiting requests, the next one first."""
         return [one for group in self._groups for one in group.waiting]
 
@@ -130,21 +98,22 @@ class Scheduler:
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests to their prompt's group, or to the end of the queue."""
         for request in requests:
-            group = self._by_context.get(request.prompt.key)
+            context = request.context
+            group = self._by_context.get(context)
             if group is None:
-                group = self._by_context[request.prompt.key] = _Group(request.prompt.key)
+                group = self._by_context[context] = _Group(context)
                 self._groups.append(group)
-            group.waiting.append(Waiting(request))
+            group.waiting.append(request)
 
-    def put_back(self, rows: Sequence[Waiting]) -> None:
-        """Put preempted rows at the front, in this order; a prompt in chunked prefill begins anew."""
+    def put_back(self, request: GenerationRequest) -> None:
+        """Put a preempted request at the front; a prompt in chunked prefill begins anew."""
         self.begin_anew()
-        for one in reversed(rows):
-            group = self._by_context.get(one.context)
-            if group is None:
-                group = self._by_context[one.context] = _Group(one.context)
-                self._groups.appendleft(group)
-            group.waiting.appendleft(one)
+        context = request.context
+        group = self._by_context.get(context)
+        if group is None:
+            group = self._by_context[context] = _Group(context)
+            self._groups.appendleft(group)
+        group.waiting.appendleft(request)
 
     def begin_anew(self) -> None:
         """Forget the chunks that were computed of a prompt."""
@@ -211,12 +180,12 @@ class Scheduler:
                 del self._by_context[self._groups.popleft().context]
         return batch
 
-    def remove(self, request_ids: set[int]) -> list[Waiting]:
+    def remove(self, request_ids: set[int]) -> list[GenerationRequest]:
         """Take these requests out of the queue and return those that were in it."""
         removed = []
         for group in self._groups:
-            removed += [one for one in group.waiting if one.request.request_id in request_ids]
-            group.waiting = deque(one for one in group.waiting if one.request.request_id not in request_ids)
+            removed += [one for one in group.waiting if one.request_id in request_ids]
+            group.waiting = deque(one for one in group.waiting if one.request_id not in request_ids)
         self._groups = deque(group for group in self._groups if group.waiting)
         self._by_context = {group.context: group for group in self._groups}
         return removed

@@ -28,7 +28,15 @@ from hybridflow.rollout.base import (
 )
 from hybridflow.rollout.openai.calls import Calls
 from hybridflow.rollout.openai.wire import completion_body, finish_of, read_completion, sampling_fields
-from hybridflow.rollout.requests import check_ids, refused
+from hybridflow.rollout.requests import (
+    aborted,
+    check_ids,
+    refused,
+    request_problem,
+    rest_of,
+    rest_problem,
+    whole_of,
+)
 
 try:
     import httpx
@@ -85,6 +93,7 @@ class OpenAIEngine:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._stats = RolloutStats()
         self._calls: Calls[GenerationOutput] | None = None
+        self._requests: dict[int, GenerationRequest] = {}
 
     @property
     def policy_version(self) -> int:
@@ -126,7 +135,7 @@ class OpenAIEngine:
         if self._calls is None:
             return []
         ended = self._calls.cancel(set(request_ids))
-        return [GenerationOutput(request_id, [], [], "abort", []) for request_id in ended]
+        return [aborted(self._requests[request_id]) for request_id in ended]
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """Yield one output for each request, as they finish; a request that fails for good has the finish
@@ -148,6 +157,7 @@ class OpenAIEngine:
                 "generate() was called while another one is running: read its outputs to the end first"
             )
         started = perf_counter()
+        self._requests = {request.request_id: request for request in requests}
         jobs = {request.request_id: partial(self._one, request) for request in requests}
         self._calls = Calls(jobs, self._client, self.max_concurrent)
         try:
@@ -187,13 +197,14 @@ class OpenAIEngine:
         return httpx.AsyncClient(headers=self._headers, limits=limits, timeout=httpx.Timeout(self.deadline))
 
     async def _one(self, request: GenerationRequest, client: httpx.AsyncClient) -> GenerationOutput:
-        if not request.prompt_token_ids:
-            return refused(request, "the prompt is empty; at least one token is needed to predict the next")
+        problem = request_problem(request, vocabulary=None, positions=None) or rest_problem(request)
+        if problem is not None:
+            return refused(request, problem)
         try:
-            body = completion_body(request, self.model, extended=self.extended)
-            return read_completion(
-                await self._post(client, "/completions", body), request, self.policy_version
-            )
+            rest = rest_of(request)
+            body = completion_body(rest, self.model, extended=self.extended)
+            answer = await self._post(client, "/completions", body)
+            return whole_of(request, read_completion(answer, rest, self.policy_version))
         except (RolloutError, LookupError, TypeError, ValueError) as error:
             return refused(request, self._said(error))
 

@@ -18,10 +18,16 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
+from hybridflow.rollout.base import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    RolloutStats,
+    TopTokens,
+)
 from hybridflow.rollout.push.receiver import NOTHING
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Runner, Submission
-from hybridflow.rollout.requests import check_ids, refused, request_problem
+from hybridflow.rollout.requests import check_ids, refused, request_problem, rest_of, rest_problem, whole_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +37,13 @@ PARTS = ("weights", "kv_cache")
 
 @dataclass
 class _Row:
-    """A response so far."""
+    """A response so far, of which the request itself has what was begun."""
 
     request: GenerationRequest
     version: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    top: list[TopTokens] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         self.token_ids.extend(piece.token_ids)
@@ -48,36 +54,26 @@ class _Row:
 
     def abandoned(self, error: str | None = None) -> GenerationOutput:
         """Return the tokens so far, as aborted or, with `error`, as lost."""
-        versions = [self.version] * len(self.token_ids)
-        reason = self.request.request_id, self.token_ids, self.log_probs
-        top = self._top()
         if error is None:
-            return GenerationOutput(*reason, "abort", versions, top_log_probs=top)
-        return GenerationOutput(
-            *reason, "error", versions, f"request {self.request.request_id}: {error}", top_log_probs=top
-        )
+            return self._output("abort")
+        return self._output("error", f"request {self.request.request_id}: {error}")
 
     def done(self, piece: Piece) -> GenerationOutput:
         """Return the whole output, of which `piece` is the last part."""
         if piece.finish == "error":
             return self.abandoned(piece.error)
         assert piece.finish is not None
-        versions = [self.version] * len(self.token_ids)
-        return GenerationOutput(
-            self.request.request_id,
-            self.token_ids,
-            self.log_probs,
-            piece.finish,
-            versions,
-            None,
-            piece.stop_reason,
-            self._top(),
-        )
+        return self._output(piece.finish, stop_reason=piece.stop_reason)
 
-    def _top(self) -> list[list[tuple[int, float]]] | None:
-        if self.request.sampling.top_log_probs:
-            return self.top
-        return None
+    def _output(
+        self, reason: FinishReason, error: str | None = None, stop_reason: int | str | None = None
+    ) -> GenerationOutput:
+        versions = [self.version] * len(self.token_ids)
+        number = self.request.request_id
+        rest = GenerationOutput(
+            number, self.token_ids, self.log_probs, reason, versions, error, stop_reason, self.top
+        )
+        return whole_of(self.request, rest)
 
 
 class PushedEngine(ABC):
@@ -239,12 +235,13 @@ class PushedEngine(ABC):
             else:
                 good.append(request)
         self._running = {request.request_id: _Row(request, version) for request in good}
-        self._stats.prefill_tokens = sum(len(prompt) for prompt in {request.prompt for request in good})
+        self._stats.prefill_tokens = sum(len(context) for context in {request.context for request in good})
         self._stats.max_rows = len(good)
         self._busy = True
         try:
+            rests = [rest_of(request) for request in good]
             yield from self._answers(
-                [Submission(r.request_id, r.prompt_token_ids, self.params(r)) for r in good]
+                [Submission(rest.request_id, rest.prompt_token_ids, self.params(rest)) for rest in rests]
             )
         finally:
             self._stats.seconds = time.perf_counter() - began
@@ -277,9 +274,8 @@ class PushedEngine(ABC):
 
     def _problem(self, request: GenerationRequest) -> str | None:
         facts = self._facts
-        return request_problem(
-            request, vocabulary=facts["vocabulary"], positions=facts["positions"]
-        ) or self.cannot(request)
+        problem = request_problem(request, vocabulary=facts["vocabulary"], positions=facts["positions"])
+        return problem or rest_problem(request) or self.cannot(rest_of(request))
 
     @abstractmethod
     def cannot(self, request: GenerationRequest) -> str | None:

@@ -144,7 +144,7 @@ class Trajectories:
         )
         nothing = RequestBatch([], [], [])
         # a step's own leave validation out
-        scored = self._make(requests, nothing, step, version=step, timers=("val_gen", "val_reward"))
+        scored = self._make(requests, nothing, step, timers=("val_gen", "val_reward"))
         return scored.batch, scored.metrics
 
     def _training_rows(
@@ -178,7 +178,7 @@ class Trajectories:
             )
         if self.with_demonstrations:
             demonstrations = one_more_each(sampled, sampling, first_row=first_row + len(requests))
-        scored = self._make(requests, demonstrations, step, version=step - 1, timers=("gen", "reward"))
+        scored = self._make(requests, demonstrations, step, timers=("gen", "reward"))
         batch = scored.batch
         dropped = scored.dropped
         metrics = scored.metrics
@@ -210,14 +210,13 @@ class Trajectories:
         demonstrations: RequestBatch,
         step: int,
         *,
-        version: int,
         timers: tuple[str, str],
     ) -> Scored:
         """Return responses to `requests`, then the answers of the data to `demonstrations`, as scored rows in
         this order.
         """
         with self.timer(timers[0]):
-            outputs = self.rollout.generate(requests.requests, policy_version=version)
+            outputs = self.rollout.generate(requests.requests)
         outputs = [*outputs, *demonstration_outputs(demonstrations)]
         batch = collate(requests + demonstrations, outputs, self.tokenizer, step=step)
         with self.timer(timers[1]):

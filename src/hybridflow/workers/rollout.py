@@ -8,7 +8,7 @@ engine with own weights     the same call pushes weights into the engine, wherev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybridflow.controller import Dispatch, WorkerGroup, register
 from hybridflow.errors import RolloutError
@@ -18,6 +18,9 @@ from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.exact import ExactRollout
+
+Finished = Callable[[GenerationOutput], None]
+"""Called with each output as soon as it is there."""
 
 
 class RolloutWorker(ExactRollout):
@@ -39,7 +42,11 @@ class RolloutWorker(ExactRollout):
 
     @register(dispatch_mode=Dispatch.DP_DEAL)
     def generate(
-        self, requests: Sequence[GenerationRequest], *, policy_version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        policy_version: int,
+        finished: Finished | None = None,
     ) -> list[GenerationOutput]:
         """Answer all requests, in their order; afterwards the KV cache and gathered weights are freed.
 
@@ -57,11 +64,14 @@ class RolloutWorker(ExactRollout):
         try:
             # on all ranks, also on those without a request: they send their shards to the others
             self.engine.wake_up()
-            outputs = progress.results(self.engine.generate(requests), len(requests))
-            finished = {output.request_id: output for output in outputs}
+            outputs: dict[int, GenerationOutput] = {}
+            for output in progress.results(self.engine.generate(requests), len(requests)):
+                outputs[output.request_id] = output
+                if finished is not None:
+                    finished(output)
         finally:
             self.engine.sleep()
-        return [finished[request.request_id] for request in requests]
+        return [outputs[request.request_id] for request in requests]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:
@@ -88,12 +98,27 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     """The driver's view of the rollout: replicas of `tensor_model_parallel_size` ranks each."""
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, policy_version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        policy_version: int,
+        finished: Finished | None = None,
     ) -> list[GenerationOutput]:
         """See `RolloutWorker.generate`; requests of one prompt go to one replica, outputs keep the order of
         requests.
+
+        `finished` hears of each output once: at once where the workers are in this process, else when all are
+        there.
         """
-        return self.call(RolloutWorker.generate, requests, policy_version=policy_version)
+        if self.backend.in_process:
+            return self.call(
+                RolloutWorker.generate, requests, policy_version=policy_version, finished=finished
+            )
+        outputs = self.call(RolloutWorker.generate, requests, policy_version=policy_version)
+        if finished is not None:
+            for output in outputs:
+                finished(output)
+        return outputs
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
         """Send the actor's weights, called `version` from now on, to replicas that have their own.

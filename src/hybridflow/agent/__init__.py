@@ -1,12 +1,18 @@
 """The agent room: prompt rows become trajectories by talking to the policy."""
 
-from hybridflow.agent.collate import collate
+from hybridflow.agent.collate import collate, place_scores
 from hybridflow.agent.single_turn import (
-    Generate,
     RequestBatch,
     build_requests,
     demonstration_outputs,
     one_more_each,
 )
 
-__all__ = ["Generate", "RequestBatch", "build_requests", "collate", "demonstration_outputs", "one_more_each"]
+__all__ = [
+    "RequestBatch",
+    "build_requests",
+    "collate",
+    "demonstration_outputs",
+    "one_more_each",
+    "place_scores",
+]

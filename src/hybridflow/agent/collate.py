@@ -1,63 +1,103 @@
-"""Trajectories to a DataProto, with the new columns `response_mask`, `uid`, `row_id` and the rollout's
-log-probs.
+"""Trajectories become a DataProto: the only way to the batch of a step.
+
+Trajectory, … ──collate──► prompts, responses, masks, log-probs, versions, scores, ids; one row a lineage
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from hybridflow.agent.single_turn import RequestBatch
-from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import RolloutError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
-from hybridflow.rollout.base import GenerationOutput
+from hybridflow.protocol.trajectory import Trajectory
 
-ROWS_PER_STEP = 1 << 32
-"""Row ids are step · ROWS_PER_STEP + row, which is unique in a run."""
+GROUPS_PER_STEP = 1 << 20
+"""The number of a group is step · GROUPS_PER_STEP + its number in the step."""
+SAMPLES_PER_GROUP = 1 << 12
+ROWS_PER_TRAJECTORY = 1 << 10
 
 
-def collate(
-    batch: RequestBatch, outputs: Sequence[GenerationOutput], tokenizer: Tokenizer, *, step: int
-) -> DataProto:
-    """Make a DataProto with one row for each request, in their order.
+def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
+    """Make a DataProto with a row for each lineage, in the order of the trajectories.
 
-    Tensors: prompts, responses, input_ids, attention_mask, response_mask, loss_mask, rollout_log_probs [B, R]
-    float32 nats, policy_version [B, R] int32, row_id [B]. Object columns: uid, finish_reason, solution_str
-    and the prompt row's own fields. RolloutError where a request failed.
+    Tensors: prompts, responses, input_ids, attention_mask, response_mask, loss_mask; on sampled tokens
+    rollout_log_probs [B, R] float32 nats and policy_version [B, R] int32, which are 0 and -1 elsewhere;
+    trajectory_id, lineage and row_id [B] int64, ascending by (group, sample, lineage). Where trajectories are
+    scored, token_level_scores [B, R] float32 has the score on the last sampled token of each one's last row.
+    Object columns: uid of the group, finish_reason, and what the trajectories have in `extra`. No trajectory
+    may have failed.
     """
-    failed = [output for output in outputs if output.finish_reason == "error"]
-    if failed:
-        raise RolloutError(
-            f"{len(failed)} of {len(outputs)} requests failed; the first, row {failed[0].request_id}: "
-            f"{failed[0].error}"
-        )
-    responses = [output.token_ids for output in outputs]
-    pad = tokenizer.pad_token_id
-    assert pad is not None, "the tokenizer loader sets a pad token"
-    tensors = make_rows([request.prompt_token_ids for request in batch.requests], responses, int(pad))
-    count, width = tensors["responses"].shape
-    log_probs = torch.zeros(count, width)
-    versions = torch.full((count, width), -1, dtype=torch.int32)
-    for row, output in enumerate(outputs):
-        size = len(output.token_ids)
-        log_probs[row, :size] = torch.tensor(output.log_probs)
-        versions[row, :size] = torch.tensor(output.policy_versions, dtype=torch.int32)
+    assert not any(trajectory.failed for trajectory in trajectories), "a failed trajectory is never a row"
+    rows = [(trajectory, lineage) for trajectory in trajectories for lineage in trajectory.lineages]
+    tensors = make_rows(
+        [lineage.prompt.token_ids for _, lineage in rows],
+        [lineage.response_ids for _, lineage in rows],
+        pad_token_id,
+        response_masks=[lineage.sampled_mask for _, lineage in rows],
+    )
+    mask = tensors["response_mask"]
+    segments = [segment for _, lineage in rows for segment in lineage.segments if segment.sampled]
+    log_probs = torch.zeros(mask.shape)
+    log_probs[mask] = torch.tensor([value for segment in segments for value in segment.log_probs])
+    versions = torch.full(mask.shape, -1, dtype=torch.int32)
+    versions[mask] = torch.tensor(
+        [version for segment in segments for version in segment.versions], dtype=torch.int32
+    )
+    ids = [trajectory_id(trajectory) for trajectory in trajectories for _ in trajectory.lineages]
+    places = [place for trajectory in trajectories for place in range(len(trajectory.lineages))]
     tensors |= {
-        "loss_mask": tensors["response_mask"].clone(),
+        "loss_mask": mask.clone(),
         "rollout_log_probs": log_probs,
         "policy_version": versions,
-        "row_id": torch.tensor([request.request_id for request in batch.requests]) + step * ROWS_PER_STEP,
+        "trajectory_id": torch.tensor(ids, dtype=torch.int64),
+        "lineage": torch.tensor(places, dtype=torch.int64),
+        "row_id": torch.tensor(ids, dtype=torch.int64) * ROWS_PER_TRAJECTORY
+        + torch.tensor(places, dtype=torch.int64),
     }
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    columns = {
-        "uid": batch.uids,
-        "finish_reason": [output.finish_reason for output in outputs],
-        "solution_str": texts,
-        "data_source": [row.row.get("data_source") for row in batch.rows],
-        "ground_truth": [(row.row.get("reward_model") or {}).get("ground_truth") for row in batch.rows],
-        "extra_info": [row.row.get("extra_info") or {} for row in batch.rows],
+    if all(trajectory.reward is not None for trajectory in trajectories):
+        scores = [
+            trajectory.reward if lineage is trajectory.lineages[-1] else 0.0 for trajectory, lineage in rows
+        ]
+        tensors["token_level_scores"] = place_scores(torch.tensor(scores, dtype=torch.float32), mask)
+    columns: dict[str, list[Any]] = {
+        "uid": [uid(trajectory) for trajectory, _ in rows],
+        "finish_reason": [_FINISH_REASONS[trajectory.outcome.kind] for trajectory, _ in rows],
     }
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.extra)
+    columns |= {name: [trajectory.extra.get(name) for trajectory, _ in rows] for name in names}
     return DataProto.from_dict(tensors, columns)
+
+
+_FINISH_REASONS = {"finished": "stop", "truncated": "length"}
+
+
+def trajectory_id(trajectory: Trajectory) -> int:
+    """Return a number of the trajectory that is unique in a run and ascends with (group, sample)."""
+    assert trajectory.sample < SAMPLES_PER_GROUP and len(trajectory.lineages) <= ROWS_PER_TRAJECTORY, (
+        f"sample {trajectory.sample} with {len(trajectory.lineages)} rows: a group has at most "
+        f"{SAMPLES_PER_GROUP} samples, a sample at most {ROWS_PER_TRAJECTORY} rows"
+    )
+    return trajectory.group * SAMPLES_PER_GROUP + trajectory.sample
+
+
+def uid(trajectory: Trajectory) -> str:
+    """Return the name of the trajectory's group, "step-number"."""
+    step, number = divmod(trajectory.group, GROUPS_PER_STEP)
+    return f"{step}-{number}"
+
+
+def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """Return scores [B] as [B, R], each on the last sampled token of its row.
+
+    A row without sampled tokens gets none.
+    """
+    placed = torch.zeros(response_mask.shape, dtype=scores.dtype)
+    rows = response_mask.any(-1).nonzero().flatten()
+    if len(rows):  # else there may be no column at all
+        positions = torch.arange(response_mask.shape[1]) * response_mask[rows]
+        placed[rows, positions.max(-1).values] = scores[rows]
+    return placed

@@ -1,37 +1,82 @@
-"""The simplest agent: one prompt, `n` responses.
+"""The simplest agent: one prompt, `n` responses, each a trajectory of one call.
 
-prompt rows ──build_requests──► GenerationRequest × n ──Generate──► GenerationOutput ──collate──► DataProto
+prompt rows ──build_requests──► GenerationRequest × n ──engine──► GenerationOutput ──trajectory──► Trajectory
                    └─one_more_each─► one more in each group: a greedy request, or the data's own answer
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.data.prompts import PromptRow
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
+from hybridflow.protocol.trajectory import (
+    FINISHED,
+    TRUNCATED,
+    Call,
+    Lineage,
+    Outcome,
+    Trajectory,
+    rows_of,
+)
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-
-Generate = Callable[[Sequence[GenerationRequest]], list[GenerationOutput]]
-"""The part of an engine that an agent needs: requests in, outputs in the order of the requests."""
 
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """Requests with their prompt rows and `uid`s; rows of one prompt are neighbours and share a `uid`."""
+    """Requests with their prompt rows, the numbers of their groups, and their numbers in the group; requests
+    of one group are neighbours.
+    """
 
     requests: list[GenerationRequest]
     rows: list[PromptRow]
-    uids: list[str]
+    groups: list[int]
+    samples: list[int]
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def __add__(self, other: RequestBatch) -> RequestBatch:
-        return RequestBatch(self.requests + other.requests, self.rows + other.rows, self.uids + other.uids)
+        return RequestBatch(
+            self.requests + other.requests,
+            self.rows + other.rows,
+            self.groups + other.groups,
+            self.samples + other.samples,
+        )
+
+    def trajectory(self, place: int, output: GenerationOutput, tokenizer: Tokenizer) -> Trajectory:
+        """Return what came of the request at `place`, with its text and the facts that a reward reads."""
+        prompt = Prompt(self.requests[place].prompt_token_ids)
+        row = self.rows[place].row
+        # a response without tokens is a row all the same: it is an answer, and is scored like others
+        lineages = rows_of([Call(prompt, output)]) or (Lineage(prompt),)
+        extra = {
+            "solution_str": tokenizer.decode(output.token_ids, skip_special_tokens=True),
+            "data_source": row.get("data_source"),
+            "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+            "extra_info": row.get("extra_info") or {},
+        }
+        group = self.groups[place]
+        return Trajectory(group, self.samples[place], lineages, outcome_of(output), extra=extra)
+
+
+def outcome_of(output: GenerationOutput) -> Outcome:
+    """Return how a trajectory of one call has ended."""
+    if output.finish_reason == "stop":
+        return FINISHED
+    if output.finish_reason == "length":
+        return TRUNCATED
+    if output.finish_reason == "abort":
+        return Outcome("failed", "cancelled", f"request {output.request_id} was aborted")
+    detail = f"request {output.request_id}: {output.error}"
+    if output.refused:
+        return Outcome("failed", "data", detail)
+    return Outcome("failed", "infrastructure", detail)
 
 
 def build_requests(
@@ -50,30 +95,35 @@ def build_requests(
     """
     requests = []
     rows = []
-    uids = []
+    groups = []
+    samples = []
+    first_group = step * GROUPS_PER_STEP + first_row // n
     for index, prompt in enumerate(prompts):
-        for copy in range(n):
-            row = first_row + index * n + copy
+        for sample in range(n):
+            row = first_row + index * n + sample
             key = derive_seed(seed, purpose, step, row)
             requests.append(GenerationRequest(row, Prompt(tuple(prompt.prompt_token_ids)), sampling, key))
             rows.append(prompt)
-            uids.append(f"{step}-{first_row + index * n}")
-    return RequestBatch(requests, rows, uids)
+            groups.append(first_group + index)
+            samples.append(sample)
+    return RequestBatch(requests, rows, groups, samples)
 
 
-def one_more_each(batch: RequestBatch, sampling: SamplingParams, *, first_row: int) -> RequestBatch:
-    """Make one request for each group of `batch`, with its prompt and its `uid`, numbered from `first_row`.
+def one_more_each(
+    batch: RequestBatch, sampling: SamplingParams, *, first_row: int, sample: int
+) -> RequestBatch:
+    """Make one request for each group of `batch`, as its sample number `sample`, numbered from `first_row`.
 
     It draws nothing (the seed is 0): it is for greedy responses and for rows whose response is known.
     """
-    firsts = {uid: row for row, uid in reversed(list(enumerate(batch.uids)))}
-    uids = list(dict.fromkeys(batch.uids))
-    rows = [firsts[uid] for uid in uids]
+    firsts = {group: row for row, group in reversed(list(enumerate(batch.groups)))}
+    groups = list(dict.fromkeys(batch.groups))
+    rows = [firsts[group] for group in groups]
     requests = [
         GenerationRequest(first_row + number, batch.requests[row].prompt, sampling, 0)
         for number, row in enumerate(rows)
     ]
-    return RequestBatch(requests, [batch.rows[row] for row in rows], uids)
+    return RequestBatch(requests, [batch.rows[row] for row in rows], groups, [sample] * len(groups))
 
 
 def demonstration_outputs(batch: RequestBatch) -> list[GenerationOutput]:

@@ -23,6 +23,11 @@ class Backend(Protocol):
     `args` and `kwargs` (`Call.arguments_id`), so that a backend which must copy them does so once.
     """
 
+    @property
+    def in_process(self) -> bool:
+        """Whether the workers are in the driver's process, so that arguments need not be sent."""
+        ...
+
     def mesh(self, role: str) -> MeshInfo:
         """Return how the ranks of a role are arranged."""
         ...

@@ -20,6 +20,8 @@ from hybridflow.controller.worker_host import Make, WorkerHost
 class LocalBackend:
     """A backend in this process. The worker of a role is built when it is first needed."""
 
+    in_process = True
+
     def __init__(self, make: Make) -> None:
         self.host = WorkerHost(Place(), make)
 

@@ -95,6 +95,16 @@ _ROWS = (
         "version of the weights that sampled it",
     ),
     Field(
+        "trajectory_id",
+        "B",
+        "int64",
+        "",
+        ("collate",),
+        ("metrics",),
+        "sample of a group: the rows of one trajectory share it",
+    ),
+    Field("lineage", "B", "int64", "", ("collate",), ("metrics",), "number of the row in its trajectory"),
+    Field(
         "row_id",
         "B",
         "int64",

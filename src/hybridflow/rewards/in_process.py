@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from hybridflow.rewards.call import call, call_async
 from hybridflow.rewards.exit_guard import ExitGuard
 from hybridflow.rewards.load import is_async
-from hybridflow.rewards.request import Outcome, ScoreRequest
+from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
 from hybridflow.rewards.table import RewardFunction
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ class InProcessScorer:
         if guard is None:
             self._guard.install()
         logger.info("reward.num_workers=0: scoring in this process, where reward.timeout has no effect")
+
+    def open(self) -> OpenScoring:
+        """Return where requests are collected; they are scored when the outcomes are wanted."""
+        return _Collected(self)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """The outcomes, in the order of the requests."""
@@ -67,6 +71,23 @@ class InProcessScorer:
     def close(self) -> None:
         """Put back `os._exit`; no process is to be ended."""
         self._guard.remove()
+
+
+class _Collected:
+    """Requests that wait until all have come: in this process nothing could be scored beside generation."""
+
+    def __init__(self, scorer: InProcessScorer) -> None:
+        self._scorer = scorer
+        self._requests: list[ScoreRequest] = []
+
+    def add(self, request: ScoreRequest) -> None:
+        self._requests.append(request)
+
+    def outcomes(self) -> list[Outcome]:
+        return self._scorer.score(self._requests)
+
+    def close(self) -> None:
+        self._requests.clear()
 
 
 def load_guarded(load: Callable[[], RewardFunction]) -> tuple[RewardFunction, ExitGuard]:

@@ -1,6 +1,6 @@
 """Rows in, scores out; `reward.on_error` decides about the rows whose reward function failed.
 
-requests ─► scorer (pool or in process) ─► outcomes ─► raise | score 0 | drop ─► ScoredBatch
+requests, one by one ─► scorer (pool or in process) ─► outcomes ─► raise | score 0 | drop ─► ScoredBatch
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.request import Outcome, Scorer, ScoreRequest
+from hybridflow.rewards.request import OpenScoring, Outcome, Scorer, ScoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,9 @@ class ScoredBatch:
 
     scores: list[float]
     extras: dict[str, list[Any]]
-    dropped: list[bool]
-    """True where the reward failed and reward.on_error=drop leaves the row out of the loss; its score is 0.
+    dropped: list[str]
+    """Kind of the error where the reward failed and reward.on_error=drop leaves the row out; else empty. The
+    score of such a row is 0.
     """
     num_errors: int
     """Number of rows whose reward failed, timeouts among them."""
@@ -55,13 +56,29 @@ class RewardManager:
         self._function = function
         self._shown = False
 
+    def open(self) -> RewardSession:
+        """Begin to score rows that come one by one."""
+        return RewardSession(self, self._scorer.open())
+
     def score(self, rows: Sequence[ScoreRequest]) -> ScoredBatch:
-        """Score the rows.
+        """Score rows that are all there. Raises what `RewardSession.result` does."""
+        with self.open() as session:
+            for place, row in enumerate(rows):
+                session.add(place, row)
+            return session.result()
+
+    def outcomes(self, rows: Sequence[ScoreRequest]) -> list[Outcome]:
+        """Score the rows and return each outcome, before `reward.on_error` is applied."""
+        with self.open() as session:
+            for place, row in enumerate(rows):
+                session.add(place, row)
+            return session.outcomes()
+
+    def judge(self, rows: Sequence[ScoreRequest], outcomes: Sequence[Outcome], seconds: float) -> ScoredBatch:
+        """Apply `reward.on_error` to the outcomes of the rows, which were waited for so many seconds.
 
         Raises RewardError for the first row whose reward failed, if `reward.on_error` is raise.
         """
-        started = time.perf_counter()
-        outcomes = self.outcomes(rows)
         failed = [position for position, outcome in enumerate(outcomes) if outcome.error]
         first_traceback = None
         if failed:
@@ -70,19 +87,18 @@ class RewardManager:
             if self._on_error == "raise":
                 raise RewardError(self._refusal(first_traceback, first))
             self._warn(first_traceback, len(failed), len(rows))
+        dropped = [""] * len(rows)
+        if self._on_error == "drop":
+            dropped = [outcome.error for outcome in outcomes]
         return ScoredBatch(
             scores=[outcome.score for outcome in outcomes],
             extras=_columns(outcomes, zero_failed=self._on_error == "zero"),
-            dropped=[bool(outcome.error) and self._on_error == "drop" for outcome in outcomes],
+            dropped=dropped,
             num_errors=len(failed),
             num_timeouts=sum(outcome.error == "timeout" for outcome in outcomes),
             first_traceback=first_traceback,
-            metrics=_metrics(outcomes, time.perf_counter() - started),
+            metrics=_metrics(outcomes, seconds),
         )
-
-    def outcomes(self, rows: Sequence[ScoreRequest]) -> list[Outcome]:
-        """Score the rows and return each outcome, before `reward.on_error` is applied."""
-        return self._scorer.score(list(rows))
 
     def close(self) -> None:
         """End the scoring processes."""
@@ -127,6 +143,46 @@ class RewardManager:
             self._on_error,
             report,
         )
+
+
+class RewardSession:
+    """Rows that are scored while more of them come. Leaving it without a result ends what is under way."""
+
+    def __init__(self, manager: RewardManager, scoring: OpenScoring) -> None:
+        self._manager = manager
+        self._scoring = scoring
+        self._places: list[int] = []
+        self._rows: list[ScoreRequest] = []
+
+    def add(self, place: int, row: ScoreRequest) -> None:
+        """Have one more row scored, the one at `place` of the batch."""
+        self._places.append(place)
+        self._rows.append(row)
+        self._scoring.add(row)
+
+    def outcomes(self) -> list[Outcome]:
+        """Wait for all outcomes; return them in the order of the rows' places."""
+        found = self._scoring.outcomes()
+        return [found[number] for number in self._order()]
+
+    def result(self) -> ScoredBatch:
+        """Wait for all scores, in the order of the rows' places.
+
+        Raises RewardError for the first row whose reward failed, if `reward.on_error` is raise.
+        """
+        started = time.perf_counter()
+        outcomes = self.outcomes()
+        rows = [self._rows[number] for number in self._order()]
+        return self._manager.judge(rows, outcomes, time.perf_counter() - started)
+
+    def _order(self) -> list[int]:
+        return sorted(range(len(self._places)), key=self._places.__getitem__)
+
+    def __enter__(self) -> RewardSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._scoring.close()
 
 
 def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[Any]]:

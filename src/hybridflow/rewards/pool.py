@@ -1,8 +1,10 @@
 """Scoring in processes of our own, which may be killed: a deadline for each sample, whatever the function
 does.
 
-    score(requests) ─► hand out ─► worker (socket) ─► collect ─► past the deadline? kill, count, start anew
-                                                                 ─► outcomes in the order of the requests
+    add(request) ─► hand out ─► worker (socket) ─► collect ─► past the deadline? kill, count, start anew
+                                                              ─► outcomes in the order of the requests
+
+A thread does this from `open` to the last outcome, so that requests may come while others are being scored.
 
 The workers are fresh interpreters that import only this room and the reward function: they neither fork the
 trainer (threads, CUDA) nor run its main module again. Each has a keeper (`keeper.py`) as its parent, so that
@@ -36,7 +38,7 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.answers import decode, outcome_of
 from hybridflow.rewards.call import failure, timed_out
 from hybridflow.rewards.channel import Channel, ChannelBroken
-from hybridflow.rewards.request import Outcome, ScoreRequest
+from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
 from hybridflow.rewards.resolve import describe
 from hybridflow.rewards.worker import TICKET_BYTES
 
@@ -54,6 +56,8 @@ MAX_IDLE_DEATHS = 10
 """Workers in a row that may end without having begun a sample."""
 LONGEST_WAIT = 1.0
 """Seconds between two looks at processes that died without closing their socket."""
+OPEN_WAIT = 0.02
+"""Seconds between two looks at the requests, while more of them may come."""
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hybridflow.rewards.keeper import "
@@ -93,14 +97,16 @@ class _Worker:
 
 @dataclass
 class _Batch:
-    requests: Sequence[ScoreRequest]
+    requests: list[ScoreRequest] = field(default_factory=list)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     waiting: deque[int] = field(default_factory=deque)
     second_try: deque[int] = field(default_factory=deque)  # to be run with no other sample beside them
+    complete: bool = False  # no more requests come
+    abandoned: bool = False  # nobody waits for the outcomes
 
     @property
     def done(self) -> bool:
-        return len(self.outcomes) == len(self.requests)
+        return self.complete and len(self.outcomes) == len(self.requests)
 
 
 class RewardPool:
@@ -126,31 +132,45 @@ class RewardPool:
             for _ in range(config.num_workers):
                 self._workers.append(self._launch())
             while not all(worker.slots for worker in self._workers):
-                self._turn(_Batch([]))
+                self._turn(_Batch())
             self._has_started = True
         except BaseException:
             self.close()
             raise
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
-        """Score the requests; a function that fails, hangs or kills its worker gives an Outcome with an
-        error.
+    def open(self) -> OpenScoring:
+        """Begin to score requests that come one by one; several that are open take their turns.
 
-        Raises RewardError if workers can no longer be started.
+        A function that fails, hangs or kills its worker gives an Outcome with an error. `outcomes` raises
+        RewardError if workers can no longer be started.
         """
+        return _PoolScoring(self._run)
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
+        """Score requests that are all there."""
+        scoring = self.open()
+        try:
+            for request in requests:
+                scoring.add(request)
+            return scoring.outcomes()
+        finally:
+            scoring.close()
+
+    def _run(self, batch: _Batch) -> None:
+        """Score the requests of a batch until it is done."""
         with self._lock:
             if self._closed:
                 raise RewardError("the reward pool is closed")
-            batch = _Batch(requests, waiting=deque(range(len(requests))))
             try:
                 while not batch.done:
+                    if batch.abandoned:
+                        raise RewardError("the rewards under way were given up")
                     self._hand_out(batch)
                     if not batch.done:
                         self._turn(batch)
             except BaseException:
                 self.close()  # what is under way belongs to this batch and must not answer a later one
                 raise
-            return [batch.outcomes[position] for position in range(len(requests))]
 
     def close(self) -> None:
         """End all workers, and all processes that the reward function started in them."""
@@ -218,7 +238,10 @@ class RewardPool:
         """Wait for the next event (an answer, a death, a deadline) and deal with all that happened."""
         now = time.monotonic()
         deadlines = [self._deadline(worker) for worker in self._workers]
-        pause = min([LONGEST_WAIT, *(max(0.0, deadline - now) for deadline in deadlines)])
+        longest = LONGEST_WAIT
+        if self._has_started and not batch.complete:
+            longest = OPEN_WAIT
+        pause = min([longest, *(max(0.0, deadline - now) for deadline in deadlines)])
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 events = selectors.EVENT_READ
@@ -349,6 +372,39 @@ class RewardPool:
             batch.outcomes[flight.position] = outcome_after(time.monotonic() - flight.started)
         else:
             batch.second_try.extend(flight.position for flight in flights)
+
+
+class _PoolScoring:
+    """Requests under way in a pool, and the thread that sees to them."""
+
+    def __init__(self, run: Callable[[_Batch], None]) -> None:
+        self._batch = _Batch()
+        self._run = run
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._see_to_it, name="rewards", daemon=True)
+        self._thread.start()
+
+    def add(self, request: ScoreRequest) -> None:
+        batch = self._batch
+        batch.requests.append(request)
+        batch.waiting.append(len(batch.requests) - 1)
+
+    def outcomes(self) -> list[Outcome]:
+        self._batch.complete = True
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return [self._batch.outcomes[position] for position in range(len(self._batch.requests))]
+
+    def close(self) -> None:
+        self._batch.abandoned = True
+        self._thread.join()
+
+    def _see_to_it(self) -> None:
+        try:
+            self._run(self._batch)
+        except BaseException as error:  # raised where the outcomes are waited for
+            self._error = error
 
 
 def _ending(keeper: subprocess.Popen[bytes]) -> str:

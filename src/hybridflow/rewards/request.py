@@ -29,9 +29,25 @@ class Outcome:
     seconds: float = 0.0
 
 
-class Scorer(Protocol):
-    """Answers requests in their order; every failure of the function becomes an Outcome, none is raised."""
+class OpenScoring(Protocol):
+    """Requests that are scored while more of them come."""
 
-    def score(self, requests: list[ScoreRequest]) -> list[Outcome]: ...
+    def add(self, request: ScoreRequest) -> None:
+        """Have one more request scored."""
+        ...
+
+    def outcomes(self) -> list[Outcome]:
+        """Wait for all outcomes; return them in the order in which the requests came."""
+        ...
+
+    def close(self) -> None:
+        """End what is under way, unless all outcomes are there."""
+        ...
+
+
+class Scorer(Protocol):
+    """Answers requests; every failure of the function becomes an Outcome, none is raised."""
+
+    def open(self) -> OpenScoring: ...
 
     def close(self) -> None: ...

@@ -8,7 +8,7 @@ engine with own weights     the same call pushes weights into the engine, wherev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybridflow.controller import Dispatch, WorkerGroup, register
 from hybridflow.errors import RolloutError
@@ -18,6 +18,9 @@ from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.exact import ExactRollout
+
+Finished = Callable[[GenerationOutput], None]
+"""Called with each output as soon as it is there."""
 
 
 class RolloutWorker(ExactRollout):
@@ -38,7 +41,9 @@ class RolloutWorker(ExactRollout):
         self.owned = owned
 
     @register(dispatch_mode=Dispatch.DP_DEAL)
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, finished: Finished | None = None
+    ) -> list[GenerationOutput]:
         """Answer all requests, in their order; afterwards the KV cache and gathered weights are freed.
 
         The engine says of each token which version of the weights has sampled it.
@@ -46,11 +51,14 @@ class RolloutWorker(ExactRollout):
         try:
             # on all ranks, also on those without a request: they send their shards to the others
             self.engine.wake_up()
-            outputs = progress.results(self.engine.generate(requests), len(requests))
-            finished = {output.request_id: output for output in outputs}
+            outputs: dict[int, GenerationOutput] = {}
+            for output in progress.results(self.engine.generate(requests), len(requests)):
+                outputs[output.request_id] = output
+                if finished is not None:
+                    finished(output)
         finally:
             self.engine.sleep()
-        return [finished[request.request_id] for request in requests]
+        return [outputs[request.request_id] for request in requests]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:
@@ -92,11 +100,22 @@ class RolloutWorker(ExactRollout):
 class RolloutGroup(WorkerGroup[RolloutWorker]):
     """The driver's view of the rollout: replicas of `tensor_model_parallel_size` ranks each."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, finished: Finished | None = None
+    ) -> list[GenerationOutput]:
         """See `RolloutWorker.generate`; requests of one prompt go to one replica, outputs keep the order of
         requests.
+
+        `finished` hears of each output once: at once where the workers are in this process, else when all are
+        there.
         """
-        return self.call(RolloutWorker.generate, requests)
+        if self.backend.in_process:
+            return self.call(RolloutWorker.generate, requests, finished=finished)
+        outputs = self.call(RolloutWorker.generate, requests)
+        if finished is not None:
+            for output in outputs:
+                finished(output)
+        return outputs
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
         """Give all replicas the actor's weights, called `version` from now on.

@@ -11,8 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from hybridflow.agent import build_requests, collate
 from hybridflow.agent.single_turn import RequestBatch
 from hybridflow.data.prompts import PromptRow
-from hybridflow.errors import RolloutError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.trajectory import FINISHED, Lineage, Outcome, Segment, Trajectory
 from hybridflow.rollout.base import GenerationOutput, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=8)
@@ -52,13 +54,22 @@ def outputs_for(batch: RequestBatch, *token_ids: list[int]) -> list[GenerationOu
     ]
 
 
+def collated(tokenizer: Any, batch: RequestBatch, *token_ids: list[int]) -> DataProto:
+    trajectories = [
+        batch.trajectory(place, output, tokenizer)
+        for place, output in enumerate(outputs_for(batch, *token_ids))
+    ]
+    return collate(trajectories, tokenizer.pad_token_id)
+
+
 def test_rows_of_a_prompt_are_neighbours_and_share_a_group() -> None:
     batch = requests(n=3)
     assert [request.prompt_token_ids for request in batch.requests] == [(5, 6, 7)] * 3 + [(9,)] * 3
     assert [row.row["data_source"] for row in batch.rows] == ["sums"] * 3 + ["words"] * 3
     assert [request.request_id for request in batch.requests] == list(range(6))
-    assert len(set(batch.uids)) == 2 and batch.uids[0] == batch.uids[2] != batch.uids[3]
-    assert not set(batch.uids) & set(requests(n=3, step=2).uids), "groups of two steps never meet"
+    assert batch.samples == [0, 1, 2] * 2
+    assert len(set(batch.groups)) == 2 and batch.groups[0] == batch.groups[2] != batch.groups[3]
+    assert not set(batch.groups) & set(requests(n=3, step=2).groups), "groups of two steps never meet"
 
 
 def seeds(**changes: Any) -> list[int]:
@@ -78,14 +89,14 @@ def test_parts_of_a_batch_have_the_seeds_and_groups_of_the_whole() -> None:
         for i, p in enumerate(PROMPTS)
     ]
     assert [request for part in parts for request in part.requests] == whole.requests
-    assert [uid for part in parts for uid in part.uids] == whole.uids
+    assert [group for part in parts for group in part.groups] == whole.groups
 
 
 def test_every_number_stands_at_its_token(tokenizer: PreTrainedTokenizerFast) -> None:
-    batch = requests()
+    batch = requests(step=3)
     end = tokenizer.eos_token_id
     answers = [[20, 21, end], [22], [23, 24], [end]]
-    rows = collate(batch, outputs_for(batch, *answers), tokenizer, step=3)
+    rows = collated(tokenizer, batch, *answers)
     pad = tokenizer.pad_token_id
     assert rows.batch["prompts"].tolist() == [[5, 6, 7]] * 2 + [[pad, pad, 9]] * 2
     assert rows.batch["responses"].tolist() == [[20, 21, end], [22, pad, pad], [23, 24, pad], [end, pad, pad]]
@@ -114,7 +125,8 @@ def test_every_number_stands_at_its_token(tokenizer: PreTrainedTokenizerFast) ->
         tokenizer.decode([23, 24]),
         "",
     ]
-    assert columns["uid"] == batch.uids and columns["finish_reason"] == ["stop"] * 4
+    assert columns["uid"] == ["3-0", "3-0", "3-1", "3-1"] and columns["finish_reason"] == ["stop"] * 4
+    assert "token_level_scores" not in rows, "nothing is scored"
     assert columns["data_source"] == ["sums", "sums", "words", "words"]
     assert (
         columns["ground_truth"] == ["4", "4", None, None]
@@ -122,30 +134,63 @@ def test_every_number_stands_at_its_token(tokenizer: PreTrainedTokenizerFast) ->
     )
 
 
-def test_row_ids_are_unique_in_a_run(tokenizer: PreTrainedTokenizerFast) -> None:
-    batch = requests()
-    ids = [
-        row
-        for step in (0, 1, 2, 10**6)
-        for row in collate(batch, outputs_for(batch, *[[5]] * 4), tokenizer, step=step)
-        .batch["row_id"]
-        .tolist()
-    ]
-    assert len(set(ids)) == 16 and max(ids) < 2**63
+def test_row_ids_are_unique_in_a_run_and_ascend(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids: list[int] = []
+    for step in (0, 1, 2, 10**6):
+        rows = collated(tokenizer, requests(step=step), *[[5]] * 4)
+        ids += rows.batch["row_id"].tolist()
+        assert len(set(rows.batch["trajectory_id"].tolist())) == 4
+    assert ids == sorted(ids) and len(set(ids)) == 16 and max(ids) < 2**63
 
 
 def test_an_empty_response_is_a_row_without_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    batch = requests()
-    rows = collate(batch, outputs_for(batch, [], [5], [6, 7], []), tokenizer, step=1)
+    rows = collated(tokenizer, requests(), [], [5], [6, 7], [])
     assert (
         rows.batch["response_mask"].sum(-1).tolist() == [0, 1, 2, 0]
         and rows.non_tensor_batch["solution_str"][0] == ""
     )
 
 
-def test_a_request_that_failed_ends_the_step(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_given_tokens_are_read_and_never_sampled() -> None:
+    """Two rows of one trajectory: sampled, given and sampled tokens; and a row of its own."""
+    first = Lineage(
+        Prompt((1, 2)),
+        (Segment((3, 4), True, (-0.5, -1.5), (7, 7)), Segment((8, 9)), Segment((5,), True, (-2.5,), (8,))),
+    )
+    second = Lineage(Prompt((6,)), (Segment((3,), True, (-0.25,), (8,)),))
+    trajectory = Trajectory(3, 1, (first, second), FINISHED, reward=2.0, extra={"source": "x"})
+    other = Trajectory(4, 0, (Lineage(Prompt((6,)), (Segment((3,), True, (-1.0,), (8,)),)),), reward=-1.0)
+    rows = collate([trajectory, other], 0)
+    assert rows.batch["responses"].tolist() == [[3, 4, 8, 9, 5], [3, 0, 0, 0, 0], [3, 0, 0, 0, 0]]
+    assert rows.batch["response_mask"].int().tolist() == [[1, 1, 0, 0, 1], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert rows.batch["attention_mask"].sum(-1).tolist() == [7, 2, 2]
+    assert rows.batch["rollout_log_probs"].tolist() == [
+        [-0.5, -1.5, 0, 0, -2.5],
+        [-0.25, *[0] * 4],
+        [-1, *[0] * 4],
+    ]
+    assert rows.batch["policy_version"].tolist() == [[7, 7, -1, -1, 8], [8, *[-1] * 4], [8, *[-1] * 4]]
+    assert rows.batch["token_level_scores"].tolist() == [[0] * 5, [2, *[0] * 4], [-1, *[0] * 4]]
+    ids = rows.batch["trajectory_id"].tolist()
+    assert ids[0] == ids[1] < ids[2] and rows.batch["lineage"].tolist() == [0, 1, 0]
+    assert list(rows.non_tensor_batch["source"]) == ["x", "x", None]
+
+
+def test_how_a_trajectory_ended(tokenizer: PreTrainedTokenizerFast) -> None:
     batch = requests()
-    outputs = outputs_for(batch, [5], [5], [5], [5])
-    outputs[2] = GenerationOutput(2, [], [], "error", [], error="prompt of 900 tokens")
-    with pytest.raises(RolloutError, match=r"1 of 4 requests failed; the first, row 2: prompt of 900 tokens"):
-        collate(batch, outputs, tokenizer, step=1)
+    outputs = [
+        GenerationOutput(0, [5], [-1.0], "length", [4]),
+        GenerationOutput(1, [5], [-1.0], "abort", [4]),
+        GenerationOutput(2, [], [], "error", [], error="prompt of 900 tokens", refused=True),
+        GenerationOutput(3, [], [], "error", [], error="the server is gone"),
+    ]
+    made = [batch.trajectory(place, output, tokenizer) for place, output in enumerate(outputs)]
+    assert [one.outcome for one in made] == [
+        Outcome("truncated"),
+        Outcome("failed", "cancelled", "request 1 was aborted"),
+        Outcome("failed", "data", "request 2: prompt of 900 tokens"),
+        Outcome("failed", "infrastructure", "request 3: the server is gone"),
+    ]
+    assert list(collate(made[:1], 0).non_tensor_batch["finish_reason"]) == ["length"]
+    with pytest.raises(AssertionError, match="a failed trajectory is never a row"):
+        collate(made, 0)

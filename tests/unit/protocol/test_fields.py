@@ -15,7 +15,7 @@ AGREED = {
     ("B,T", "bool"): {"attention_mask"},
     ("B,R", "bool"): {"response_mask", "loss_mask"},
     ("B,R", "int32"): {"policy_version"},
-    ("B", "int64"): {"row_id", "group_ids"},
+    ("B", "int64"): {"trajectory_id", "lineage", "row_id", "group_ids"},
     ("B", "float32"): {"rm_scores", "reward_baselines"},
     ("B", "bool"): {"positive", "is_demonstration"},
     ("B,K", "float32"): {"reward_components"},

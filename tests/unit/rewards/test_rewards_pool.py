@@ -137,6 +137,25 @@ def gone(pid: int) -> bool:
         return True
 
 
+def test_rows_that_come_one_by_one_are_scored_by_their_places(pool: RewardPool) -> None:
+    manager = RewardManager(pool)
+    with manager.open() as session:
+        for place in (3, 0, 2, 1):
+            session.add(place, request("number", float(place)))
+        assert session.result().scores == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_scores_that_nobody_waits_for_are_ended(bad_file: str) -> None:
+    pool = RewardPool(config_of(bad_file, timeout=600.0, num_workers=1), seed=0)
+    (worker,) = pool.process_ids
+    with pytest.raises(ValueError, match="the step was left"), RewardManager(pool).open() as session:
+        session.add(0, request("hangs"))
+        raise ValueError("the step was left")
+    assert wait_until(lambda: gone(worker)), "what is under way must not answer a later batch"
+    with pytest.raises(RewardError, match="closed"):
+        pool.score([request("number")])
+
+
 def test_every_bad_sample_is_blamed_and_the_others_score(pool: RewardPool) -> None:
     table = HARMLESS | DEADLY
     requests = [item for response in table for item in (request(response), request("number", 5.0))]
@@ -262,7 +281,8 @@ def test_on_error_zero_and_drop_count_and_show_the_first_once(
         batch = manager.score(rows)
         manager.score(rows)
     assert batch.scores == [2.0, 0.0, 0.0, 1.0]
-    assert batch.dropped == [False, on_error == "drop", on_error == "drop", False]
+    errors = {"zero": ["", "", "", ""], "drop": ["", "RewardError", "ZeroDivisionError", ""]}
+    assert batch.dropped == errors[on_error]
     assert (batch.num_errors, batch.num_timeouts) == (2, 0)
     assert (
         batch.metrics["reward/num_errors"] == 2.0

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from hybridflow.agent import place_scores
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import RewardError
-from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import make_rows
+from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.trajectory import Lineage, Outcome, Segment, Trajectory
 from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.trainer.ppo.scoring import place_scores, score
+from hybridflow.trainer.ppo.scoring import Scoring
 
 
 def test_a_score_lands_on_the_last_sampled_token() -> None:
@@ -42,17 +44,27 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     return {"score": right + extra_info.get("bonus", 0.0), "acc": right, "pred": solution_str}
 
 
-def rows(*solutions: str) -> DataProto:
-    tensors = make_rows([[5]] * len(solutions), [[6] * (2 + i) for i in range(len(solutions))], pad_id=0)
-    tensors["loss_mask"] = tensors["response_mask"].clone()
-    columns = {
-        "uid": ["a"] * len(solutions),
-        "data_source": ["sums"] * len(solutions),
-        "solution_str": list(solutions),
-        "ground_truth": ["4"] * len(solutions),
-        "extra_info": [{}, {"bonus": 0.5}, *[{}] * (len(solutions) - 2)],
-    }
-    return DataProto.from_dict(tensors, columns)
+def trajectories(*solutions: str) -> list[Trajectory]:
+    """A trajectory of one sampled token for each text; the second has a bonus."""
+    made = []
+    for number, text in enumerate(solutions):
+        bonus = {"bonus": 0.5} if number == 1 else {}
+        facts = {"data_source": "sums", "solution_str": text, "ground_truth": "4", "extra_info": bonus}
+        row = Lineage(Prompt((5,)), (Segment((6,), True, (-1.0,), (0,)),))
+        made.append(Trajectory(0, number, (row,), extra=facts))
+    return made
+
+
+def score(
+    made: list[Trajectory], rewards: RewardManager, *, failures_count: bool = True
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Score trajectories that end in another order than theirs."""
+    with rewards.open() as session:
+        scoring = Scoring(session)
+        for place in reversed(range(len(made))):
+            scoring.add(place, made[place])
+        scored, metrics = scoring.result(failures_count=failures_count)
+    return scored, metrics.to_floats()
 
 
 def manager(on_error: Any = "raise") -> RewardManager:
@@ -60,15 +72,11 @@ def manager(on_error: Any = "raise") -> RewardManager:
 
 
 def test_scores_and_extra_keys_become_columns() -> None:
-    scored = score(rows("4", "4", "5"), manager())
-    batch = scored.batch
-    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 1.5, 0.0]
-    assert batch.batch["token_level_scores"].nonzero().tolist() == [[0, 1], [1, 2]]
-    assert list(batch.non_tensor_batch["acc"]) == [1.0, 1.0, 0.0] and list(
-        batch.non_tensor_batch["pred"]
-    ) == ["4", "4", "5"]
-    assert scored.metrics.to_floats()["reward/num_errors"] == 0.0 and not scored.dropped.any()
-    assert torch.equal(batch.batch["loss_mask"], batch.batch["response_mask"])
+    scored, metrics = score(trajectories("4", "4", "5"), manager())
+    assert [one.reward for one in scored] == [1.0, 1.5, 0.0] and [one.sample for one in scored] == [0, 1, 2]
+    assert [one.extra["acc"] for one in scored] == [1.0, 1.0, 0.0]
+    assert [one.extra["pred"] for one in scored] == ["4", "4", "5"]
+    assert metrics["reward/num_errors"] == 0.0 and not any(one.failed for one in scored)
 
 
 def test_a_reward_cannot_replace_a_column_of_ours(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,28 +84,33 @@ def test_a_reward_cannot_replace_a_column_of_ours(caplog: pytest.LogCaptureFixtu
         return {"score": 1.0, "uid": "mine", "reward": 7.0, "advantages": 1.0, "share": 0.5}
 
     rewards = RewardManager(InProcessScorer(presuming, RewardConfig().timeout))
-    batch = score(rows("4", "4", "5"), rewards).batch
-    assert (
-        list(batch.non_tensor_batch["uid"]) == ["a"] * 3
-        and list(batch.non_tensor_batch["share"]) == [0.5] * 3
-    )
-    assert not {"reward", "advantages"} & {*batch.batch.keys(), *batch.non_tensor_batch}
-    score(rows("4", "4", "5"), rewards)
+    for _ in range(2):
+        scored, _ = score(trajectories("4", "4", "5"), rewards)
+        assert all(one.extra["share"] == 0.5 for one in scored)
+        assert not any({"uid", "reward", "advantages"} & one.extra.keys() for one in scored)
     assert caplog.text.count("the reward returns uid, reward, advantages") == 1, (
         "said once, not at every step"
     )
 
 
-def test_a_failed_row_is_marked_where_it_is_to_be_dropped() -> None:
-    scored = score(rows("4", "broken", "5"), manager("drop"))
-    assert scored.metrics.to_floats()["reward/num_errors"] == 1.0
-    assert scored.dropped.tolist() == [False, True, False] and scored.batch.batch["loss_mask"].any(-1).all()
+def test_a_trajectory_whose_reward_failed_has_failed_where_it_is_to_be_dropped() -> None:
+    scored, metrics = score(trajectories("4", "broken", "5"), manager("drop"))
+    assert metrics["reward/num_errors"] == 1.0
+    assert [one.reward for one in scored] == [1.0, None, 0.0]
+    assert [one.outcome.cause for one in scored] == [None, "environment", None]
+    counted, _ = score(trajectories("4", "broken", "5"), manager("drop"), failures_count=False)
+    assert [one.reward for one in counted] == [1.0, 0.0, 0.0] and not any(one.failed for one in counted)
+
+
+def test_a_trajectory_that_failed_before_is_not_scored() -> None:
+    made = trajectories("4", "broken", "5")
+    made[1] = replace(made[1], outcome=Outcome("failed", "cancelled"))
+    scored, metrics = score(made, manager("raise"))
+    assert [one.reward for one in scored] == [1.0, None, 0.0] and metrics["reward/num_errors"] == 0.0
 
 
 def test_on_error_zero_and_raise() -> None:
-    scored = score(rows("4", "broken"), manager("zero"))
-    assert (
-        scored.batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0] and not scored.dropped.any()
-    )
+    scored, _ = score(trajectories("4", "broken"), manager("zero"))
+    assert [one.reward for one in scored] == [1.0, 0.0] and not any(one.failed for one in scored)
     with pytest.raises(RewardError, match="no number in it"):
-        score(rows("4", "broken"), manager("raise"))
+        score(trajectories("4", "broken"), manager("raise"))

@@ -4,18 +4,20 @@ filters, baselines and answers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_trainer import TIMINGS, build, ppo_config, tiny_model
+from tiny_trainer import TIMINGS, actor_module, build, ppo_config, tiny_model
 
 from hybridflow.config import PPOConfig
-from hybridflow.errors import DataError, RewardError
+from hybridflow.errors import DataError, RewardError, RolloutError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.trainer.ppo.build import PPOTrainer
 
 REWARD = """
@@ -362,20 +364,87 @@ def test_rows_whose_reward_failed_leave_the_batch(model: Path, tmp_path: Path) -
         trajectories(model, tmp_path / "c" / "run", *failing(letters))
 
 
-def test_where_every_reward_failed_nothing_is_learned(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("")
-    made = ppo_config(
-        model,
-        tmp_path / "run",
-        "algorithm.adv_estimator=grpo",
-        "reward.on_error=drop",
-        "trainer.total_training_steps=1",
-    )
-    (tmp_path / "reward.py").write_text("def compute_score(**row):\n    raise ValueError('never')\n")
-    with build(made) as trainer:
+def never_scored(model: Path, folder: Path, *overrides: str) -> PPOTrainer:
+    """A run whose reward function always raises, with reward.on_error=drop."""
+    made = ppo_config(model, folder / "run", "reward.on_error=drop", *overrides)
+    (folder / "reward.py").write_text("def compute_score(**row):\n    raise ValueError('never')\n")
+    return build(made)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "remax"])
+def test_no_failed_trajectory_reaches_an_estimator(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimator: str
+) -> None:
+    """Where every reward failed, nothing is learned and the next version is published."""
+
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an estimator was given rows of failed trajectories")
+
+    monkeypatch.setattr("hybridflow.trainer.ppo.step.estimate_advantages", unreachable)
+    settings = (f"algorithm.adv_estimator={estimator}", "trainer.total_training_steps=1")
+    with never_scored(model, tmp_path, *settings) as trainer:
+        before = {name: value.clone() for name, value in actor_module(trainer).state_dict().items()}
         seen: list[dict[str, float]] = []
         trainer.fit(lambda step, metrics: bool(seen.append(metrics)))  # type: ignore[func-returns-value]
-    assert seen[0]["reward/num_errors"] == 8.0 and seen[0]["actor/num_empty_mini_batches"] == 2.0
+        assert trainer.state.step == 1
+        after = actor_module(trainer).state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    responses = 12.0 if estimator == "remax" else 8.0
+    assert seen[0]["reward/num_errors"] == seen[0]["training/num_failed/environment"] == responses
+    assert seen[0]["perf/total_num_tokens"] == 0.0 and seen[0]["training/global_step"] == 1
+
+
+def test_three_steps_in_a_row_without_a_trajectory_end_the_run(model: Path, tmp_path: Path) -> None:
+    settings = ("algorithm.adv_estimator=grpo", "trainer.total_training_steps=9")
+    with never_scored(model, tmp_path, *settings) as trainer:
+        with pytest.raises(RolloutError, match="every trajectory of the last 3 steps has failed"):
+            trainer.fit()
+        assert trainer.state.step == 2
+
+
+def test_a_trajectory_is_scored_while_others_are_generated(model: Path, tmp_path: Path) -> None:
+    made = ppo_config(model, tmp_path / "run", "algorithm.adv_estimator=grpo", "reward.num_workers=1")
+    note = tmp_path / "scored"
+    (tmp_path / "reward.py").write_text(
+        f"def compute_score(**row):\n    open({str(note)!r}, 'w').close()\n    return 1.0\n"
+    )
+    with build(made) as trainer:
+        engine = trainer.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
+        generate = engine.generate
+
+        def waiting(requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
+            """The second response ends only after the first one has been scored."""
+            for number, output in enumerate(generate(requests)):
+                deadline = time.monotonic() + 600
+                while number == 1 and not note.exists():
+                    assert time.monotonic() < deadline, "the first response waits for all others"
+                    time.sleep(0.02)
+                yield output
+
+        engine.generate = waiting
+        batch, _ = trainer.trajectories.for_training(trainer.loader.endless(), 1)
+    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0] * 8
+
+
+def test_responses_that_could_not_be_generated_leave_the_batch(model: Path, tmp_path: Path) -> None:
+    with build(config(model, tmp_path / "run", "algorithm.adv_estimator=grpo")) as trainer:
+        engine = trainer.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
+        generate = engine.generate
+
+        def broken(requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
+            """Two responses of the first group and one of the second fail."""
+            for output in generate(requests):
+                if output.request_id in (0, 1, 3):
+                    output = GenerationOutput(output.request_id, [], [], "error", [], error="no memory left")
+                yield output
+
+        engine.generate = broken
+        batch, metrics = trainer.trajectories.for_training(trainer.loader.endless(), 1)
+        check_rows(trainer, batch)
+        with pytest.raises(RolloutError, match="of a validation failed; the first, request 0: no memory"):
+            trainer.trajectories.for_validation(next(iter(trainer.loader)), 0)
+    assert list(batch.non_tensor_batch["uid"]) == ["1-1", *["1-2"] * 2, *["1-3"] * 2]
+    assert metrics.to_floats()["training/num_failed/infrastructure"] == 3.0
 
 
 def test_keys_of_a_reward_that_sound_like_ours_do_no_harm_in_validation(model: Path, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class RayBackend:
     too long, and WorkerLost where a process dies.
     """
 
+    in_process = False
+
     def __init__(
         self,
         cluster: Cluster,

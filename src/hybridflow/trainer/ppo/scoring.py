@@ -1,81 +1,76 @@
-"""Scores on their tokens: the score of a response is placed on its last sampled token."""
+"""Trajectories are scored as soon as they end, while others are still generated.
+
+Trajectory ──add──► reward processes ──result──► Trajectory with its reward, or failed
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from dataclasses import replace
+from typing import Any
 
 from hybridflow.observability.metrics import Metrics
-from hybridflow.protocol import DataProto
 from hybridflow.protocol.fields import FIELDS
-from hybridflow.rewards.manager import RewardManager
+from hybridflow.protocol.trajectory import FailureCause, Outcome, Trajectory
+from hybridflow.rewards.manager import RewardSession
 from hybridflow.rewards.request import ScoreRequest
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Scored:
-    """Rows with their scores."""
+class Scoring:
+    """The scores of the trajectories of one generation call."""
 
-    batch: DataProto
-    dropped: Tensor
-    """[B] bool: the reward failed and `reward.on_error=drop` leaves the row out; its score is 0 and means
-    nothing.
-    """
-    metrics: Metrics
+    def __init__(self, session: RewardSession) -> None:
+        self._session = session
+        self._trajectories: dict[int, Trajectory] = {}
+
+    def add(self, place: int, trajectory: Trajectory) -> None:
+        """Have a trajectory scored that has just ended; one that failed is kept as it is."""
+        self._trajectories[place] = trajectory
+        if not trajectory.failed:
+            facts = trajectory.extra
+            request = ScoreRequest(
+                facts["data_source"], facts["solution_str"], facts["ground_truth"], facts["extra_info"]
+            )
+            self._session.add(place, request)
+
+    def result(self, *, failures_count: bool = True) -> tuple[list[Trajectory], Metrics]:
+        """Wait for all scores; return the trajectories in the order of their places.
+
+        `extra` then also has what the reward has returned. A trajectory whose reward failed has failed too,
+        if `reward.on_error` is drop; without `failures_count` (in validation, where an answer that cannot be
+        scored is a wrong one) it has the reward 0. A key with the name of one of our columns, or `reward`,
+        the name of the score in validation, is left out with a warning.
+        """
+        scored = self._session.result()
+        metrics = Metrics()
+        for name, value in scored.metrics.items():
+            if name.endswith("_max"):
+                metrics.add_max(name, value)
+            else:
+                metrics.add_sum(name, value)
+        places = [place for place, trajectory in sorted(self._trajectories.items()) if not trajectory.failed]
+        for row, place in enumerate(places):
+            trajectory = self._trajectories[place]
+            error = scored.dropped[row]
+            if error and failures_count:
+                cause: FailureCause = "deadline" if error == "timeout" else "environment"
+                outcome = Outcome("failed", cause, f"the reward failed ({error})")
+                self._trajectories[place] = replace(trajectory, outcome=outcome)
+                continue
+            results = {key: values[row] for key, values in scored.extras.items()}
+            extra = {**trajectory.extra, **_without_our_names(results, trajectory)}
+            self._trajectories[place] = replace(trajectory, reward=scored.scores[row], extra=extra)
+        return [self._trajectories[place] for place in sorted(self._trajectories)], metrics
 
 
-def score(batch: DataProto, rewards: RewardManager) -> Scored:
-    """Add token_level_scores [B, R] float32 and a column for each extra key of the reward.
-
-    A key with the name of one of our columns, or `reward`, the name of the score in validation, is left out
-    with a warning.
-    """
-    columns = batch.non_tensor_batch
-    requests = [
-        ScoreRequest(source, text, truth, info)
-        for source, text, truth, info in zip(
-            columns["data_source"],
-            columns["solution_str"],
-            columns["ground_truth"],
-            columns["extra_info"],
-            strict=True,
-        )
-    ]
-    scored = rewards.score(requests)
-    scores = torch.tensor(scored.scores, dtype=torch.float32)
-    ours = tuple(key for key in scored.extras if key in columns or key in FIELDS or key == "reward")
+def _without_our_names(results: dict[str, Any], trajectory: Trajectory) -> dict[str, Any]:
+    ours = tuple(key for key in results if key in trajectory.extra or key in FIELDS or key == "reward")
     if ours:
         _warn_of_names(ours)
-    extras = {key: values for key, values in scored.extras.items() if key not in ours}
-    batch |= DataProto.from_dict(
-        {"token_level_scores": place_scores(scores, batch.batch["response_mask"])}, extras
-    )
-    metrics = Metrics()
-    for name, value in scored.metrics.items():
-        if name.endswith("_max"):
-            metrics.add_max(name, value)
-        else:
-            metrics.add_sum(name, value)
-    return Scored(batch, torch.tensor(scored.dropped, dtype=torch.bool), metrics)
-
-
-def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Return scores [B] as [B, R], each on the last sampled token of its row.
-
-    A row without sampled tokens gets none.
-    """
-    placed = torch.zeros(response_mask.shape, dtype=scores.dtype)
-    rows = response_mask.any(-1).nonzero().flatten()
-    if len(rows):  # else there may be no column at all
-        positions = torch.arange(response_mask.shape[1]) * response_mask[rows]
-        placed[rows, positions.max(-1).values] = scores[rows]
-    return placed
+    return {key: value for key, value in results.items() if key not in ours}
 
 
 @functools.lru_cache(maxsize=16)

@@ -69,8 +69,13 @@ class PPOStep:
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
         """Train on `batch` as step number `step` (from 1); return the batch with all its columns, and the
-        metrics.
+        metrics. A batch without rows, whose trajectories have all failed, makes no update.
         """
+        if not len(batch):
+            self._renew_reference(step)
+            nothing = Metrics()
+            nothing.add_sum("perf/total_num_tokens", 0.0)
+            return batch, nothing
         roles = self.roles
         algorithm = self.config.algorithm
         timer = self.timer
@@ -129,9 +134,14 @@ class PPOStep:
         for found in self.side_by_side(updates):
             metrics.update(found)
         self.old_log_probs.after_update(metrics, step)
-        if roles.reference and algorithm.ref_update_freq and step % algorithm.ref_update_freq == 0:
-            roles.reference.copy_from(roles.actor)
+        self._renew_reference(step)
         return batch, metrics
+
+    def _renew_reference(self, step: int) -> None:
+        """Copy the actor's weights to the reference where it is due."""
+        frequency = self.config.algorithm.ref_update_freq
+        if self.roles.reference and frequency and step % frequency == 0:
+            self.roles.reference.copy_from(self.roles.actor)
 
     def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Return q_t of the implicit process reward model.

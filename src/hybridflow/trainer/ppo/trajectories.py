@@ -1,8 +1,11 @@
 """The batches of the synchronous schedule: prompts, generation with the current weights, scores.
 
-prompts ──requests──► rollout ──outputs──► collate ──► DataProto ──score──► DataProto with token_level_scores
-   ▲                                                                            │
+prompts ──requests──► rollout ──each output──► Trajectory ──reward──► scored, or failed ──collate──► DataProto
+   ▲                                                                                                   │
    └── the next generation batch, until train_batch_size groups ◄── dynamic sampling drops groups (DAPO)
+
+A trajectory is scored while others are still generated. One that has failed is counted by its cause and is
+never a row.
 
 With an estimator that names `reward_baselines` (ReMax), each prompt has a greedy response more in the same
 rollout and score calls; its score becomes the column, the row goes. With one that names `is_demonstration`
@@ -23,17 +26,18 @@ from hybridflow.agent import RequestBatch, build_requests, collate, demonstratio
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, RolloutError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
+from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rollout.base import RolloutStats, SamplingParams
+from hybridflow.rollout.base import GenerationOutput, RolloutStats, SamplingParams
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.ppo.group_filter import groups_to_keep, metric_values, rows_of, uids_of
 from hybridflow.trainer.ppo.overlong import filter_overlong, shape_overlong
-from hybridflow.trainer.ppo.scoring import Scored, score
+from hybridflow.trainer.ppo.scoring import Scoring
 from hybridflow.workers import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,8 @@ MAX_BARREN_BATCHES = 100
 """Generation batches in a row that give no group before a step gives up, also where `max_num_gen_batches`
 sets no limit.
 """
+MAX_FAILED_STEPS = 3
+"""Steps in a row whose trajectories have all failed before the run ends."""
 
 
 class Trajectories:
@@ -63,6 +69,7 @@ class Trajectories:
         needs = find_estimator(config.algorithm).needs
         self.with_baselines = "reward_baselines" in needs
         self.with_demonstrations = "is_demonstration" in needs
+        self._failed_steps = 0
 
     def for_training(self, prompts: Iterator[Sequence[PromptRow]], step: int) -> tuple[DataProto, Metrics]:
         """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights of step
@@ -71,6 +78,9 @@ class Trajectories:
         Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out
         those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
         groups that vary, or MAX_BARREN_BATCHES in a row none.
+
+        The batch has no rows where every trajectory has failed. RolloutError ends the run at the
+        MAX_FAILED_STEPS-th such step in a row.
         """
         wanted = self.config.data.train_batch_size
         filters = self.config.algorithm.filter_groups
@@ -105,8 +115,9 @@ class Trajectories:
             else:
                 kept += len(batch_prompts)
             parts.append(rows)
-        batch = join_rows(parts, int(self.tokenizer.pad_token_id))
+        batch = join_rows(parts, self._pad_token_id)
         batch = rows_of(batch, uids_of(batch)[:wanted])
+        self._count_failed_steps(batch, step)
         metrics.add_sum("training/num_gen_batches", batches)
         if filters.enable:
             metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
@@ -121,7 +132,8 @@ class Trajectories:
         """Sample `val_kwargs.n` responses to each prompt with the weights of step `step` and score them; rows
         are numbered from `first_row`.
 
-        Scores are the reward's own: no overlong shaping, and a row whose reward failed stays with 0.
+        Scores are the reward's own: no overlong shaping, and a row whose reward failed stays with 0. Raises
+        RolloutError where a response could not be generated.
         """
         rollout = self.config.actor_rollout_ref.rollout
         val = rollout.val_kwargs
@@ -142,10 +154,16 @@ class Trajectories:
         requests = build_requests(
             prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
         )
-        nothing = RequestBatch([], [], [])
-        # a step's own leave validation out
-        scored = self._make(requests, nothing, step, timers=("val_gen", "val_reward"))
-        return scored.batch, scored.metrics
+        trajectories, metrics = self._make(
+            requests, _NO_REQUESTS, timers=("val_gen", "val_reward"), failures_count=False
+        )
+        failed = [trajectory for trajectory in trajectories if trajectory.failed]
+        if failed:
+            raise RolloutError(
+                f"{len(failed)} of {len(trajectories)} requests of a validation failed; the first, "
+                f"{failed[0].outcome.detail}"
+            )
+        return collate(trajectories, self._pad_token_id), metrics
 
     def _training_rows(
         self, prompts: Sequence[PromptRow], step: int, first_row: int
@@ -171,56 +189,81 @@ class Trajectories:
             prompts, sampling, n=rollout.n, seed=seed, purpose="rollout", step=step, first_row=first_row
         )
         requests = sampled
-        demonstrations = RequestBatch([], [], [])
+        demonstrations = _NO_REQUESTS
         if self.with_baselines:
             requests = sampled + one_more_each(
-                sampled, replace(sampling, greedy=True), first_row=first_row + len(sampled)
+                sampled,
+                replace(sampling, greedy=True),
+                first_row=first_row + len(sampled),
+                sample=self._greedy_sample,
             )
         if self.with_demonstrations:
-            demonstrations = one_more_each(sampled, sampling, first_row=first_row + len(requests))
-        scored = self._make(requests, demonstrations, step, timers=("gen", "reward"))
-        batch = scored.batch
-        dropped = scored.dropped
-        metrics = scored.metrics
-        place = torch.arange(len(batch))
-        batch = self._shaped(batch, place < len(sampled), metrics)
+            demonstrations = one_more_each(
+                sampled,
+                sampling,
+                first_row=first_row + len(requests),
+                sample=self._demonstration_sample,
+            )
+        trajectories, metrics = self._make(
+            requests, demonstrations, timers=("gen", "reward"), failures_count=True
+        )
+        trajectories = self._without_failed(trajectories, metrics)
+        batch = collate(trajectories, self._pad_token_id)
+        if len(batch):
+            samples = torch.tensor([one.sample for one in trajectories for _ in one.lineages])
+            batch = self._with_extra_rows_marked(batch, samples, metrics)
+        return batch, metrics, first_row + len(requests) + len(demonstrations)
+
+    def _with_extra_rows_marked(self, batch: DataProto, samples: Tensor, metrics: Metrics) -> DataProto:
+        """Shape the scores; make the greedy rows a column, and mark the answers of the data.
+
+        `samples` [B] int64 is the number of each row's sample in its group.
+        """
+        batch = self._shaped(batch, samples < self._greedy_sample, metrics)
         if self.with_demonstrations:
-            batch |= DataProto.from_dict({"is_demonstration": place >= len(requests)})
+            batch |= DataProto.from_dict({"is_demonstration": samples == self._demonstration_sample})
         if self.with_baselines:
-            batch, dropped = _baselines_as_column(
-                batch, dropped, (place >= len(sampled)) & (place < len(requests))
-            )
+            batch = _baselines_as_column(batch, samples == self._greedy_sample)
             metrics.add_mean(
                 "training/reward_baseline/mean", batch.batch["reward_baselines"].sum(), len(batch)
             )
         if self.config.algorithm.filter_groups.enable:
-            generated = ~dropped
+            generated = torch.ones(len(batch), dtype=torch.bool)
             if self.with_demonstrations:
-                generated &= ~batch.batch["is_demonstration"]
+                generated = ~batch.batch["is_demonstration"]
             metrics.add_mean(
                 "training/unfiltered_score/mean",
                 batch.batch["token_level_scores"][generated].sum(),
                 int(generated.sum()),
             )
-        return self._without(batch, dropped), metrics, first_row + len(requests) + len(demonstrations)
+        return batch
 
     def _make(
         self,
         requests: RequestBatch,
         demonstrations: RequestBatch,
-        step: int,
         *,
         timers: tuple[str, str],
-    ) -> Scored:
-        """Return responses to `requests`, then the answers of the data to `demonstrations`, as scored rows in
-        this order.
+        failures_count: bool,
+    ) -> tuple[list[Trajectory], Metrics]:
+        """Return responses to `requests`, then the answers of the data to `demonstrations`, scored, in this
+        order. `failures_count` is explained at `Scoring.result`.
         """
-        with self.timer(timers[0]):
-            outputs = self.rollout.generate(requests.requests)
-        outputs = [*outputs, *demonstration_outputs(demonstrations)]
-        batch = collate(requests + demonstrations, outputs, self.tokenizer, step=step)
-        with self.timer(timers[1]):
-            return score(batch, self.rewards)
+        everything = requests + demonstrations
+        places = {request.request_id: place for place, request in enumerate(everything.requests)}
+        with self.rewards.open() as session:
+            scoring = Scoring(session)
+
+            def ended(output: GenerationOutput) -> None:
+                place = places[output.request_id]
+                scoring.add(place, everything.trajectory(place, output, self.tokenizer))
+
+            with self.timer(timers[0]):
+                for answer in demonstration_outputs(demonstrations):
+                    ended(answer)
+                self.rollout.generate(requests.requests, finished=ended)
+            with self.timer(timers[1]):
+                return scoring.result(failures_count=failures_count)
 
     def _shaped(self, batch: DataProto, sampled: Tensor, metrics: Metrics) -> DataProto:
         """Shape overlong rewards where `reward.reward_kwargs` asks for it."""
@@ -237,20 +280,54 @@ class Trajectories:
         metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
         return batch
 
-    def _without(self, batch: DataProto, dropped: Tensor) -> DataProto:
-        """Leave out the rows whose reward failed, so that no statistic sees them, and put the rows of a group
-        side by side.
+    def _without_failed(self, trajectories: Sequence[Trajectory], metrics: Metrics) -> list[Trajectory]:
+        """Leave out and count the trajectories that have failed, and put those of a group side by side.
 
-        Where every row failed and no further generation batch follows, the rows stay and nothing is learned
-        from them.
+        Where a greedy response has failed, its group has no baseline, and is left out.
         """
-        if bool(dropped.all()) and not self.config.algorithm.filter_groups.enable:
-            return batch.narrow_loss_mask(torch.zeros_like(batch.batch["loss_mask"]))
-        uids: list[str] = list(batch.non_tensor_batch["uid"])
-        numbers = {uid: number for number, uid in enumerate(uids_of(batch))}
-        return batch.select_idxs(
-            sorted((~dropped).nonzero().flatten().tolist(), key=lambda row: numbers[uids[row]])
-        )
+        failed = [trajectory for trajectory in trajectories if trajectory.failed]
+        for trajectory in failed:
+            metrics.add_sum(f"training/num_failed/{trajectory.outcome.cause}", 1.0)
+        generation = [one for one in failed if one.outcome.cause not in ("environment", "deadline")]
+        if generation:
+            logger.warning(
+                "%d of %d trajectories failed; the first, %s",
+                len(generation),
+                len(trajectories),
+                generation[0].outcome.detail,
+            )
+        without_baseline = set()
+        if self.with_baselines:
+            without_baseline = {one.group for one in failed if one.sample == self._greedy_sample}
+        kept = [one for one in trajectories if not one.failed and one.group not in without_baseline]
+        return sorted(kept, key=lambda one: (one.group, one.sample))
+
+    def _count_failed_steps(self, batch: DataProto, step: int) -> None:
+        """Raise RolloutError where this is the last of too many steps in a row without a trajectory."""
+        if len(batch):
+            self._failed_steps = 0
+            return
+        self._failed_steps += 1
+        logger.warning("step %d: every trajectory has failed, so nothing is learned", step)
+        if self._failed_steps == MAX_FAILED_STEPS:
+            raise RolloutError(
+                f"every trajectory of the last {MAX_FAILED_STEPS} steps has failed: the warnings above say "
+                "why, and training/num_failed/… counts them by cause"
+            )
+
+    @property
+    def _greedy_sample(self) -> int:
+        """Number of the greedy response in its group, after the sampled ones."""
+        return self.config.actor_rollout_ref.rollout.n
+
+    @property
+    def _demonstration_sample(self) -> int:
+        """Number of the data's own answer in its group, after all others."""
+        return self.config.actor_rollout_ref.rollout.n + 1
+
+    @property
+    def _pad_token_id(self) -> int:
+        return int(self.tokenizer.pad_token_id)
 
     def _filtered(self, rows: DataProto) -> DataProto:
         """Return the groups that `algorithm.filter_groups` keeps."""
@@ -286,14 +363,15 @@ class Trajectories:
         )
 
 
-def _baselines_as_column(batch: DataProto, dropped: Tensor, greedy: Tensor) -> tuple[DataProto, Tensor]:
+def _baselines_as_column(batch: DataProto, greedy: Tensor) -> DataProto:
     """Return the rows that are not `greedy` [B] bool, each with the score of its prompt's greedy row as
     `reward_baselines` [B] float32.
-
-    Rows whose baseline has no score are dropped, too.
     """
     uids = batch.non_tensor_batch["uid"]
     row_of = {uids[row]: row for row in greedy.nonzero().flatten().tolist()}
     baseline = torch.tensor([row_of[uid] for uid in uids])
     batch |= DataProto.from_dict({"reward_baselines": batch.batch["token_level_scores"].sum(-1)[baseline]})
-    return batch.select_idxs(~greedy), (dropped | dropped[baseline])[~greedy]
+    return batch.select_idxs(~greedy)
+
+
+_NO_REQUESTS = RequestBatch([], [], [], [])

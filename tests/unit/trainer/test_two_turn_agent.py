@@ -1,0 +1,114 @@
+"""An agent of two turns with a tool between them, written here and not in the library: its rows train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_trainer import actor_module, build, ppo_config, tiny_model
+from torch import Tensor
+
+from hybridflow.agent import collate
+from hybridflow.data.prompts import PromptRow
+from hybridflow.models.attention import ATTENTION_NAME
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.randomness import derive_seed
+from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
+from hybridflow.rollout.base import GenerationRequest, SamplingParams
+from hybridflow.trainer.ppo.sync import SyncTrainer
+
+SAMPLES = 2
+TURN = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+class TwoTurnAgent:
+    """Asks the policy, runs a tool on what it wrote, and asks again with the tool's tokens in the prompt."""
+
+    def __init__(self, trainer: SyncTrainer) -> None:
+        self.rollout = trainer.trajectories.rollout
+        self.tokenizer = trainer.tokenizer
+
+    def tool(self, token_ids: list[int]) -> list[int]:
+        text = f" = {sum(token_ids) % 97} ."
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def trajectories(self, prompts: list[PromptRow]) -> list[Trajectory]:
+        contexts = [list(prompt.prompt_token_ids) for prompt in prompts for _ in range(SAMPLES)]
+        calls: list[list[Call]] = [[] for _ in contexts]
+        for turn in range(2):
+            requests = [
+                GenerationRequest(number, tuple(context), TURN, derive_seed(0, "two_turns", number, turn))
+                for number, context in enumerate(contexts)
+            ]
+            outputs = self.rollout.generate(requests, policy_version=0)
+            for context, made, request, output in zip(contexts, calls, requests, outputs, strict=True):
+                made.append(Call(Prompt(request.prompt_token_ids), output))
+                context += output.token_ids + self.tool(output.token_ids)
+        return [
+            Trajectory(*divmod(number, SAMPLES), rows_of(made), reward=float(number % 2) + number, turns=2)
+            for number, made in enumerate(calls)
+        ]
+
+
+def loss_by_hand(trainer: SyncTrainer, batch: DataProto) -> Tensor:
+    """−Σ A · log π over sampled tokens / their number, row by row with plain logits; A as in GRPO."""
+    scores = batch.batch["token_level_scores"].sum(-1).view(-1, SAMPLES)
+    spread = scores.std(-1, keepdim=True) + 1e-6
+    advantages = ((scores - scores.mean(-1, keepdim=True)) / spread).flatten()
+    total = torch.zeros(())
+    for row, advantage in enumerate(advantages):
+        attended = batch.batch["attention_mask"][row]
+        ids = batch.batch["input_ids"][row][attended][None]
+        response = batch.batch["response_mask"][row][attended[batch.batch["prompts"].shape[1] :]]
+        sampled = torch.zeros(ids.shape[1], dtype=torch.bool)
+        sampled[ids.shape[1] - len(response) :] = response
+        log_probs = logits(trainer, ids)[0].float().log_softmax(-1)
+        chosen = log_probs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        total = total - advantage * chosen[sampled[1:]].sum()
+    return total / batch.batch["response_mask"].sum()
+
+
+def logits(trainer: SyncTrainer, ids: Tensor) -> Tensor:
+    """Logits of one row under an attention that transformers computes."""
+    hf = actor_module(trainer).hf
+    hf.set_attn_implementation("eager")
+    try:
+        found: Tensor = hf(input_ids=ids).logits
+    finally:
+        hf.set_attn_implementation(ATTENTION_NAME)
+    return found
+
+
+def test_two_turns_with_a_tool_train_on_sampled_tokens_only(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    settings = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
+        trainer.trajectories.rollout.update_from(trainer.step.roles.actor, 0)
+        made = TwoTurnAgent(trainer).trajectories(next(trainer.loader.endless()))
+        batch = collate(made, int(trainer.tokenizer.pad_token_id))
+        rows = batch.batch
+        assert len(batch) == 8 and rows["response_mask"].sum(-1).tolist() == [8] * 8, "one row, two turns"
+        given = rows["attention_mask"][:, rows["prompts"].shape[1] :] & ~rows["response_mask"]
+        assert given.any(-1).all() and (rows["policy_version"][given] == -1).all()
+        assert not rows["rollout_log_probs"][given].any() and rows["rollout_log_probs"][~given].any()
+
+        actor_module(trainer).zero_grad()
+        loss = loss_by_hand(trainer, batch)
+        loss.backward()
+        gradients = [p.grad for p in actor_module(trainer).parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in gradients]))
+        actor_module(trainer).zero_grad()
+
+        trained, metrics = trainer.step(batch, 1)
+    found = metrics.to_floats()
+    assert found["training/rollout_log_probs_diff_max"] < 1e-4
+    assert not trained.batch["old_log_probs"][given].any(), "the head ran on sampled tokens only"
+    assert not trained.batch["advantages"][given].any()
+    # the ratio is 1 in the first update: the surrogate is the mean advantage, with the hand-made gradient
+    sampled = rows["response_mask"]
+    mean_advantage = trained.batch["advantages"][sampled].sum() / sampled.sum()
+    assert found["actor/pg_loss"] == pytest.approx(-float(mean_advantage), abs=1e-6)
+    assert found["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert found["response_length/mean"] == 8.0

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from hybridflow.controller.dispatch import Call
 from hybridflow.controller.future import Part
 from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.row_store import RowStore
 
 
 class Backend(Protocol):
@@ -22,6 +23,16 @@ class Backend(Protocol):
     gets the part's result in its place (`future.replace_parts`). Ranks that share arguments share the objects
     `args` and `kwargs` (`Call.arguments_id`), so that a backend which must copy them does so once.
     """
+
+    @property
+    def rows(self) -> RowStore:
+        """The store of columns that calls leave for later calls."""
+        ...
+
+    @property
+    def driver_bytes(self) -> int:
+        """Bytes that the driver has sent and received by value since the backend started."""
+        ...
 
     def mesh(self, role: str) -> MeshInfo:
         """Return how the ranks of a role are arranged."""

@@ -241,6 +241,20 @@ def test_a_killed_process_is_lost_with_its_cause(own: Callable[..., RayBackend])
     backend.shutdown()
 
 
+@pytest.mark.slow
+def test_rows_of_a_lost_process_are_not_finished_and_others_stay(own: Callable[..., RayBackend]) -> None:
+    backend = own()
+    batch = big(128) | DataProto.from_dict({"row_id": torch.arange(128)})
+    before = batch.select_idxs(range(64))
+    ask(backend).call_and_keep(Prober.write_or_die, before, rank=-1)
+    with pytest.raises(WorkerLost):
+        ask(backend).call_and_keep(Prober.write_or_die, batch.select_idxs(range(64, 128)), rank=1)
+    assert dict(backend.rows.list()) == {row: {"doubled"} for row in range(64)}
+    backend.shutdown()
+    read = backend.rows.get([63, 1], ["doubled"]).batch["doubled"]
+    assert torch.equal(read, before.batch["x"][[63, 1]] * 2)
+
+
 def test_a_process_goes_where_the_driver_is_if_its_node_has_that_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

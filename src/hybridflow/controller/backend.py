@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from hybridflow.controller.dispatch import Call
 from hybridflow.controller.future import Part
 from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.row_store import RowStore
 
 
 class Backend(Protocol):
@@ -26,6 +27,16 @@ class Backend(Protocol):
     @property
     def in_process(self) -> bool:
         """Whether the workers are in the driver's process, so that arguments need not be sent."""
+        ...
+
+    @property
+    def rows(self) -> RowStore:
+        """The store of columns that calls leave for later calls."""
+        ...
+
+    @property
+    def driver_bytes(self) -> int:
+        """Bytes that the driver has sent and received by value since the backend started."""
         ...
 
     def mesh(self, role: str) -> MeshInfo:

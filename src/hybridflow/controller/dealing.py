@@ -11,7 +11,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from hybridflow.controller.mesh import MeshInfo
-from hybridflow.protocol import DataProto
+from hybridflow.protocol import DataProto, RowIndex
 from hybridflow.protocol.balancing import Workload, deal_in_order, deal_rows
 
 
@@ -28,19 +28,11 @@ class PerRank:
 
 
 def plan_rows(batches: Sequence[DataProto], mesh: MeshInfo) -> list[list[int]]:
-    """Choose the rows of each part, the same for all of these batches.
-
-    Lengths and groups come from the first batch that has the column.
-    """
-    sizes = sorted({len(batch) for batch in batches})
-    assert len(sizes) == 1, (
-        f"the DataProto arguments of one call are dealt together, but they have {sizes} rows"
-    )
-    masks = next((batch.batch["attention_mask"] for batch in batches if "attention_mask" in batch), None)
-    groups = next((batch.batch["group_ids"].tolist() for batch in batches if "group_ids" in batch), None)
-    if masks is None or mesh.workload is None:
-        return deal_in_order(sizes[0], mesh.num_parts, groups)
-    return deal_rows(masks.sum(-1).tolist(), mesh.num_parts, mesh.workload, groups)
+    """Choose the rows of each part, the same for all of these batches."""
+    index = RowIndex.of(batches)
+    if index.num_tokens is None or mesh.workload is None:
+        return deal_in_order(index.num_rows, mesh.num_parts, index.group)
+    return deal_rows(index.num_tokens, mesh.num_parts, mesh.workload, index.group)
 
 
 def plan_items(items: Sequence[Any], mesh: MeshInfo) -> list[list[int]]:

@@ -124,11 +124,13 @@ class Registration:
     def columns_read(self, batch: DataProto, also: Sequence[str] = ()) -> DataProto:
         """Return the batch with the columns that the method reads, and those of `also` that the batch has.
 
-        Raises BatchError where a column that it reads is missing.
+        The `row_id`, by which a row store knows the rows, always comes along. Raises BatchError where a
+        column that the method reads is missing.
         """
         if self.reads is None:
             return batch
-        names = dict.fromkeys([*self.reads, *(name for name in also if name in batch)])
+        more = [name for name in ("row_id", *also) if name in batch]
+        names = dict.fromkeys([*self.reads, *more])
         objects = [name for name in names if name in batch.non_tensor_batch]
         return batch.select([name for name in names if name not in objects], objects)
 
@@ -136,10 +138,10 @@ class Registration:
         """Raise AssertionError where a batch that the method returned has a column that it does not write."""
         if self.writes is None or not isinstance(result, DataProto):
             return
-        found = {*map(str, result.batch.keys()), *result.non_tensor_batch}
-        assert found <= {*self.writes}, (
-            f"columns {sorted(found - {*self.writes})} are not among those that the method is registered to "
-            f"write: {', '.join(self.writes)}"
+        more = sorted({*result.names()} - {*self.writes})
+        assert not more, (
+            f"columns {more} are not among those that the method is registered to write: "
+            f"{', '.join(self.writes)}"
         )
 
 

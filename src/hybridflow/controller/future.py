@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from hybridflow.controller.dispatch import Dealt, Dispatch
 from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.stored_rows import StoredRows
 from hybridflow.errors import WorkerError
 
 R = TypeVar("R")
@@ -94,7 +95,8 @@ class Future(Generic[R]):
 
 
 def replace_parts(value: Any, give: Callable[[Part], Any]) -> Any:
-    """Replace each `Part` in a value by `give(part)`, at any depth of lists, tuples and dictionaries.
+    """Replace each `Part` in a value by `give(part)`, at any depth of lists, tuples, dictionaries and
+    StoredRows.
 
     Containers without one are returned as they are, not copied.
     """
@@ -107,6 +109,9 @@ def replace(value: Any, kind: type[Any], give: Callable[[Any], Any]) -> Any:
     """
     if isinstance(value, kind):
         return give(value)
+    if isinstance(value, StoredRows):
+        shards = replace(value.shards, kind, give)
+        return value if shards is value.shards else StoredRows(value.values, value.places, shards)
     if type(value) is dict:
         entries = {key: replace(entry, kind, give) for key, entry in value.items()}
         if all(entries[key] is entry for key, entry in value.items()):

@@ -13,6 +13,7 @@ from typing import Any
 from hybridflow.controller.dispatch import Call
 from hybridflow.controller.future import Part, replace_parts
 from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.controller.worker import Place, Worker
 from hybridflow.controller.worker_host import Make, WorkerHost
 
@@ -21,9 +22,12 @@ class LocalBackend:
     """A backend in this process. The worker of a role is built when it is first needed."""
 
     in_process = True
+    driver_bytes = 0
+    """Arguments and results are the same tensors on both sides."""
 
     def __init__(self, make: Make) -> None:
         self.host = WorkerHost(Place(), make)
+        self.rows = RowStore(in_memory)
 
     def mesh(self, role: str) -> MeshInfo:
         """Return a mesh of one rank."""

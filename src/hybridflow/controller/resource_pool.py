@@ -30,18 +30,9 @@ class ResourcePool:
     devices_per_node: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.devices_per_node:
-            raise ConfigError(
-                f"resource pool {self.name!r} has no devices: give the number on each of its nodes, "
-                f"trainer.resource_pools.{self.name}=[1]"
-            )
-        wrong = [count for count in self.devices_per_node if count < 1]
-        if wrong:
-            raise ConfigError(
-                f"resource pool {self.name!r} has {list(self.devices_per_node)} devices on its nodes, and "
-                f"each node needs at least 1: leave {', '.join(map(str, wrong))} out of "
-                f"trainer.resource_pools.{self.name}"
-            )
+        assert self.devices_per_node and min(self.devices_per_node) > 0, (
+            f"resource pool {self.name!r} has a node without devices: {self.devices_per_node}"
+        )
 
     @property
     def world_size(self) -> int:
@@ -62,8 +53,8 @@ def pools_of(trainer: TrainerConfig | SFTTrainerConfig) -> tuple[ResourcePool, .
 class Placement:
     """The pools of each role. Roles of one pool are colocated: one process for each device hosts them all.
 
-    Raises ConfigError for a pool that does not exist or that no role uses, for a role without a pool, and for
-    any role but the rollout in several pools.
+    Raises ConfigError for a pool that no role uses, and for any role but the rollout in several pools. That
+    all pools exist and have devices was checked with the keys (`config/checks/cluster.py`).
     """
 
     pools: tuple[ResourcePool, ...]
@@ -72,8 +63,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         names = [pool.name for pool in self.pools]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"two resource pools share a name: {', '.join(names)}")
+        assert len(set(names)) == len(names), f"two resource pools share a name: {', '.join(names)}"
         for role, pools in self.pools_of_role.items():
             _check_pools(role, pools, names)
         unused = [name for name in names if not self.roles(name)]
@@ -150,16 +140,7 @@ class Placement:
 
 def _check_pools(role: str, pools: tuple[str, ...], names: Sequence[str]) -> None:
     key = f"trainer.placement.{role}"
-    if not pools:
-        raise ConfigError(
-            f"role {role!r} has no devices: name a pool in {key} (there are {', '.join(names)})"
-        )
-    missing = [pool for pool in pools if pool not in names]
-    if missing:
-        raise ConfigError(
-            f"{key} is resource pool {missing[0]!r}, which does not exist: there are "
-            f"{', '.join(names)}{_nearest(missing[0], names)}"
-        )
+    assert pools and {*pools} <= {*names}, f"role {role!r} is placed on {pools}, and there are {names}"
     if len(set(pools)) < len(pools):
         raise ConfigError(f"{key} names a pool twice: {', '.join(pools)}")
     if len(pools) > 1 and role != SPANNING:

@@ -20,6 +20,7 @@ from hybridflow.controller.dispatch import Call, Dealt, Dispatch, registration_o
 from hybridflow.controller.future import Future, Source
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.passing import pass_on
+from hybridflow.controller.read_only import isolate
 from hybridflow.protocol import DataProto
 
 W = TypeVar("W")
@@ -72,6 +73,30 @@ class WorkerGroup(Generic[W]):
             method.__name__,
             self._only_read(method, Call(args, dict(kwargs))),
         )
+
+    def call_and_keep(
+        self,
+        method: Callable[Concatenate[W, DataProto, P], DataProto],
+        batch: DataProto,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> DataProto:
+        """Call a method like `call`, and keep the columns that it writes in the row store.
+
+        Later calls read them there, for rows with the same `row_id`, so they do not pass the driver again.
+        Rows without a `row_id` are not kept.
+        """
+        future = self.submit(method, batch, *args, **kwargs)
+        result: DataProto = isolate(future.result())
+        if "row_id" not in batch:
+            return result
+        assert future.source is not None, "a call of a group has a source"
+        ids = batch.batch["row_id"].tolist()
+        assert len(set(ids)) == len(ids), f"{self.role}.{method.__name__}: two rows have the same row_id"
+        order = future.source.dealt.order or [list(range(len(ids)))]
+        for rows, leader in zip(order, self.mesh.leaders, strict=True):
+            self.backend.rows.keep([ids[row] for row in rows], result.names(), future.parts[leader])
+        return result
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call an ALL_TO_LIST method with the same arguments everywhere; return the list of the leaders'
@@ -142,14 +167,38 @@ class WorkerGroup(Generic[W]):
 
         return Call(tuple(map(cut, call.args)), {name: cut(value) for name, value in call.kwargs.items()})
 
+    def _deal(self, dispatch: Dispatch, call: Call) -> Dealt:
+        """Deal the arguments; columns that the row store has travel as their places in it."""
+        dealt = dispatch.split(pass_on(call, dispatch, self.mesh), self.mesh)
+        if dispatch.takes != "rows":
+            return dealt
+        made: dict[tuple[int, int], Call] = {}
+        calls: list[Call | None] = []
+        for each in dealt.calls:
+            if each is None:
+                calls.append(None)
+                continue
+            if each.arguments_id not in made:  # ranks of a part go on sharing their arguments
+                args = tuple(map(self._stored, each.args))
+                made[each.arguments_id] = Call(
+                    args, {name: self._stored(value) for name, value in each.kwargs.items()}
+                )
+            calls.append(replace(made[each.arguments_id], returns=each.returns))
+        return replace(dealt, calls=calls)
+
+    def _stored(self, value: Any) -> Any:
+        if not isinstance(value, DataProto) or "row_id" not in value:
+            return value
+        return self.backend.rows.by_reference(value)
+
     def _run(self, dispatch: Dispatch, method: str, call: Call) -> Any:
         mesh = self.mesh
-        dealt = dispatch.split(pass_on(call, dispatch, mesh), mesh)
+        dealt = self._deal(dispatch, call)
         return dispatch.collect(self.backend.run(self.role, method, dealt.calls), mesh, dealt)
 
     def _submit(self, dispatch: Dispatch, method: str, call: Call) -> Future[Any]:
         mesh = self.mesh
-        dealt = dispatch.split(pass_on(call, dispatch, mesh), mesh)
+        dealt = self._deal(dispatch, call)
         taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
         calls = dealt.calls
         # all ranks keep their results, so that the future can be passed on rank by rank

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from hybridflow.controller.dispatch import Call, registration_of
+from hybridflow.controller.future import replace
 from hybridflow.controller.read_only import TensorVersions, isolate
+from hybridflow.controller.stored_rows import StoredRows
 from hybridflow.controller.worker import Factories, Place, RankInfo, Worker
 
 
@@ -74,10 +76,11 @@ class WorkerHost:
         returned a column that it is not registered to write.
         """
         bound = getattr(self.worker(role), method)
-        arguments: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(call.args)}
-        versions = TensorVersions(arguments | call.kwargs)
+        args, kwargs = (replace(value, StoredRows, StoredRows.gather) for value in (call.args, call.kwargs))
+        arguments: dict[str, Any] = {f"argument {index}": value for index, value in enumerate(args)}
+        versions = TensorVersions(arguments | kwargs)
         try:
-            result = bound(*isolate(call.args), **isolate(call.kwargs))
+            result = bound(*isolate(args), **isolate(kwargs))
             registration_of(bound).check_written(result)
         except Exception as error:
             error.add_note(f"in {role}.{method}, {self._where(role)}")

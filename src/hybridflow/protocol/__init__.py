@@ -10,6 +10,7 @@ from hybridflow.protocol.future import DataProtoFuture
 from hybridflow.protocol.packing import PackedBatch, make_rows, pack
 from hybridflow.protocol.padding import pad_to_divisor, unpad
 from hybridflow.protocol.randomness import derive_seed, generator
+from hybridflow.protocol.row_index import RowIndex
 
 __all__ = [
     "FIELDS",
@@ -19,6 +20,7 @@ __all__ = [
     "DataProtoItem",
     "Field",
     "PackedBatch",
+    "RowIndex",
     "Workload",
     "deal_rows",
     "derive_seed",

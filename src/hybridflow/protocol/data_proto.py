@@ -169,6 +169,10 @@ class DataProto:
     def __contains__(self, key: str) -> bool:
         return key in self.batch.keys() or key in self.non_tensor_batch  # noqa: SIM118
 
+    def names(self) -> list[str]:
+        """Return the names of all fields, the tensors first."""
+        return [*map(str, self.batch.keys()), *self.non_tensor_batch]
+
     def __repr__(self) -> str:
         fields = [
             f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self.batch.items()
@@ -376,12 +380,12 @@ class DataProto:
     # ---- what rows carry
     # ----------------------------------------------------------------------------------------
 
-    def fresh_row_ids(self) -> DataProto:
-        """Give every row whose `row_id` an earlier row has a new one above the largest; number from 0 where
-        there are none.
+    def fresh_row_ids(self, above: int = -1) -> DataProto:
+        """Give every row whose `row_id` an earlier row has a new one, above the largest and above `above`;
+        number from 0 where there are none.
         """
         ids = self.batch["row_id"].tolist() if "row_id" in self else list(range(len(self)))
-        free = max(ids, default=-1) + 1
+        free = max([*ids, above]) + 1
         seen: set[int] = set()
         for row, row_id in enumerate(ids):
             if row_id in seen:

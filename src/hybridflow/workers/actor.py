@@ -110,10 +110,20 @@ class ActorGroup(StatefulGroup[ActorWorker]):
     """The driver's view of the actor."""
 
     def log_probs(
-        self, batch: DataProto, *, with_entropy: bool = True, with_sum_pi_squared: bool = False
+        self,
+        batch: DataProto,
+        *,
+        with_entropy: bool = True,
+        with_sum_pi_squared: bool = False,
+        keep: bool = False,
     ) -> DataProto:
-        """See `ActorWorker.log_probs`."""
-        return self.call(
+        """See `ActorWorker.log_probs`.
+
+        With `keep` these are the columns of the batch, which its updates read from the row store; without,
+        they are looked at and dropped.
+        """
+        call = self.call_and_keep if keep else self.call
+        return call(
             ActorWorker.log_probs, batch, with_entropy=with_entropy, with_sum_pi_squared=with_sum_pi_squared
         )
 

@@ -52,7 +52,7 @@ class CriticGroup(StatefulGroup[CriticWorker]):
 
     def values(self, batch: DataProto) -> DataProto:
         """See `CriticWorker.values`."""
-        return self.call(CriticWorker.values, batch)
+        return self.call_and_keep(CriticWorker.values, batch)
 
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
         """Take an optimizer step for each mini-batch of each epoch."""

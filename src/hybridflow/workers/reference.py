@@ -73,4 +73,4 @@ class ReferenceGroup(StatefulGroup[ReferenceWorker]):
 
     def log_probs(self, batch: DataProto) -> DataProto:
         """Return ref_log_prob [B, R] float32, nats."""
-        return self.call(ReferenceWorker.log_probs, batch)
+        return self.call_and_keep(ReferenceWorker.log_probs, batch)

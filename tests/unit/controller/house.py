@@ -23,6 +23,7 @@ from hybridflow.controller import (
     register,
 )
 from hybridflow.controller.future import replace_parts
+from hybridflow.controller.row_store import RowStore, in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -57,10 +58,35 @@ class Counter(Worker):
         """Rows of two arguments side by side: they must have been dealt alike."""
         return DataProto.from_dict({"x": batch.batch["x"], "doubled": other.batch["doubled"]})
 
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x", "attention_mask"), writes=("doubled", "word")
+    )
+    def write(self, batch: DataProto, *, times: float = 2.0) -> DataProto:
+        """Columns for the row store, and the words `rank.row`."""
+        words = [f"{self.rank}.{row}" for row in range(len(batch))]
+        return DataProto.from_dict({"doubled": batch.batch["x"] * times}, {"word": words})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("doubled", "x"))
+    def read(self, batch: DataProto) -> DataProto:
+        """The columns as they arrived."""
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("doubled",))
+    def write_or_fail(self, batch: DataProto, *, rank: int) -> DataProto:
+        if self.rank == rank:
+            raise ValueError("no luck")
+        return DataProto.from_dict({"doubled": batch.batch["x"] * 2})
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS)
     def mean(self, batch: DataProto) -> Metrics:
         metrics = Metrics()
         metrics.add_mean("x", batch.batch["x"].sum(), batch.batch["x"].numel())
+        return metrics
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=("x", "doubled"))
+    def mean_of_both(self, batch: DataProto) -> Metrics:
+        metrics = self.mean(batch)
+        metrics.add_mean("doubled", batch.batch["doubled"].sum(), batch.batch["doubled"].numel())
         return metrics
 
     @register(dispatch_mode=Dispatch.DP_DEAL)
@@ -162,8 +188,11 @@ class InTurn:
     without processes.
     """
 
+    driver_bytes = 0
+
     def __init__(self, mesh: MeshInfo) -> None:
         self._mesh = mesh
+        self.rows = RowStore(in_memory)
         self.hosts = [
             WorkerHost(Place(rank=rank, world_size=mesh.world_size), make_counters)
             for rank in range(mesh.world_size)

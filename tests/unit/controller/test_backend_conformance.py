@@ -14,7 +14,7 @@ import torch
 from house import Counter, CounterGroup, InTurn, Request, make_counters, rows
 
 from hybridflow.controller import Backend, LocalBackend, MeshInfo, WorkerGroup
-from hybridflow.protocol import DataProtoFuture, Workload
+from hybridflow.protocol import DataProto, DataProtoFuture, Workload
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "local": lambda: LocalBackend(make_counters),
@@ -196,3 +196,51 @@ def test_values_written_in_place_never_reach_the_driver_unnoticed(group: Counter
 def test_a_method_without_a_rule_is_refused(group: CounterGroup) -> None:
     with pytest.raises(AssertionError, match=r"private cannot be called by the driver"):
         group.call(Counter.private)
+
+
+def with_ids(count: int) -> DataProto:
+    return rows(count) | DataProto.from_dict({"row_id": torch.arange(count) + 100})
+
+
+def test_columns_that_are_kept_are_read_where_they_were_written(group: CounterGroup) -> None:
+    """Sent values that differ from the stored ones show which of the two a worker has read."""
+    batch = with_ids(9)
+    written = group.call_and_keep(Counter.write, batch, times=3.0)
+    assert written.batch["doubled"].tolist() == [3.0 * row for row in range(9)]
+    assert group.backend.rows.list() == {100 + row: {"doubled", "word"} for row in range(9)}
+    claimed = batch | DataProto.from_dict({"doubled": torch.zeros(9)})
+    for order in (list(range(9)), [8, 1, 4], [5]):
+        read = group.call(Counter.read, claimed.select_idxs(order))
+        assert read.batch["doubled"].tolist() == [3.0 * row for row in order]
+        assert read.batch["x"].tolist() == [float(row) for row in order]
+    group.backend.rows.clear()
+    assert not group.call(Counter.read, claimed).batch["doubled"].any()
+
+
+def test_rows_that_are_drawn_again_are_sent(group: CounterGroup) -> None:
+    """A fresh id is not in the store, so the columns of all rows of its part travel by value."""
+    batch = with_ids(4)
+    batch |= group.call_and_keep(Counter.write, batch).select(["doubled"], [])
+    drawn = batch.select_idxs([2, 2, 0, 1]).fresh_row_ids(above=103)
+    assert drawn.batch["row_id"].tolist() == [102, 104, 100, 101]
+    assert group.call(Counter.read, drawn).batch["doubled"].tolist() == [4.0, 4.0, 0.0, 2.0]
+
+
+def test_a_call_keeps_nothing_unless_it_is_asked_to(group: CounterGroup) -> None:
+    group.call(Counter.write, with_ids(3))
+    assert not group.backend.rows.list()
+    without = group.call_and_keep(Counter.write, rows(3))
+    assert without.batch["doubled"].tolist() == [0.0, 2.0, 4.0] and not group.backend.rows.list()
+
+
+def test_a_call_that_failed_keeps_nothing(group: CounterGroup) -> None:
+    with pytest.raises(ValueError, match="no luck"):
+        group.call_and_keep(Counter.write_or_fail, with_ids(9), rank=0)
+    assert not group.backend.rows.list()
+
+
+def test_what_the_driver_puts_is_read_by_workers(group: CounterGroup) -> None:
+    batch = with_ids(6) | DataProto.from_dict({"doubled": torch.zeros(6)})
+    stored = DataProto.from_dict({"doubled": torch.arange(6.0) * 2})
+    group.backend.rows.put(batch.batch["row_id"].tolist(), stored)
+    assert group.call(Counter.read, batch).batch["doubled"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]

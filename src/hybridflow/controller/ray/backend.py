@@ -29,15 +29,17 @@ from hybridflow.controller.dispatch import Call
 from hybridflow.controller.future import Part, replace_parts
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
-from hybridflow.controller.ray.parts import RayPart, Slot
+from hybridflow.controller.ray.parts import RayPart, Slot, Traffic
 from hybridflow.controller.ray.process import Met, RankProcess, SetUp
 from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
+from hybridflow.controller.row_store import RowStore
 from hybridflow.controller.worker import Place
 from hybridflow.controller.worker_host import Make
 from hybridflow.errors import WorkerError
+from hybridflow.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,8 @@ class RayBackend:
         self._began = time.monotonic()
         self._until = self._began + startup_timeout
         self._order = threading.Lock()
+        self._traffic = Traffic()
+        self.rows = RowStore(self._shard)
         self._pools: list[PlacedPool] = []
         self._processes: dict[tuple[str, int], Process] = {}
         self._watch: Watchdog | None = None
@@ -103,6 +107,11 @@ class RayBackend:
         except BaseException:
             self.shutdown()
             raise
+
+    @property
+    def driver_bytes(self) -> int:
+        """Bytes of the packets that the driver has sent and fetched; references are not counted."""
+        return self._traffic.num_bytes
 
     def mesh(self, role: str) -> MeshInfo:
         """Return the mesh of a role's ranks, over all its pools."""
@@ -137,7 +146,10 @@ class RayBackend:
         for rank, call in enumerate(calls):
             if call is not None:
                 if call.arguments_id not in made:
-                    made[call.arguments_id] = _arguments(call)
+                    made[call.arguments_id] = self._arguments(call)
+                inline = made[call.arguments_id][0]
+                if inline is not None:
+                    self._traffic.add(inline.nbytes)
                 arguments[rank] = (role, method, call.returns, *made[call.arguments_id])
         ranks = self._placement.ranks(role)
         processes = {rank: self._processes[ranks[rank]] for rank in arguments}
@@ -263,30 +275,40 @@ class RayBackend:
             self._watch.check(f"{role}.{method}")
             for rank, process in processes.items():
                 statuses[rank], result = getattr(process.actor, task).remote(*arguments[rank])
-                parts[rank] = RayPart(result, role, method, rank)
+                parts[rank] = RayPart(result, role, method, rank, self._traffic)
             self._watch.follow(
                 Running(role, method, dict(processes), parts, limit, limit_key, starting), statuses
             )
         return parts
 
+    def _arguments(self, call: Call) -> tuple[Packet | None, list[Any]]:
+        """Return a call's arguments as they travel: a packet and the references of earlier results in it.
 
-def _arguments(call: Call) -> tuple[Packet | None, list[Any]]:
-    """Return a call's arguments as they travel: a packet and the references of earlier results in it.
+        For a large packet the first entry is None, and the packet's own reference is the first of the
+        references.
+        """
+        references: list[Any] = []
 
-    For a large packet the first entry is None, and the packet's own reference is the first of the references.
-    """
-    references: list[Any] = []
+        def slot(part: Part) -> Any:
+            if not isinstance(part, RayPart):
+                return part.result()
+            references.append(part.reference)
+            return Slot(len(references) - 1)
 
-    def slot(part: Part) -> Any:
-        if not isinstance(part, RayPart):
-            return part.result()
-        references.append(part.reference)
-        return Slot(len(references) - 1)
+        packet = encode((replace_parts(call.args, slot), replace_parts(call.kwargs, slot)))
+        if packet.nbytes <= INLINE_BYTES:
+            return packet, references
+        return None, [self._put(packet), *references]
 
-    packet = encode((replace_parts(call.args, slot), replace_parts(call.kwargs, slot)))
-    if packet.nbytes <= INLINE_BYTES:
-        return packet, references
-    return None, [ray.put(packet), *references]
+    def _put(self, packet: Packet) -> Any:
+        self._traffic.add(packet.nbytes)
+        return ray.put(packet)
+
+    def _shard(self, columns: DataProto) -> Part:
+        """Return columns of the driver's as a part in the object store, which any process can read."""
+        part = RayPart(self._put(encode(columns)), "driver", "put", 0, self._traffic)
+        part.settle()
+        return part
 
 
 def _wait(parts: Mapping[int, Part]) -> None:

@@ -31,11 +31,25 @@ class Slot:
     index: int
 
 
+class Traffic:
+    """A count of the bytes that the driver sends and receives by value, over all its threads."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """Count the bytes of a packet."""
+        with self._lock:
+            self.num_bytes += num_bytes
+
+
 class RayPart(Part):
     """A `Part` whose value is in Ray's object store."""
 
-    def __init__(self, reference: Any, role: str, method: str, rank: int) -> None:
+    def __init__(self, reference: Any, role: str, method: str, rank: int, traffic: Traffic) -> None:
         super().__init__()
+        self._traffic = traffic
         self.set_running_or_notify_cancel()  # the rank runs in any case: nobody can cancel it
         self._reference = reference
         self.role = role
@@ -65,13 +79,15 @@ class RayPart(Part):
         with self._fetching:
             if self._fetched is None:
                 try:
-                    value = decode(ray.get(self._reference, timeout=FETCH_SECONDS))
+                    packet = ray.get(self._reference, timeout=FETCH_SECONDS)
                 except (RayError, GetTimeoutError) as error:
                     message = (
                         f"the result of {self.role}.{self.method} on rank {self.rank} was lost with its "
                         f"node: {error}"
                     )
                     raise WorkerLost(message, role=self.role, rank=self.rank, method=self.method) from error
+                self._traffic.add(packet.nbytes)
+                value = decode(packet)
                 self._fetched = value, TensorVersions(value)
             return self._fetched[0]
 

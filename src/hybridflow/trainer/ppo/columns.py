@@ -68,8 +68,7 @@ def loss_columns(config: PPOConfig) -> list[str]:
     """Return the columns that this run's policy loss reads beside those that every one reads."""
     actor = config.actor_rollout_ref.actor
     loss = find_policy_loss(actor)
-    # the last two tell which rows were sampled, and name the one that fails the check of exact mode
-    columns = {*loss.keywords, "rollout_is_weights", "row_id", "is_demonstration"}
+    columns = {*loss.keywords, "rollout_is_weights", "is_demonstration"}
     if actor.use_kl_loss:
         columns.add("ref_log_prob")
     if loss.keeps_groups:
@@ -205,7 +204,9 @@ def resample(batch: DataProto, config: PFPPOConfig, generator: torch.Generator) 
     rows = resample_rows(
         scores, method=config.reweight_method, weight_pow=config.weight_pow, generator=generator
     )
-    return batch.select_idxs(rows).fresh_row_ids()
+    # a fresh id is not that of a row that was not drawn, either
+    above = int(batch.batch["row_id"].max()) if "row_id" in batch else -1
+    return batch.select_idxs(rows).fresh_row_ids(above)
 
 
 def select_tokens(

@@ -98,7 +98,7 @@ class OldLogProbs:
                 self.metrics.update(metrics)
                 self.watch = LogProbCheck(step, self.exact.on, self.stops)
                 return self._rollouts(batch)
-        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared)
+        columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, keep=True)
         if self.exact.on:
             check_same(batch, batch.batch["rollout_log_probs"], columns.batch["old_log_probs"], step)
         self.metrics.update(rollout_difference(batch | columns))

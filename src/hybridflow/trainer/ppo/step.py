@@ -30,6 +30,7 @@ from hybridflow.trainer.ppo.mini_batch_hooks import mini_batch_hook
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs
 from hybridflow.trainer.ppo.overlap import Job, Overlap
 from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.correction import correct_rollout, sampled_rows
 from hybridflow.workers.losses import find_policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan
@@ -60,6 +61,8 @@ class PPOStep:
         self.kl_controller = kl_controller
         self.timer = timer
         self.leavable = leavable
+        self.row_store = roles.actor.backend.rows
+        self.driver_bytes = roles.actor.backend.driver_bytes
         self.side_by_side = Overlap(roles.together, timer)
         # once: a user's file may be edited while the run goes on
         self.estimator = find_estimator(config.algorithm)
@@ -81,6 +84,7 @@ class PPOStep:
         timer = self.timer
         metrics = Metrics()
         batch |= identify(batch)  # group_ids, positive
+        self._store_tokens(batch)
         old = partial(self.old_log_probs, batch, self._first_plan(step), step)
         # old_log_probs; from a pass also entropys, sum_pi_squared
         jobs = [Job("actor", "old_log_prob", old)]
@@ -134,6 +138,8 @@ class PPOStep:
         for found in self.side_by_side(updates):
             metrics.update(found)
         self.old_log_probs.after_update(metrics, step)
+        self.row_store.clear()
+        metrics.update(self._driver_bytes())
         self._renew_reference(step)
         return batch, metrics
 
@@ -142,6 +148,25 @@ class PPOStep:
         frequency = self.config.algorithm.ref_update_freq
         if self.roles.reference and frequency and step % frequency == 0:
             self.roles.reference.copy_from(self.roles.actor)
+
+    def _store_tokens(self, batch: DataProto) -> None:
+        """Put the columns that every role reads into the row store, so that they leave the driver once."""
+        self.row_store.clear()  # of a step that was left
+        if "row_id" in batch:
+            columns = batch.select(list(POLICY_COLUMNS), [], [])
+            self.row_store.put(batch.batch["row_id"].tolist(), columns)
+
+    def _driver_bytes(self) -> Metrics:
+        """Return the bytes that the driver has sent and received by value since the step before.
+
+        There are none where all roles are in its own process.
+        """
+        metrics = Metrics()
+        so_far = self.roles.actor.backend.driver_bytes
+        if so_far:
+            metrics.add_sum("perf/driver_bytes", float(so_far - self.driver_bytes))
+        self.driver_bytes = so_far
+        return metrics
 
     def _process_rewards(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Return q_t of the implicit process reward model.

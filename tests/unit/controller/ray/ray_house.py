@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,13 @@ class Prober(Counter):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def echo(self, batch: DataProto) -> DataProto:
         return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("doubled",))
+    def write_or_die(self, batch: DataProto, *, rank: int) -> DataProto:
+        """One rank is killed before it returns."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return DataProto.from_dict({"doubled": batch.batch["x"] * 2})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def meet(self, folder: str, count: int) -> bool:

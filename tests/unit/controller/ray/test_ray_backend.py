@@ -16,7 +16,8 @@ import torch
 from house import Counter, CounterGroup
 from ray.exceptions import ObjectLostError
 from ray_house import Prober, ask, make_broken, start
-from test_backend_conformance import *  # noqa: F403 the tests of the suite, with the fixtures below in the place of theirs
+from test_backend_conformance import *  # noqa: F403 the tests of the suites, with the fixtures below in the place of theirs
+from test_row_store import *  # noqa: F403
 
 from hybridflow.controller.ray import process
 from hybridflow.controller.ray.backend import RayBackend
@@ -24,6 +25,7 @@ from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.failure import Failure
 from hybridflow.controller.ray.process import RankProcess
 from hybridflow.controller.ray.transport import encode
+from hybridflow.controller.row_store import RowStore
 from hybridflow.controller.worker import Place
 from hybridflow.controller.worker_host import WorkerHost
 from hybridflow.errors import WorkerError, WorkerLost
@@ -41,7 +43,14 @@ def make_backend(backend: RayBackend) -> Callable[[], RayBackend]:
 @pytest.fixture
 def group(backend: RayBackend) -> CounterGroup:
     """The suite's own would shut the backend down after each test."""
+    backend.rows.clear()
     return CounterGroup(backend, "counter")
+
+
+@pytest.fixture
+def store(backend: RayBackend) -> RowStore:
+    backend.rows.clear()
+    return backend.rows
 
 
 def big(rows: int = 64) -> DataProto:
@@ -50,6 +59,27 @@ def big(rows: int = 64) -> DataProto:
         {"x": torch.randn(rows, 1024), "flag": torch.arange(rows) % 2 == 0},
         {"uid": [f"u{i}" for i in range(rows)]},
     )
+
+
+def test_columns_that_are_kept_do_not_pass_the_driver_again(group: CounterGroup) -> None:
+    """What travels by value is counted: at first the rows and the column, then only ids and places."""
+    batch = big() | DataProto.from_dict({"row_id": torch.arange(64)})
+    column = batch.batch["x"].nbytes
+
+    def moved(call: Callable[[], object]) -> int:
+        before = group.backend.driver_bytes
+        call()
+        return group.backend.driver_bytes - before
+
+    def write() -> None:
+        nonlocal batch
+        batch |= group.call_and_keep(Counter.double, batch).select(["doubled"], [])
+
+    assert 2 * column <= moved(write) < 2.1 * column
+    assert moved(lambda: group.backend.rows.put(range(64), batch.select(["x"], []))) < 1.1 * column
+    assert moved(lambda: group.call(Counter.mean_of_both, batch)) < 0.1 * column
+    group.backend.rows.clear()
+    assert 2 * column <= moved(lambda: group.call(Counter.mean_of_both, batch)) < 2.1 * column
 
 
 def test_roles_of_a_pool_share_processes_and_pools_are_worlds(backend: RayBackend) -> None:
@@ -209,6 +239,20 @@ def test_a_killed_process_is_lost_with_its_cause(own: Callable[..., RayBackend])
         future.result()
     assert (caught.value.role, caught.value.rank, caught.value.method) == ("counter", 1, "span")
     backend.shutdown()
+
+
+@pytest.mark.slow
+def test_rows_of_a_lost_process_are_not_finished_and_others_stay(own: Callable[..., RayBackend]) -> None:
+    backend = own()
+    batch = big(128) | DataProto.from_dict({"row_id": torch.arange(128)})
+    before = batch.select_idxs(range(64))
+    ask(backend).call_and_keep(Prober.write_or_die, before, rank=-1)
+    with pytest.raises(WorkerLost):
+        ask(backend).call_and_keep(Prober.write_or_die, batch.select_idxs(range(64, 128)), rank=1)
+    assert dict(backend.rows.list()) == {row: {"doubled"} for row in range(64)}
+    backend.shutdown()
+    read = backend.rows.get([63, 1], ["doubled"]).batch["doubled"]
+    assert torch.equal(read, before.batch["x"][[63, 1]] * 2)
 
 
 def test_a_process_goes_where_the_driver_is_if_its_node_has_that_folder(

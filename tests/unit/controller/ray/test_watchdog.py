@@ -16,7 +16,7 @@ from ray import cloudpickle
 
 from hybridflow.controller.ray.cluster import Cluster
 from hybridflow.controller.ray.failure import Failure
-from hybridflow.controller.ray.parts import RayPart
+from hybridflow.controller.ray.parts import RayPart, Traffic
 from hybridflow.controller.ray.running import Process, Running
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.worker import Place
@@ -53,7 +53,7 @@ class House:
             statuses[rank], result = getattr(self.processes[rank].actor, task).remote(
                 *([number] if task == "invoke" else [])
             )
-            parts[rank] = RayPart(result, "actor", "update", rank)
+            parts[rank] = RayPart(result, "actor", "update", rank, Traffic())
         processes = dict(enumerate(self.processes[: len(seconds)]))
         self.watch.follow(Running("actor", "update", processes, parts, limit, "a.key", starting), statuses)
         return parts

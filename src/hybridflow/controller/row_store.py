@@ -1,0 +1,126 @@
+"""The row store: columns by row and name, where they were made, until whoever reads them asks for them.
+
+    put(rows, columns)      ──► a shard of the driver's         ┐ ──► get(rows, names) on the driver
+    keep(rows, names, part) ──► a worker's result, as a shard   ┘ ──► by_reference(batch) for a worker
+A row is known by its `row_id`. A column of a row does not change while it is stored: what is computed anew,
+under other weights for example, is not put here. The same index serves all backends. They differ in where a
+shard is: in this process (`in_memory`), or in Ray's object store, on the node of the process that made it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from hybridflow.controller.future import Part
+from hybridflow.controller.read_only import isolate
+from hybridflow.controller.stored_rows import Places, StoredRows
+from hybridflow.errors import WorkerLost
+from hybridflow.protocol import BatchError, DataProto
+
+
+def in_memory(columns: DataProto) -> Part:
+    """Return a shard in this process, which shares the tensors of `columns`."""
+    part: Part = concurrent.futures.Future()
+    part.set_result(isolate(columns))
+    return part
+
+
+class RowStore:
+    """Columns by row and name. Any thread may call it; `store` makes a shard of a batch."""
+
+    def __init__(self, store: Callable[[DataProto], Part]) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._places: dict[str, dict[int, tuple[Part, int]]] = {}
+
+    def put(self, rows: Sequence[int], columns: DataProto) -> None:
+        """Store columns of the rows with these ids; what was stored of them under the same names is replaced.
+
+        Raises BatchError where there is not one id for each row, or an id is there twice.
+        """
+        if len(rows) != len(columns) or len(set(rows)) < len(rows):
+            raise BatchError(f"{len(columns)} rows cannot be stored under {len(set(rows))} different ids")
+        self.keep(rows, columns.names(), self._store(columns))
+
+    def keep(self, rows: Sequence[int], names: Sequence[str], part: Part) -> None:
+        """Store the columns `names` of a worker's result, whose rows have these ids, where they are."""
+        with self._lock:
+            for name in names:
+                places = self._places.setdefault(name, {})
+                places.update((row, (part, number)) for number, row in enumerate(rows))
+
+    def get(self, rows: Sequence[int], names: Sequence[str]) -> DataProto:
+        """Return columns of rows, in the order of `rows`.
+
+        Raises BatchError for a row that has no such column, and WorkerLost where it was lost with the node
+        that held it; the store then no longer lists what was lost.
+        """
+        places, parts = self._find(rows, names)
+        missing = [name for name in names if name not in places]
+        if missing:
+            have = self._places.get(missing[0], {})
+            row = next(row for row in rows if row not in have)
+            raise BatchError(f"row {row} has no column {missing[0]!r} in the row store")
+        shards = []
+        for part in parts:
+            try:
+                shards.append(part.result())
+            except WorkerLost:
+                self._drop(part)
+                raise
+        return StoredRows(DataProto(), places, tuple(shards)).gather()
+
+    def by_reference(self, batch: DataProto) -> DataProto | StoredRows:
+        """Return the rows of `batch` for another process; columns that are stored for all of them are
+        replaced by their places.
+        """
+        places, parts = self._find(batch.batch["row_id"].tolist(), batch.names())
+        if not places:
+            return batch
+        objects = [name for name in batch.non_tensor_batch if name not in places]
+        tensors = [name for name in batch.names() if name not in {*places, *batch.non_tensor_batch}]
+        return StoredRows(batch.select(tensors, objects), places, parts)
+
+    def _find(self, rows: Sequence[int], names: Sequence[str]) -> tuple[dict[str, Places], tuple[Part, ...]]:
+        """Return the places of those columns that are stored for all of these rows, and their shards."""
+        numbers: dict[Part, int] = {}
+        places: dict[str, Places] = {}
+        with self._lock:
+            for name in names:
+                have = self._places.get(name, {})
+                if not rows or any(row not in have for row in rows):
+                    continue
+                found = [have[row] for row in rows]
+                shards = [numbers.setdefault(part, len(numbers)) for part, _ in found]
+                places[name] = Places(shards, [number for _, number in found])
+        return places, tuple(numbers)
+
+    def list(self) -> Mapping[int, frozenset[str]]:
+        """Return the stored columns of each row.
+
+        What a call has not yet returned, or was lost with its process, is not there.
+        """
+        listed: dict[int, set[str]] = {}
+        with self._lock:
+            for name, places in self._places.items():
+                for row, (part, _) in places.items():
+                    if part.done() and part.exception() is None:
+                        listed.setdefault(row, set()).add(name)
+        return {row: frozenset(names) for row, names in listed.items()}
+
+    def clear(self, rows: Sequence[int] | None = None) -> None:
+        """Forget these rows, or all. A shard is freed with its last row."""
+        with self._lock:
+            if rows is None:
+                self._places.clear()
+                return
+            for places in self._places.values():
+                for row in rows:
+                    places.pop(row, None)
+
+    def _drop(self, part: Part) -> None:
+        with self._lock:
+            for name, places in self._places.items():
+                self._places[name] = {row: place for row, place in places.items() if place[0] is not part}

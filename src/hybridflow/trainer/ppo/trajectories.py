@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.agent import RequestBatch, build_requests, collate, demonstration_outputs, one_more_each
+from hybridflow.agent.collate import ROWS_PER_STEP
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
@@ -64,11 +65,16 @@ class Trajectories:
         self.with_baselines = "reward_baselines" in needs
         self.with_demonstrations = "is_demonstration" in needs
 
-    def for_training(self, prompts: Iterator[Sequence[PromptRow]], step: int) -> tuple[DataProto, Metrics]:
+    def for_training(
+        self, batches: Iterator[tuple[int, Sequence[PromptRow]]], step: int
+    ) -> tuple[DataProto, Metrics]:
         """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights of step
         `step - 1`, and score them.
 
-        Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out
+        `batches` gives generation batches: the index of the first group, and the prompts. A group's draws
+        depend on its index alone, and on no step.
+
+        Dynamic sampling takes generation batches as long as groups are missing, and leaves out
         those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
         groups that vary, or MAX_BARREN_BATCHES in a row none.
         """
@@ -77,18 +83,16 @@ class Trajectories:
         metrics = Metrics()
         stats = RolloutStats()
         parts: list[DataProto] = []
-        kept = generated = batches = barren = first_row = 0
+        kept = generated = taken = barren = 0
         while kept < wanted:
-            if filters.enable and (
-                0 < filters.max_num_gen_batches == batches or barren == MAX_BARREN_BATCHES
-            ):
-                raise DataError(self._starved(kept, generated, batches))
-            batch_prompts = next(prompts)
-            rows, found, first_row = self._training_rows(batch_prompts, step, first_row)
+            if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
+                raise DataError(self._starved(kept, generated, taken))
+            first_group, prompts = next(batches)
+            rows, found = self._training_rows(first_group, prompts, step)
             metrics.update(found)
             stats = RolloutStats.join([stats, self.rollout.stats()], together=False)
-            batches += 1
-            generated += len(batch_prompts)
+            taken += 1
+            generated += len(prompts)
             if filters.enable:
                 rows = self._filtered(rows)
                 barren += 1
@@ -97,17 +101,17 @@ class Trajectories:
                 logger.info(
                     "step %d: generation batch %d brings %d of %d groups",
                     step,
-                    batches,
+                    taken,
                     kept + len(uids_of(rows)),
                     wanted,
                 )
                 kept += len(uids_of(rows))
             else:
-                kept += len(batch_prompts)
+                kept += len(prompts)
             parts.append(rows)
         batch = join_rows(parts, int(self.tokenizer.pad_token_id))
         batch = rows_of(batch, uids_of(batch)[:wanted])
-        metrics.add_sum("training/num_gen_batches", batches)
+        metrics.add_sum("training/num_gen_batches", taken)
         if filters.enable:
             metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
         if self.config.algorithm.overlong_filtering:
@@ -142,19 +146,18 @@ class Trajectories:
         requests = build_requests(
             prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
         )
+        ids = [step * ROWS_PER_STEP + request.request_id for request in requests.requests]
+        requests = _with_ids(requests, ids)
         nothing = RequestBatch([], [], [])
         # a step's own leave validation out
-        scored = self._make(requests, nothing, step, version=step, timers=("val_gen", "val_reward"))
+        scored = self._make(requests, nothing, version=step, timers=("val_gen", "val_reward"))
         return scored.batch, scored.metrics
 
     def _training_rows(
-        self, prompts: Sequence[PromptRow], step: int, first_row: int
-    ) -> tuple[DataProto, Metrics, int]:
-        """Sample and score one generation batch, with rows numbered from `first_row`; gives also the number
-        of the next one's first row.
-        """
+        self, first_group: int, prompts: Sequence[PromptRow], step: int
+    ) -> tuple[DataProto, Metrics]:
+        """Sample and score one generation batch, whose groups are numbered from `first_group`."""
         rollout = self.config.actor_rollout_ref.rollout
-        seed = self.config.trainer.seed
         sampling = SamplingParams(
             max_tokens=self.config.data.max_response_length,
             temperature=rollout.temperature,
@@ -167,18 +170,21 @@ class Trajectories:
             stop_token_ids=tuple(rollout.stop_token_ids),
             ignore_eos=rollout.ignore_eos,
         )
-        sampled = build_requests(
-            prompts, sampling, n=rollout.n, seed=seed, purpose="rollout", step=step, first_row=first_row
-        )
+        period = self.config.data.train_batch_size
+        groups = range(first_group, first_group + len(prompts))
+        sampled = self._requests(first_group, prompts, sampling)
+        sampled = _with_ids(sampled, row_ids(groups, period, rollout.n))
         requests = sampled
         demonstrations = RequestBatch([], [], [])
+        before = period * rollout.n  # in a period, rows of these kinds come after those that are sampled
         if self.with_baselines:
-            requests = sampled + one_more_each(
-                sampled, replace(sampling, greedy=True), first_row=first_row + len(sampled)
-            )
+            greedy = one_more_each(sampled, replace(sampling, greedy=True), first_row=0)
+            requests = sampled + _with_ids(greedy, row_ids(groups, period, 1, before))
+            before += period
         if self.with_demonstrations:
-            demonstrations = one_more_each(sampled, sampling, first_row=first_row + len(requests))
-        scored = self._make(requests, demonstrations, step, version=step - 1, timers=("gen", "reward"))
+            told = one_more_each(sampled, sampling, first_row=0)
+            demonstrations = _with_ids(told, row_ids(groups, period, 1, before))
+        scored = self._make(requests, demonstrations, version=step - 1, timers=("gen", "reward"))
         batch = scored.batch
         dropped = scored.dropped
         metrics = scored.metrics
@@ -202,13 +208,39 @@ class Trajectories:
                 batch.batch["token_level_scores"][generated].sum(),
                 int(generated.sum()),
             )
-        return self._without(batch, dropped), metrics, first_row + len(requests) + len(demonstrations)
+        return self._without(batch, dropped), metrics
+
+    def _requests(
+        self, first_group: int, prompts: Sequence[PromptRow], sampling: SamplingParams
+    ) -> RequestBatch:
+        """Make `rollout.n` requests for each prompt, with the uids and seeds of their groups.
+
+        With P = `data.train_batch_size`, group i has those of row (i % P)·n of step i // P + 1: those of the
+        step that trains it, where every group is trained.
+        """
+        period = self.config.data.train_batch_size
+        n = self.config.actor_rollout_ref.rollout.n
+        batch = RequestBatch([], [], [])
+        while len(prompts):
+            number, place = divmod(first_group, period)
+            part = prompts[: period - place]
+            batch += build_requests(
+                part,
+                sampling,
+                n=n,
+                seed=self.config.trainer.seed,
+                purpose="rollout",
+                step=number + 1,
+                first_row=place * n,
+            )
+            first_group += len(part)
+            prompts = prompts[len(part) :]
+        return batch
 
     def _make(
         self,
         requests: RequestBatch,
         demonstrations: RequestBatch,
-        step: int,
         *,
         version: int,
         timers: tuple[str, str],
@@ -219,7 +251,7 @@ class Trajectories:
         with self.timer(timers[0]):
             outputs = self.rollout.generate(requests.requests, policy_version=version)
         outputs = [*outputs, *demonstration_outputs(demonstrations)]
-        batch = collate(requests + demonstrations, outputs, self.tokenizer, step=step)
+        batch = collate(requests + demonstrations, outputs, self.tokenizer, step=0)
         with self.timer(timers[1]):
             return score(batch, self.rewards)
 
@@ -285,6 +317,26 @@ class Trajectories:
             "data.gen_batch_size or actor_rollout_ref.rollout.n, or use prompts that the model gets right "
             "now and then"
         )
+
+
+def row_ids(groups: Sequence[int], period: int, count: int, before: int = 0) -> list[int]:
+    """Return `count` row ids for each of `groups`, unique in a run and ascending with the group.
+
+    Every `period` groups begin a block of ROWS_PER_STEP ids, the first `before` of which belong to others.
+    """
+    return [
+        (group // period + 1) * ROWS_PER_STEP + before + (group % period) * count + row
+        for group in groups
+        for row in range(count)
+    ]
+
+
+def _with_ids(batch: RequestBatch, ids: Sequence[int]) -> RequestBatch:
+    """Return the requests with these ids, which are unique in a run."""
+    requests = [
+        replace(request, request_id=row_id) for request, row_id in zip(batch.requests, ids, strict=True)
+    ]
+    return RequestBatch(requests, batch.rows, batch.uids)
 
 
 def _baselines_as_column(batch: DataProto, dropped: Tensor, greedy: Tensor) -> tuple[DataProto, Tensor]:

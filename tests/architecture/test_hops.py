@@ -85,7 +85,6 @@ def test_the_way_from_the_command_to_the_loss(tmp_path: Path, monkeypatch: pytes
     between = {file for file, name in way if (file, name) not in listed}
     passed = (
         "trainer/main.py",
-        "trainer/main_ppo.py",
         "trainer/restarts.py",
         "trainer/ppo/overlap.py",
         "workers/mini_batches.py",

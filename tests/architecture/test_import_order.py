@@ -94,7 +94,7 @@ def test_own_imports_inside_functions_only_in_builders_and_entries() -> None:
         room = found.module.split(".")[0]
         name = found.module.split(".")[-1]
         # entries: they check before they load
-        allowed = room == "cli" or name in ("build", "main", "main_ppo", "main_sft")
+        allowed = room == "cli" or name in ("build", "main")
         if found.in_function and own(found.target) and not allowed:
             wrong.append(f"{found.module}:{found.line} imports {found.target} inside a function")
     assert not wrong, "\n".join(wrong)

@@ -50,7 +50,7 @@ def train(options: argparse.Namespace) -> int:
     with progress.shown():
         with progress.phase("reading the configuration"):
             from hybridflow.config import PPOConfig
-            from hybridflow.trainer.main_ppo import run
+            from hybridflow.trainer.main import run
 
             configs = _prepared(options, PPOConfig)
         for each in configs:
@@ -65,7 +65,7 @@ def sft(options: argparse.Namespace) -> int:
     with progress.shown():
         with progress.phase("reading the configuration"):
             from hybridflow.config import SFTConfig
-            from hybridflow.trainer.main_sft import run
+            from hybridflow.trainer.main import run
 
             configs = _prepared(options, SFTConfig)
         for each in configs:

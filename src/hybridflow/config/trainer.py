@@ -170,7 +170,7 @@ class SFTTrainerConfig:
     )
     test_freq: int = key(
         -1,
-        "Compute the validation loss every so many steps, and at the end; -1: only at the end.",
+        "Compute the validation loss every so many steps, and at the end; -1: never.",
         minimum=-1,
     )
     save_freq: int = key(

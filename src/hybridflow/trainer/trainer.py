@@ -19,7 +19,6 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers import Trackers
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.cadence import Cadence
 from hybridflow.trainer.source import BatchSource, TrainBatch
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import StopSignals
@@ -61,18 +60,21 @@ class Trainer(Generic[Source, Step]):
     store: CheckpointStore
     trackers: Trackers
     timer: Timer
-    cadence: Cadence
+    total_steps: int
+    test_freq: int
+    """Validate every so many steps, and after the last one; 0 or less: never."""
+    save_freq: int
+    """Save every so many steps, after the last one, and when a signal ends the run; 0 or less: never."""
     signals: StopSignals
     """Asks the loop to end after SIGINT or SIGTERM."""
+    validates_first: bool = False
+    """Validate before the first step."""
+    only_validates: bool = False
+    """Validate once, and train nothing."""
     after_update: Callable[[DataProto], None] = _nothing
     """Called with each batch whose weights are published: a curriculum sampler learns from it."""
     log_samples: Callable[[DataProto, int], None] = _nothing
     """Called with each batch and its step, to keep samples for readers."""
-
-    @property
-    def total_steps(self) -> int:
-        """Number of the run's last step."""
-        return self.cadence.total_steps
 
     def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
         """Run to the last step, or to where `after_step` says so; gives the last validation's metrics (empty
@@ -88,7 +90,7 @@ class Trainer(Generic[Source, Step]):
         ):
             self.source.publish(done)
             last_validation = self._validate_before(done)
-            if self.cadence.only_validates:
+            if self.only_validates:
                 return last_validation
             for step in range(done + 1, self.total_steps + 1):
                 self.signals.check()
@@ -105,7 +107,8 @@ class Trainer(Generic[Source, Step]):
         """The validation before the first step, or the one that an interrupted run has left out after its
         last step.
         """
-        due = self.cadence.validates_before(done) or self.state.validation_due
+        before_training = self.validates_first and done == 0
+        due = self.only_validates or before_training or self.state.validation_due
         if self.validator is None or not due:
             return {}
         validation = self._validate(self.validator, done)
@@ -138,13 +141,13 @@ class Trainer(Generic[Source, Step]):
         # logged before it is saved: a run killed in between resumes after this step, whose line must stand by
         # then
         logged = self._log(made, batch, metrics, validation, step)
-        if self.cadence.saves_after(step):
+        if self._due(self.save_freq, step):
             self._save(step)
         return validation, logged
 
     def _validate_after(self, step: int) -> dict[str, float]:
         """Validate where it is due. A signal leaves it out; a resumed run makes up for it."""
-        if self.validator is None or not self.cadence.validates_after(step):
+        if self.validator is None or not self._due(self.test_freq, step):
             return {}
         self.state.validation_due = True
         try:
@@ -160,7 +163,7 @@ class Trainer(Generic[Source, Step]):
         self.trackers.log({"timing_s/save_checkpoint": self.timer.seconds("save_checkpoint")}, step)
 
     def _has_unsaved_steps(self) -> bool:
-        return self.cadence.saves_last and self.state.step > self.state.saved_step
+        return self.save_freq > 0 and self.state.step > self.state.saved_step
 
     @contextmanager
     def _saved_when_stopped(self) -> Iterator[None]:
@@ -188,3 +191,6 @@ class Trainer(Generic[Source, Step]):
         self.log_samples(batch, step)
         self.trackers.log(values, step)
         return values
+
+    def _due(self, frequency: int, step: int) -> bool:
+        return frequency > 0 and (step == self.total_steps or step % frequency == 0)

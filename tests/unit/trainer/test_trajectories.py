@@ -18,7 +18,9 @@ from hybridflow.errors import DataError, RewardError, RolloutError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
+from hybridflow.protocol.joining import join_rows
 from hybridflow.trainer.ppo.build import PPOTrainer
+from hybridflow.trainer.ppo.group_filter import rows_of, uids_of
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, fail_on=None):
@@ -47,9 +49,9 @@ def trajectories(model: Path, run: Path, *overrides: str) -> Made:
     """Rows and metrics of step 1."""
     run.parent.mkdir(parents=True, exist_ok=True)
     with build(config(model, run, *overrides)) as trainer:
-        batch, metrics = trainer.source.trajectories.for_training(trainer.source.loader.endless(), 1)
-        check_rows(trainer, batch)
-        return batch, metrics.to_floats()
+        made = trainer.source.next(1)
+        check_rows(trainer, made.rows)
+        return made.rows, made.metrics.to_floats()
 
 
 def check_rows(trainer: PPOTrainer, batch: DataProto) -> None:
@@ -108,16 +110,26 @@ def assert_same_rows(ours: DataProto, theirs: DataProto) -> None:
         torch.testing.assert_close(left[left != 0], right[right != 0], atol=1e-5, rtol=0)
 
 
+def groups_without_a_filter(model: Path, run: Path, count: int) -> DataProto:
+    """The rows of the first `count` groups, all of them made with the weights of the start."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with build(config(model, run, "algorithm.adv_estimator=grpo")) as trainer:
+        parts = []
+        for step in range(1, -(-count // 4) + 1):
+            made = trainer.source.next(step)
+            assert "training/filtered_groups_ratio" not in made.metrics.to_floats()
+            parts.append(made.rows)
+    whole = join_rows(parts, int(trainer.source.trajectories.tokenizer.pad_token_id))
+    return rows_of(whole, uids_of(whole)[:count])
+
+
 def test_dynamic_sampling_keeps_the_first_groups_that_vary(model: Path, tmp_path: Path) -> None:
     batch, metrics = trajectories(
         model, tmp_path / "a" / "run", *FILTER, "data.gen_batch_size=3", "data.train_batch_size=4"
     )
     rounds = int(metrics["training/num_gen_batches"])
     assert rounds >= 2
-    everything = [f"data.train_batch_size={3 * rounds}", "actor_rollout_ref.actor.ppo_mini_batch_size=3"]
-    # in one batch
-    whole, plain = trajectories(model, tmp_path / "b" / "run", "algorithm.adv_estimator=grpo", *everything)
-    assert plain["training/num_gen_batches"] == 1 and "training/filtered_groups_ratio" not in plain
+    whole = groups_without_a_filter(model, tmp_path / "b" / "run", 3 * rounds)
     uids, acc = list(whole.non_tensor_batch["uid"]), list(whole.non_tensor_batch["acc"])
     varied = [
         uid
@@ -129,9 +141,7 @@ def test_dynamic_sampling_keeps_the_first_groups_that_vary(model: Path, tmp_path
     assert len(batch) == 8
     assert metrics["training/filtered_groups_ratio"] == pytest.approx(1 - len(varied) / (3 * rounds))
     tokens = int(whole.batch["response_mask"].sum())
-    assert metrics["rollout/generated_tokens"] == plain["rollout/generated_tokens"] == tokens, (
-        "those of dropped groups count"
-    )
+    assert metrics["rollout/generated_tokens"] == tokens, "those of dropped groups count"
     assert metrics["training/unfiltered_score/mean"] == pytest.approx(
         float(whole.batch["token_level_scores"].sum()) / len(whole)
     )
@@ -176,30 +186,32 @@ def lines(run: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def test_a_resumed_run_takes_the_generation_batches_that_come_next(model: Path, tmp_path: Path) -> None:
-    settings = [
-        *FILTER,
-        "data.gen_batch_size=3",
-        "data.task.size=13",
-        "trainer.total_training_steps=3",
-        "trainer.save_freq=1",
-    ]
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_resumed_run_takes_the_generation_batches_that_come_next(
+    filters: bool, model: Path, tmp_path: Path
+) -> None:
+    """Its groups have the prompts and the indices of a run that was never stopped, so their draws are its."""
+    settings = ["algorithm.adv_estimator=grpo", "data.task.size=13"]
+    settings += ["trainer.total_training_steps=3", "trainer.save_freq=1"]
+    if filters:
+        settings += [FILTER[0], "data.gen_batch_size=3"]
     for run in ("a", "b"):
         (tmp_path / run).mkdir()
     with build(config(model, tmp_path / "a" / "run", *settings)) as trainer:
         trainer.fit()
-        done = trainer.source.loader.state_dict()
+        done = trainer.source.state_dict()
     with build(config(model, tmp_path / "b" / "run", *settings)) as trainer:
         trainer.fit(lambda step, metrics: step == 1)
     with build(config(model, tmp_path / "b" / "run", *settings)) as resumed:
         assert resumed.state.step == 1
         resumed.fit()
-        assert resumed.source.loader.state_dict() == done
+        assert resumed.source.state_dict() == done
     whole = lines(tmp_path / "a" / "run")
     assert lines(tmp_path / "b" / "run") == whole
-    assert sum(line["training/num_gen_batches"] for line in whole.values()) > 4, (
-        "beyond the first epoch of four"
-    )
+    batches = sum(line["training/num_gen_batches"] for line in whole.values())
+    if filters:
+        assert batches > 4, "beyond the first epoch of four"
+    assert done["admitted"] == batches * (3 if filters else 4)
 
 
 def estimator(folder: Path, names: str) -> str:
@@ -242,10 +254,10 @@ def test_baselines_go_with_their_rows_through_dynamic_sampling(model: Path, tmp_
     settings = [FILTER[0], own, "data.gen_batch_size=3", "data.max_response_length=40"]
     with build(config(model, tmp_path / "run", *settings)) as trainer:
         drawn: list[Any] = []
-        batch, _ = trainer.source.trajectories.for_training(noted(trainer.source.loader.endless(), drawn), 1)
+        batch, _ = trainer.source.trajectories.for_training(noted(trainer.source.admitted(), drawn), 1)
         check_rows(trainer, batch)
         greedy = {}
-        for prompts in drawn:
+        for _, prompts in drawn:
             scored, _ = trainer.source.trajectories.for_validation(prompts, 0)
             for prompt, score in zip(prompts, scored.batch["token_level_scores"].sum(-1), strict=True):
                 greedy[prompt.index] = score
@@ -305,7 +317,7 @@ def test_keys_of_sampling_reach_the_engine_in_training_and_validation(model: Pat
     ) as trainer:
         prompts = next(trainer.source.loader.endless())
         made = [
-            trainer.source.trajectories.for_training(trainer.source.loader.endless(), 1)[0],
+            trainer.source.next(1).rows,
             trainer.source.trajectories.for_validation(prompts, 0)[0],
         ]
     ended = 0

@@ -22,7 +22,6 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.trainer.cadence import Cadence
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.parallel_layout import meshes
@@ -90,6 +89,9 @@ def _trainer(
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
         settle_exact(config, roles, exact)
+    test_freq = config.trainer.test_freq
+    if test_freq <= 0 and config.trainer.val_before_train:
+        test_freq = total_steps  # at the end, to compare with the start
     with run.recorded(state, store, source) as trackers:
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
         validator = None
@@ -103,8 +105,12 @@ def _trainer(
             store=store,
             trackers=trackers,
             timer=run.timer,
-            cadence=_cadence(config, total_steps),
+            total_steps=total_steps,
+            test_freq=test_freq,
+            save_freq=config.trainer.save_freq,
             signals=run.signals,
+            validates_first=config.trainer.val_before_train,
+            only_validates=config.trainer.val_only,
             after_update=data.finish_batch,
             log_samples=samples.training,
         )
@@ -116,19 +122,6 @@ def _check_warm_up(critic_warmup: int, total_steps: int) -> None:
             f"trainer.critic_warmup={critic_warmup} leaves none of the run's {total_steps} steps for the "
             "actor: set it lower, or raise trainer.total_epochs"
         )
-
-
-def _cadence(config: PPOConfig, total_steps: int) -> Cadence:
-    trainer = config.trainer
-    return Cadence(
-        total_steps,
-        trainer.test_freq,
-        trainer.save_freq,
-        validates_last=trainer.test_freq > 0 or trainer.val_before_train,
-        saves_last=trainer.save_freq > 0,
-        validates_first=trainer.val_before_train,
-        only_validates=trainer.val_only,
-    )
 
 
 def _state(

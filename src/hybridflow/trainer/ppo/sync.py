@@ -7,6 +7,9 @@ loader ──prompts──► Trajectories ──scored rows──► TrainBatch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.timing import Timer
@@ -16,7 +19,12 @@ from hybridflow.trainer.source import LoaderSource, TrainBatch
 
 
 class SyncSource(LoaderSource[PromptRow]):
-    """Generates and scores a batch between two updates, in the trainer's thread."""
+    """Generates and scores a batch between two updates, in the trainer's thread.
+
+    A group has an index, from 0 in the order in which groups are admitted: read from the loader to be
+    generated. When a batch is made, every admitted group is trained, or filtered, or left out for good; so
+    the number of admitted groups and the place of the loader are all that a resumed run needs.
+    """
 
     def __init__(
         self, loader: StatefulLoader[PromptRow], trajectories: Trajectories, roles: Roles, timer: Timer
@@ -26,14 +34,31 @@ class SyncSource(LoaderSource[PromptRow]):
         self.trajectories = trajectories
         self.roles = roles
         self.timer = timer
+        self.num_admitted = 0
+
+    def admitted(self) -> Iterator[tuple[int, list[PromptRow]]]:
+        """Give generation batches: the index of the first group, and the prompts."""
+        for prompts in self.batches():
+            first = self.num_admitted
+            self.num_admitted += len(prompts)
+            yield first, prompts
 
     def next(self, step: int) -> TrainBatch:
         """Generate and score the batch of step number `step` with the weights that were published last."""
         epoch = self.loader.epoch  # read first: with an epoch's last batch the loader moves on
         self.timer.reset()
-        rows, metrics = self.trajectories.for_training(self.batches(), step)
+        rows, metrics = self.trajectories.for_training(self.admitted(), step)
         return TrainBatch(rows, epoch, metrics, self.timer.as_metrics())
 
     def publish(self, version: int) -> None:
         """Push the actor's weights into every replica that has its own."""
         self.roles.rollout.update_from(self.roles.actor, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the loader and the number of admitted groups, as plain data."""
+        return {**super().state_dict(), "admitted": self.num_admitted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        super().load_state_dict(state)
+        self.num_admitted = int(state["admitted"])

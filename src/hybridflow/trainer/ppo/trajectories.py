@@ -71,11 +71,16 @@ class Trajectories:
         self.with_demonstrations = "is_demonstration" in needs
         self._failed_steps = 0
 
-    def for_training(self, prompts: Iterator[Sequence[PromptRow]], step: int) -> tuple[DataProto, Metrics]:
+    def for_training(
+        self, batches: Iterator[tuple[int, Sequence[PromptRow]]], step: int
+    ) -> tuple[DataProto, Metrics]:
         """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights of step
         `step - 1`, and score them.
 
-        Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out
+        `batches` gives generation batches: the index of the first group, and the prompts. A group's draws
+        depend on its index alone, and on no step.
+
+        Dynamic sampling takes generation batches as long as groups are missing, and leaves out
         those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
         groups that vary, or MAX_BARREN_BATCHES in a row none.
 
@@ -87,18 +92,16 @@ class Trajectories:
         metrics = Metrics()
         stats = RolloutStats()
         parts: list[DataProto] = []
-        kept = generated = batches = barren = first_row = 0
+        kept = generated = taken = barren = 0
         while kept < wanted:
-            if filters.enable and (
-                0 < filters.max_num_gen_batches == batches or barren == MAX_BARREN_BATCHES
-            ):
-                raise DataError(self._starved(kept, generated, batches))
-            batch_prompts = next(prompts)
-            rows, found, first_row = self._training_rows(batch_prompts, step, first_row)
+            if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
+                raise DataError(self._starved(kept, generated, taken))
+            first_group, prompts = next(batches)
+            rows, found = self._training_rows(first_group, prompts, step)
             metrics.update(found)
             stats = RolloutStats.join([stats, self.rollout.stats()], together=False)
-            batches += 1
-            generated += len(batch_prompts)
+            taken += 1
+            generated += len(prompts)
             if filters.enable:
                 rows = self._filtered(rows)
                 barren += 1
@@ -107,18 +110,18 @@ class Trajectories:
                 logger.info(
                     "step %d: generation batch %d brings %d of %d groups",
                     step,
-                    batches,
+                    taken,
                     kept + len(uids_of(rows)),
                     wanted,
                 )
                 kept += len(uids_of(rows))
             else:
-                kept += len(batch_prompts)
+                kept += len(prompts)
             parts.append(rows)
         batch = join_rows(parts, self._pad_token_id)
         batch = rows_of(batch, uids_of(batch)[:wanted])
         self._count_failed_steps(batch, step)
-        metrics.add_sum("training/num_gen_batches", batches)
+        metrics.add_sum("training/num_gen_batches", taken)
         if filters.enable:
             metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
         if self.config.algorithm.overlong_filtering:
@@ -166,13 +169,10 @@ class Trajectories:
         return collate(trajectories, self._pad_token_id), metrics
 
     def _training_rows(
-        self, prompts: Sequence[PromptRow], step: int, first_row: int
-    ) -> tuple[DataProto, Metrics, int]:
-        """Sample and score one generation batch, with rows numbered from `first_row`; gives also the number
-        of the next one's first row.
-        """
+        self, first_group: int, prompts: Sequence[PromptRow], step: int
+    ) -> tuple[DataProto, Metrics]:
+        """Sample and score one generation batch, whose groups are numbered from `first_group`."""
         rollout = self.config.actor_rollout_ref.rollout
-        seed = self.config.trainer.seed
         sampling = SamplingParams(
             max_tokens=self.config.data.max_response_length,
             temperature=rollout.temperature,
@@ -185,24 +185,19 @@ class Trajectories:
             stop_token_ids=tuple(rollout.stop_token_ids),
             ignore_eos=rollout.ignore_eos,
         )
-        sampled = build_requests(
-            prompts, sampling, n=rollout.n, seed=seed, purpose="rollout", step=step, first_row=first_row
-        )
+        sampled = self._requests(first_group, prompts, sampling)
         requests = sampled
         demonstrations = _NO_REQUESTS
         if self.with_baselines:
             requests = sampled + one_more_each(
                 sampled,
                 replace(sampling, greedy=True),
-                first_row=first_row + len(sampled),
+                first_row=len(sampled),
                 sample=self._greedy_sample,
             )
         if self.with_demonstrations:
             demonstrations = one_more_each(
-                sampled,
-                sampling,
-                first_row=first_row + len(requests),
-                sample=self._demonstration_sample,
+                sampled, sampling, first_row=len(requests), sample=self._demonstration_sample
             )
         trajectories, metrics = self._make(
             requests, demonstrations, timers=("gen", "reward"), failures_count=True
@@ -212,7 +207,7 @@ class Trajectories:
         if len(batch):
             samples = torch.tensor([one.sample for one in trajectories for _ in one.lineages])
             batch = self._with_extra_rows_marked(batch, samples, metrics)
-        return batch, metrics, first_row + len(requests) + len(demonstrations)
+        return batch, metrics
 
     def _with_extra_rows_marked(self, batch: DataProto, samples: Tensor, metrics: Metrics) -> DataProto:
         """Shape the scores; make the greedy rows a column, and mark the answers of the data.
@@ -237,6 +232,35 @@ class Trajectories:
                 int(generated.sum()),
             )
         return batch
+
+    def _requests(
+        self, first_group: int, prompts: Sequence[PromptRow], sampling: SamplingParams
+    ) -> RequestBatch:
+        """Make `rollout.n` requests for each prompt, with the numbers and seeds of their groups; request ids
+        count from 0.
+
+        With P = `data.train_batch_size`, group i has those of row (i % P)·n of step i // P + 1: those of the
+        step that trains it, where every group is trained.
+        """
+        period = self.config.data.train_batch_size
+        n = self.config.actor_rollout_ref.rollout.n
+        batch = RequestBatch([], [], [])
+        while len(prompts):
+            number, place = divmod(first_group, period)
+            part = prompts[: period - place]
+            batch += build_requests(
+                part,
+                sampling,
+                n=n,
+                seed=self.config.trainer.seed,
+                purpose="rollout",
+                step=number + 1,
+                first_row=place * n,
+            )
+            first_group += len(part)
+            prompts = prompts[len(part) :]
+        numbered = [replace(request, request_id=place) for place, request in enumerate(batch.requests)]
+        return replace(batch, requests=numbered)
 
     def _make(
         self,

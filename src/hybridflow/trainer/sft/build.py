@@ -21,7 +21,6 @@ from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
-from hybridflow.trainer.cadence import Cadence
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
 from hybridflow.trainer.run import huggingface_writer, started, steps_of
 from hybridflow.trainer.saving import SavedEngine
@@ -85,6 +84,9 @@ def build(
         validator = None
         if data.val_dataset is not None:
             validator = SFTValidator(data.val_dataset, group, config.data.train_batch_size, pad_id)
+        save_freq = trainer.save_freq
+        if save_freq <= 0:
+            save_freq = total_steps  # at the end
         with run.recorded(state, store, source) as trackers:
             yield Trainer(
                 source=source,
@@ -94,9 +96,9 @@ def build(
                 store=store,
                 trackers=trackers,
                 timer=run.timer,
-                cadence=Cadence(
-                    total_steps, trainer.test_freq, trainer.save_freq, validates_last=True, saves_last=True
-                ),
+                total_steps=total_steps,
+                test_freq=trainer.test_freq,
+                save_freq=save_freq,
                 signals=run.signals,
             )
 

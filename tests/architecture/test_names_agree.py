@@ -37,9 +37,8 @@ def test_estimators_and_what_they_need() -> None:
     assert list(ESTIMATORS) == list(ADVANTAGE_ESTIMATORS)
     for name, entry in ADVANTAGE_ESTIMATORS.items():
         facts = ESTIMATORS[name]
-        assert (facts.critic, facts.group) == (entry.needs_critic, entry.needs_group), name
-        assert facts.teacher == ("teacher_log_probs" in entry.needs), name
-        assert facts.process_rewards == ("process_rewards" in entry.needs), name
+        assert set(facts.reads) == {*entry.needs, *entry.takes}, name
+        assert facts.group == ("group_ids" in facts.reads and not facts.demonstration_rows), name
 
 
 def test_losses_and_the_defaults_of_their_papers() -> None:
@@ -48,7 +47,9 @@ def test_losses_and_the_defaults_of_their_papers() -> None:
         facts = algorithm_names.POLICY_LOSSES[name]
         defaults = inspect.signature(record.function).parameters
         assert record.agg_mode == facts.agg_mode and record.agg_mode in get_args(LossAggMode), name
-        assert facts.reference == ("ref_log_prob" in record.keywords), name
+        shared = {"loss_agg_mode", "loss_scale_factor"}
+        assert set(facts.reads) == {*record.keywords, *record.select_keywords} - shared, name
+        assert set(facts.estimators) <= set(ESTIMATORS), name
         if "clip_low" in defaults:
             assert (facts.clip or (PPO.clip_low, PPO.clip_high)) == (
                 defaults["clip_low"].default,

@@ -39,7 +39,7 @@ def _show(console: Console, formula: Formula) -> None:
         _line(console, formula.with_numbers, DEEPER, "green")
     for number in formula.numbers:
         where = ": ".join(text for text in (number.key, number.meaning) if text)
-        _line(console, f"{formula.label(number)} = {number.shown}   ({where})", DEEPER)
+        _line(console, f"{number.label} = {number.shown}   ({where})", DEEPER)
     for note in formula.notes:
         _line(console, note, DEEPER)
     _line(

@@ -29,33 +29,47 @@ class PolicyLossConfig:
         "sapo: temperature of the soft gate on tokens with a positive advantage; a larger one closes the "
         "gate sooner.",
         above=0,
+        symbol="τ_pos",
     )
-    tau_neg: float = key(1.05, "sapo: temperature of the soft gate on all other tokens.", above=0)
+    tau_neg: float = key(
+        1.05, "sapo: temperature of the soft gate on all other tokens.", above=0, symbol="τ_neg"
+    )
     clip_cov_ratio: float = key(
         2e-4,
         "clip_cov: share of the tokens, drawn among those of high covariance, that get no gradient.",
         minimum=0,
         maximum=1,
+        symbol="ratio",
     )
-    clip_cov_lb: float = key(1.0, "clip_cov: only tokens whose covariance is above this may be drawn.")
-    clip_cov_ub: float = key(5.0, "clip_cov: only tokens whose covariance is below this may be drawn.")
+    clip_cov_lb: float = key(
+        1.0, "clip_cov: only tokens whose covariance is above this may be drawn.", symbol="lb"
+    )
+    clip_cov_ub: float = key(
+        5.0, "clip_cov: only tokens whose covariance is below this may be drawn.", symbol="ub"
+    )
     kl_cov_ratio: float = key(
         2e-4,
         "kl_cov: share of the tokens, those of the highest covariance, that get a KL penalty.",
         minimum=0,
         maximum=1,
+        symbol="ratio",
     )
-    ppo_kl_coef: float = key(0.1, "kl_cov: weight of that KL penalty.", minimum=0)
-    dro_beta: float = key(0.1, "dro: weight of the squared log-ratio of the policy to the old one.", above=0)
+    ppo_kl_coef: float = key(0.1, "kl_cov: weight of that KL penalty.", minimum=0, symbol="coef")
+    dro_beta: float = key(
+        0.1, "dro: weight of the squared log-ratio of the policy to the old one.", above=0, symbol="β"
+    )
     dpo_loss: Literal["sigmoid", "ipo"] = key(
-        "sigmoid", "dpo: loss of a pair of responses, sigmoid (DPO) or ipo (IPO)."
+        "sigmoid", "dpo: loss of a pair of responses, sigmoid (DPO) or ipo (IPO).", argument="dpo_loss"
     )
-    dpo_beta: float = key(0.1, "dpo: strength with which the policy is held to the reference.", above=0)
+    dpo_beta: float = key(
+        0.1, "dpo: strength with which the policy is held to the reference.", above=0, symbol="β"
+    )
     dpo_label_smoothing: float = key(
         0.0,
         "dpo: assumed probability that the two responses of a pair are the wrong way round (cDPO).",
         minimum=0,
         below=0.5,
+        symbol="ε",
     )
 
 
@@ -99,25 +113,41 @@ class ActorConfig:
         "uses those.",
         minimum=0,
     )
-    clip_ratio_low: float | None = key(None, "Clip range below ratio 1; null: clip_ratio.", minimum=0)
+    clip_ratio_low: float | None = key(
+        None,
+        "Clip range below ratio 1; null: clip_ratio.",
+        minimum=0,
+        argument="clip_low",
+        symbol="ε_low",
+        otherwise="clip_ratio",
+    )
     clip_ratio_high: float | None = key(
         None,
         "Clip range above ratio 1, for example 0.28 for DAPO's clip-higher; null: clip_ratio.",
         minimum=0,
+        argument="clip_high",
+        symbol="ε_high",
+        otherwise="clip_ratio",
     )
     clip_ratio_c: float = key(
         3.0,
         "Dual clip: bound of the loss, in units of the advantage, where the advantage is negative. For dppo "
         "it is the largest ratio.",
         above=1,
+        argument="clip_c",
+        symbol="c",
     )
     loss_agg_mode: LossAggMode | None = key(
         None,
         "How the losses of the tokens become one number; null: as the policy loss's paper does (vanilla: "
         "token-mean).",
+        argument="loss_agg_mode",
     )
     loss_scale_factor: float | None = key(
-        None, "Divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length.", above=0
+        None,
+        "Divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length.",
+        above=0,
+        argument="loss_scale_factor",
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus in the loss; 0: no bonus.")
     positive_lm_loss_coef: float = key(

@@ -112,8 +112,12 @@ class SPPOConfig:
         1.0,
         "Step size: the log-ratio of a response is aimed at eta · (score − softmean of the group).",
         above=0,
+        argument="sppo_eta",
+        symbol="η",
     )
-    beta: float = key(1.0, "Sharpness of the softmean of a group's scores.", above=0)
+    beta: float = key(
+        1.0, "Sharpness of the softmean of a group's scores.", above=0, argument="sppo_beta", symbol="β"
+    )
 
 
 @dataclass(frozen=True)
@@ -124,28 +128,43 @@ class AlgorithmConfig:
         "gae", "Advantage estimator: a name such as grpo, gae or rloo, or your own as path.py:name."
     )
     options: dict[str, Any] = key({}, "Further keyword arguments of an estimator of your own.")
-    gamma: float = key(1.0, "Discount of later rewards, for each token.", minimum=0, maximum=1)
+    gamma: float = key(1.0, "Discount of later rewards, for each token.", minimum=0, maximum=1, symbol="γ")
     lam: float = key(
-        1.0, "Lambda of GAE: 1 has the least bias, smaller values less variance.", minimum=0, maximum=1
+        1.0,
+        "Lambda of GAE: 1 has the least bias, smaller values less variance.",
+        minimum=0,
+        maximum=1,
+        symbol="λ",
     )
     lam_critic: float | None = key(
-        None, "Lambda of the returns that the critic learns (VAPO: 1.0); null: lam.", minimum=0, maximum=1
+        None,
+        "Lambda of the returns that the critic learns (VAPO: 1.0); null: lam.",
+        minimum=0,
+        maximum=1,
+        symbol="λ_critic",
+        otherwise="lam",
     )
     lam_length_alpha: float | None = key(
         None,
         "Lambda of the policy that depends on the response's length in tokens, 1 − 1/(alpha · length) "
         "(VAPO: 0.05); null: lam.",
         above=0,
+        symbol="α",
     )
     norm_adv_by_std_in_grpo: bool = key(
         True,
         "Divide advantages by the standard deviation of their group; false: only subtract the mean "
         "(Dr.GRPO).",
+        argument="norm_by_std",
     )
     gdpo_reward_keys: list[str] = key(
-        [], "gdpo: keys of the reward's result that are normalised one by one, for example [acc, format]."
+        [],
+        "gdpo: keys of the reward's result that are normalised one by one, for example [acc, format].",
+        argument="reward_components",
     )
-    gdpo_reward_weights: list[float] = key([], "gdpo: weight of each of these keys; empty: 1 each.")
+    gdpo_reward_weights: list[float] = key(
+        [], "gdpo: weight of each of these keys; empty: 1 each.", symbol="w"
+    )
     use_kl_in_reward: bool = key(
         False, "Subtract a KL penalty against the reference policy from the reward of each token."
     )

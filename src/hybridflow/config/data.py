@@ -84,7 +84,9 @@ class DataConfig:
         None, "Prompts in one generation batch of dynamic sampling; null: train_batch_size.", minimum=1
     )
     demonstration_key: str = key(
-        "messages", "spin: column with the data's own answer, a text or messages that end in an answer."
+        "messages",
+        "spin: column with the data's own answer, a text or messages that end in an answer.",
+        argument="is_demonstration",
     )
     val_batch_size: int | None = key(None, "Prompts in one validation batch; null: all at once.", minimum=1)
     shuffle: bool = key(True, "Shuffle the training rows anew in each epoch, by the seed.")

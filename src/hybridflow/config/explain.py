@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from hybridflow.config.needs import responses_per_prompt, rows_per_prompt
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 
@@ -115,15 +116,11 @@ def _ppo_sizes(config: PPOConfig, num_train_rows: int | None) -> list[Line]:
     return lines
 
 
-def rows_per_prompt(config: PPOConfig) -> int:
-    """Return the rows of a prompt that are trained on: its responses, and for SPIN the data's own answer."""
-    return config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "spin")
-
-
 def _sequences_line(config: PPOConfig) -> Line:
     batch = config.data.train_batch_size
-    each = f"rollout.n={config.actor_rollout_ref.rollout.n}"
-    if config.algorithm.adv_estimator == "spin":
+    n = config.actor_rollout_ref.rollout.n
+    each = f"rollout.n={n}"
+    if rows_per_prompt(config) > n:
         each = f"({each} + the data's own answer)"
     return Line(
         "sequences per step",
@@ -136,28 +133,28 @@ def _generated_lines(config: PPOConfig) -> list[Line]:
     """Rows that are generated, where they are not those that are trained on."""
     n = config.actor_rollout_ref.rollout.n
     groups = config.algorithm.filter_groups
-    remax = config.algorithm.adv_estimator == "remax"
+    generated = responses_per_prompt(config)
     prompts = rows_per_step(config)
     each = f"rollout.n={n}"
-    if remax:
-        each = f"({each} + 1 greedy)"
+    if generated > n:
+        each = f"({each} + {generated - n} greedy)"
     lines = []
     if groups.enable:
         batch = generation_batch(config)
         how = f"{prompts // batch} generation batches of data.gen_batch_size={batch} × {each}"
-        lines.append(Line("responses generated per step, at least", f"{prompts * (n + remax):,}", how))
+        lines.append(Line("responses generated per step, at least", f"{prompts * generated:,}", how))
         if groups.max_num_gen_batches:
             how = (
                 f"filter_groups.max_num_gen_batches={groups.max_num_gen_batches} × "
                 f"data.gen_batch_size={batch} × {each}"
             )
-            most = groups.max_num_gen_batches * batch * (n + remax)
+            most = groups.max_num_gen_batches * batch * generated
             lines.append(Line("responses generated per step, at most", f"{most:,}", how))
-    elif remax or config.algorithm.adv_estimator == "spin":
+    elif generated != rows_per_prompt(config):
         lines.append(
             Line(
                 "responses generated per step",
-                f"{prompts * (n + remax):,}",
+                f"{prompts * generated:,}",
                 f"data.train_batch_size={prompts} × {each}",
             )
         )

@@ -30,7 +30,7 @@ def needs_reference(config: PPOConfig) -> bool:
         config.algorithm.use_kl_in_reward
         or config.actor_rollout_ref.actor.use_kl_loss
         or config.reward.process_reward_model.enable
-        or (estimator is not None and estimator.reference)
+        or (estimator is not None and estimator.process_rewards)
         or (loss is not None and loss.reference)
     )
 
@@ -39,6 +39,22 @@ def needs_teacher(config: PPOConfig) -> bool:
     """Return whether the estimator reads the log-probs of a teacher."""
     estimator = estimator_facts(config)
     return estimator is not None and estimator.teacher
+
+
+def rows_per_prompt(config: PPOConfig) -> int:
+    """Return the rows of a prompt that are trained on: its responses, and the data's own answer if read."""
+    facts = estimator_facts(config)
+    shown = facts.demonstration_rows if facts is not None else 0
+    return config.actor_rollout_ref.rollout.n + shown
+
+
+def responses_per_prompt(config: PPOConfig) -> int:
+    """Return the responses to a prompt that are generated: those trained on, and a greedy one if it is asked
+    for.
+    """
+    facts = estimator_facts(config)
+    greedy = facts.greedy_rows if facts is not None else 0
+    return config.actor_rollout_ref.rollout.n + greedy
 
 
 def is_given(path: str, given: Set[str]) -> bool:

@@ -77,9 +77,12 @@ class ProcessRewardModelConfig:
     update: Literal["before", "after"] = key(
         "before", "Train the reward model before or after it scores a batch."
     )
-    process_coef: float = key(5.0, "Weight of the process rewards in the advantage.", minimum=0)
+    process_coef: float = key(5.0, "Weight of the process rewards in the advantage.", minimum=0, symbol="c_p")
     outcome_coef: float = key(
-        5.0, "Weight of the outcome, that is of the reward function's score, in the advantage.", minimum=0
+        5.0,
+        "Weight of the outcome, that is of the reward function's score, in the advantage.",
+        minimum=0,
+        symbol="c_o",
     )
     ppo_mini_batch_size: int | None = key(
         None,

@@ -29,8 +29,8 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """One key of the schema: its dotted path, type, default (of this place in the tree), one-line meaning and
-    bounds.
+    """One key of the schema: its dotted path, type, default (of this place in the tree), and what `key` of
+    `schema.py` declares of it.
     """
 
     path: str
@@ -41,6 +41,10 @@ class KeyInfo:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
+    argument: str = ""
+    symbol: str = ""
+    otherwise: str = ""
+    """Dotted path of the key that sets the argument while this one is null."""
 
     @property
     def is_free(self) -> bool:
@@ -67,8 +71,12 @@ def _walk(cls: type[Any], instance: Any, prefix: str) -> Iterator[KeyInfo]:
         if dataclasses.is_dataclass(hints[f.name]):
             yield from _walk(type(value), value, path + ".")
         else:
-            bounds = {name: f.metadata.get(name) for name in ("minimum", "maximum", "above", "below")}
-            yield KeyInfo(path, hints[f.name], value, str(f.metadata.get("meaning", "")), **bounds)
+            declared = dict(f.metadata)
+            if declared.get("symbol") and not declared["argument"]:
+                declared["argument"] = f.name
+            if declared.get("otherwise"):
+                declared["otherwise"] = prefix + declared["otherwise"]
+            yield KeyInfo(path, hints[f.name], value, declared.pop("meaning", ""), **declared)
 
 
 def blocks_of(root: type[Any]) -> frozenset[str]:

@@ -1,52 +1,52 @@
-"""The formulas of a run in the order of its step, each from its docstring, with the numbers of the
-configuration.
+"""The formulas of a run in the order of its step, each with the numbers of the configuration.
 
     key=value … ──look──► PPOConfig ──explain_algorithm──► Section(title, lines, formulas) for each part of
     the step
 
-Neither a model nor data is needed. A formula has one home, the docstring of the function that computes it
-(`formula.py`); the table `PARAMETERS` of `numbers.py` says which key sets each argument of those
-functions, and how equations write it.
+Neither a model nor data is needed. The formulas are data: those of estimators and losses in
+`config/algorithm_names.py`, all others in `equations.py`. The keys say which argument they set, and how
+equations write it.
 """
 
 from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hybridflow.algorithms.aggregation import aggregate
-from hybridflow.algorithms.kl import AdaptiveKLController, kl_estimate
-from hybridflow.algorithms.policy_losses import POLICY_LOSSES
-from hybridflow.algorithms.positive_examples import positive_example_loss
-from hybridflow.algorithms.preference import dpo, ipo
-from hybridflow.algorithms.process_reward import implicit_rewards, process_reward_loss
+from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.algorithms.resampling import resample_rows
-from hybridflow.algorithms.rollout_correction import parse_rejection, rejection, rollout_weights
-from hybridflow.algorithms.value_loss import value_loss
+from hybridflow.algorithms.rollout_correction import parse_rejection
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.root import check
 from hybridflow.config.explain import explain
 from hybridflow.config.load import Loaded, load_config
-from hybridflow.config.needs import needs_reference, needs_teacher
+from hybridflow.config.needs import (
+    estimator_facts,
+    loss_facts,
+    needs_reference,
+    needs_teacher,
+    rows_per_prompt,
+)
 from hybridflow.config.resolve import resolve
 from hybridflow.config.tree import with_values
-from hybridflow.explain.formula import Formula, Number, alternative, formula_of, paragraphs, shown
-from hybridflow.explain.numbers import ACTOR, PARAMETERS, PRM, ROLLOUT, Run
-from hybridflow.trainer.ppo.columns import apply_kl_penalty, find_estimator
-from hybridflow.trainer.ppo.group_filter import groups_to_keep
-from hybridflow.trainer.ppo.overlong import filter_overlong, overlong_penalty
+from hybridflow.explain.equations import (
+    AGGREGATIONS,
+    DRAWN,
+    EQUATIONS,
+    ICEPOP,
+    KL,
+    PAIR_LOSSES,
+    RESAMPLING,
+)
+from hybridflow.explain.formula import Formula, Number, formula_of, own_formula, shown
+from hybridflow.explain.numbers import ACTOR, PRM, ROLLOUT, Run
+from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.workers.losses import find_policy_loss
-
-PAIR_LOSSES: dict[str, Callable[..., Any]] = {"sigmoid": dpo, "ipo": ipo}
-"""Losses of a pair by their name in `dpo_loss`."""
-
-
-__all__ = ["PARAMETERS", "Section", "explain_algorithm", "look"]
 
 
 @dataclass(frozen=True)
@@ -114,26 +114,29 @@ def _rewards(run: Run) -> Section:
     buffer = "reward.reward_kwargs.overlong_buffer_cfg"
     if run[f"{buffer}.enable"]:
         numbers = (
-            run.number(("max_len",), "reward.reward_kwargs.max_resp_len", "data.max_response_length"),
-            run.number(("buffer_len",), f"{buffer}.len"),
-            run.number(("factor",), f"{buffer}.penalty_factor"),
+            run.number("max_len", "reward.reward_kwargs.max_resp_len"),
+            run.number("buffer_len", f"{buffer}.len"),
+            run.number("factor", f"{buffer}.penalty_factor"),
         )
-        formulas.append(
-            formula_of(
-                overlong_penalty, numbers, name="overlong shaping", equation=_equation(overlong_penalty, 1)
-            )
-        )
+        formulas.append(_known("overlong shaping", *numbers))
     if run["algorithm.use_kl_in_reward"]:
         formulas += _kl_in_reward(run)
     else:
         lines.append("no KL in the reward (algorithm.use_kl_in_reward=false)")
     if run[f"{PRM}.enable"]:
-        beta = run.number(("β", "beta"), f"{PRM}.beta")
-        granularity = run.number(("granularity",), f"{PRM}.granularity")
-        formulas.append(formula_of(implicit_rewards, [beta, granularity], name="process rewards"))
-        formulas.append(formula_of(process_reward_loss, [beta], name="loss of the process reward model"))
+        beta = run.number("beta", f"{PRM}.beta", "β")
+        formulas.append(_known("process rewards", beta, run.number("granularity", f"{PRM}.granularity")))
+        formulas.append(_known("loss of the process reward model", beta))
         lines.append(f"the process reward model: {run.says(f'{PRM}.update')}")
     return Section("rewards", tuple(lines), tuple(formulas))
+
+
+def _known(name: str, *numbers: Number, notes: tuple[str, ...] = ()) -> Formula:
+    """Return the formula with this name in `EQUATIONS`."""
+    equation = EQUATIONS[name]
+    return formula_of(
+        equation.function, equation.formula, numbers, name=name, papers=equation.papers, notes=notes
+    )
 
 
 def _scorer(run: Run) -> str:
@@ -148,35 +151,16 @@ def _scorer(run: Run) -> str:
 
 
 def _kl_in_reward(run: Run) -> list[Formula]:
-    beta = run.number(("beta", "β"), "algorithm.kl_ctrl.kl_coef")
     formulas = [
-        formula_of(
-            apply_kl_penalty,
-            [beta],
-            name="KL in the reward",
-            equation=paragraphs(apply_kl_penalty)[0].partition(", ")[0],
-        ),
+        _known("KL in the reward", run.number("beta", "algorithm.kl_ctrl.kl_coef")),
         _kl_estimator(run, "algorithm.kl_penalty"),
     ]
     if run["algorithm.kl_ctrl.type"] == "adaptive":
-        rows = Number(
-            ("rows",),
-            run["data.train_batch_size"] * run[f"{ROLLOUT}.n"],
-            f"data.train_batch_size × {ROLLOUT}.n",
-        )
-        numbers = (
-            run.number(("target",), "algorithm.kl_ctrl.target_kl"),
-            run.number(("horizon",), "algorithm.kl_ctrl.horizon"),
-            rows,
-        )
-        formulas.append(
-            formula_of(
-                AdaptiveKLController,
-                numbers,
-                name="its coefficient",
-                equation=_equation(AdaptiveKLController, 1),
-            )
-        )
+        target = run.number("target", "algorithm.kl_ctrl.target_kl")
+        horizon = run.number("horizon", "algorithm.kl_ctrl.horizon")
+        count = run["data.train_batch_size"] * run[f"{ROLLOUT}.n"]
+        rows = Number("rows", count, f"data.train_batch_size × {ROLLOUT}.n")
+        formulas.append(_known("its coefficient", target, horizon, rows))
     return formulas
 
 
@@ -185,10 +169,8 @@ def _kl_estimator(run: Run, key: str) -> Formula:
     notes: tuple[str, ...] = ()
     if kind.endswith("+"):
         notes = ("its gradient is that of k2: ½(x − y)²",)
-    text = f"kl = {alternative(kl_estimate, kind.removesuffix('+'))}, x = logπ, y = logπ_ref"
-    return formula_of(
-        kl_estimate, [run.number((), key)], name=f"KL estimator {kind}", equation=text, notes=notes
-    )
+    text = f"kl = {KL[kind.removesuffix('+')]}, x = logπ, y = logπ_ref"
+    return formula_of(kl_estimate, text, [run.number("", key)], name=f"KL estimator {kind}", notes=notes)
 
 
 def _groups(run: Run) -> Section:
@@ -196,26 +178,16 @@ def _groups(run: Run) -> Section:
     formulas = []
     path = "algorithm.filter_groups"
     if run[f"{path}.enable"]:
-        numbers = (
-            run.number(("metric",), f"{path}.metric"),
-            run.number(("min_mean",), f"{path}.min_mean"),
-            run.number(("max_mean",), f"{path}.max_mean"),
-            run.number((), f"{path}.max_num_gen_batches"),
-            run.number((), "data.gen_batch_size"),
-            run.number((), "data.train_batch_size"),
-        )
-        formulas.append(formula_of(groups_to_keep, numbers, name="dynamic sampling"))
+        names = ("metric", "min_mean", "max_mean", "max_num_gen_batches")
+        keys = [*(f"{path}.{name}" for name in names), "data.gen_batch_size", "data.train_batch_size"]
+        formulas.append(_known("dynamic sampling", *(run.number("", key) for key in keys)))
     else:
         lines.append(
             f"every group: {run['data.train_batch_size']} prompts × {run[f'{ROLLOUT}.n']} responses (no "
             "dynamic sampling)"
         )
     if run["algorithm.overlong_filtering"]:
-        formulas.append(
-            formula_of(
-                filter_overlong, [run.number((), "data.max_response_length")], name="overlong filtering"
-            )
-        )
+        formulas.append(_known("overlong filtering", run.number("", "data.max_response_length")))
     return Section("which rows are learned from", tuple(lines), tuple(formulas))
 
 
@@ -228,25 +200,21 @@ def _correction(run: Run) -> Section:
         lines.append(run.says(f"{path}.loss_type"))
     if run[f"{path}.rollout_is"]:
         numbers = (
-            run.number(("level",), f"{path}.rollout_is"),
-            run.number(("threshold",), f"{path}.rollout_is_threshold"),
-            run.number(("batch_normalize",), f"{path}.rollout_is_batch_normalize"),
+            run.number("level", f"{path}.rollout_is"),
+            run.number("threshold", f"{path}.rollout_is_threshold"),
+            run.number("batch_normalize", f"{path}.rollout_is_batch_normalize"),
         )
-        bounds = tuple(
-            text
-            for text in paragraphs(rollout_weights)[1].split(". ")
-            if "`lo_hi`" in text and isinstance(numbers[1].value, str)
-        )
-        formulas.append(formula_of(rollout_weights, numbers, name="importance weights", notes=bounds[:1]))
+        bounds = (ICEPOP,) if isinstance(numbers[1].value, str) else ()
+        formulas.append(_known("importance weights", *numbers, notes=bounds))
     if run[f"{path}.rollout_rs"]:
-        options = run.number(("options",), f"{path}.rollout_rs")
-        thresholds = run.number(("thresholds",), f"{path}.rollout_rs_threshold")
+        options = run.number("options", f"{path}.rollout_rs")
+        thresholds = run.number("thresholds", f"{path}.rollout_rs_threshold")
         rules = parse_rejection(options.value, thresholds.value)
         kept = tuple(
             f"kept: {each.low:.4g} ≤ {each.over} {each.statistic} ≤ {each.high:.4g}".replace("-inf ≤ ", "")
             for each in rules
         )
-        formulas.append(formula_of(rejection, [options, thresholds], name="rejection", notes=kept))
+        formulas.append(_known("rejection", options, thresholds, notes=kept))
     if not formulas:
         lines.append(
             "nothing is weighted or rejected; the difference of rollout and training is measured "
@@ -258,14 +226,15 @@ def _correction(run: Run) -> Section:
 def _advantage(run: Run) -> Section:
     name = run["algorithm.adv_estimator"]
     function = find_estimator(run.config.algorithm).function
+    facts = estimator_facts(run.config)
     more = []
     if "group_ids" in inspect.signature(inspect.unwrap(function)).parameters:
-        more.append(run.number(("n",), f"{ROLLOUT}.n"))
-    if name == "gdpo":
-        more.append(run.number((), "algorithm.gdpo_reward_keys"))
-    formula = run.formula(
-        function, "algorithm.options", more=tuple(more), own=name not in ADVANTAGE_ESTIMATORS
-    )
+        more.append(run.number("n", f"{ROLLOUT}.n"))
+    if facts is None:
+        formula = own_formula(function, [*run.own_arguments(function, "algorithm.options"), *more])
+    else:
+        numbers = [*run.arguments(facts.reads, "algorithm.options"), *more]
+        formula = formula_of(function, facts.formula, numbers, papers=facts.papers)
     lines = []
     if needs_teacher(run.config):
         teacher = run["distillation.teacher_model.path"] or "not set yet"
@@ -276,35 +245,43 @@ def _advantage(run: Run) -> Section:
 def _resampling(run: Run) -> Section | None:
     if not run["algorithm.use_pf_ppo"]:
         return None
-    method = run.number(("method",), "algorithm.pf_ppo.reweight_method")
-    numbers = (method, run.number(("p", "weight_pow"), "algorithm.pf_ppo.weight_pow"))
-    equation = paragraphs(resample_rows)[0].partition("`")[0] + alternative(resample_rows, method.value)
-    return Section(
-        "resampling of rows", (), (formula_of(resample_rows, numbers, name="PF-PPO", equation=equation),)
-    )
+    method = run.number("method", "algorithm.pf_ppo.reweight_method")
+    numbers = (method, run.number("weight_pow", "algorithm.pf_ppo.weight_pow", "p"))
+    text = DRAWN + RESAMPLING[method.value]
+    formula = formula_of(resample_rows, text, numbers, name="PF-PPO", papers=("2409.06957",))
+    return Section("resampling of rows", (), (formula,))
 
 
 def _policy(run: Run) -> Section:
     name = run[f"{ACTOR}.policy_loss.loss_mode"]
     loss = find_policy_loss(run.config.actor_rollout_ref.actor)
+    facts = loss_facts(run.config)
     options = f"{ACTOR}.policy_loss.options"
-    formulas = [run.formula(loss.function, options, own=name not in POLICY_LOSSES)]
-    if loss.select is not None:
-        formulas.append(run.formula(loss.select, options))
-    if name == "dpo":
-        beta = run.number(("β", "beta"), f"{ACTOR}.policy_loss.dpo_beta")
-        smoothing = run.number(("ε", "label_smoothing"), f"{ACTOR}.policy_loss.dpo_label_smoothing")
-        kind = run[f"{ACTOR}.policy_loss.dpo_loss"]
-        numbers = [beta]
-        if kind == "sigmoid":
-            numbers.append(smoothing)
-        formulas.append(
-            formula_of(PAIR_LOSSES[kind], numbers, name=f"of a pair, in force by dpo_loss={kind}")
-        )
+    if facts is None:
+        formulas = [own_formula(loss.function, run.own_arguments(loss.function, options))]
+    else:
+        own = [name for name in loss.keywords if name in facts.reads]
+        numbers = run.arguments(own, options)
+        formulas = [formula_of(loss.function, facts.formula, numbers, papers=facts.papers)]
+        if loss.select is not None:
+            chosen = run.arguments(loss.select_keywords)
+            formulas.append(formula_of(loss.select, facts.select_formula, chosen, papers=facts.papers))
+        if facts.pairs:
+            formulas.append(_pair_loss(run))
     lines = []
     if loss.keeps_groups:
         lines.append("the rows of a prompt stay together in a micro-batch")
     return Section(f"the policy loss: {ACTOR}.policy_loss.loss_mode={name}", tuple(lines), tuple(formulas))
+
+
+def _pair_loss(run: Run) -> Formula:
+    kind = run[f"{ACTOR}.policy_loss.dpo_loss"]
+    numbers = [run.number("beta", f"{ACTOR}.policy_loss.dpo_beta", "β")]
+    if kind == "sigmoid":
+        numbers.append(run.number("label_smoothing", f"{ACTOR}.policy_loss.dpo_label_smoothing", "ε"))
+    equation = PAIR_LOSSES[kind]
+    name = f"of a pair, in force by dpo_loss={kind}"
+    return formula_of(equation.function, equation.formula, numbers, name=name, papers=equation.papers)
 
 
 def _aggregation(run: Run) -> Section:
@@ -318,33 +295,20 @@ def _aggregation(run: Run) -> Section:
 
 def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
     mini = run[mini_key]
-    n = run[f"{ROLLOUT}.n"]
+    n = rows_per_prompt(run.config)
     longest = run["data.max_response_length"]
-    n += run["algorithm.adv_estimator"] == "spin"  # the data's own answer is learned from, too
-    equation = alternative(aggregate, mode)
+    equation = AGGREGATIONS[mode]
     numbers = []
     if "num_tokens" in equation:
         most = f"at most {mini * n * longest:,} = {mini} prompts × {n} responses × {longest} tokens"
-        numbers.append(
-            Number(
-                ("num_tokens",),
-                most,
-                mini_key,
-                "tokens of loss_mask in the whole mini-batch, counted anew for each",
-            )
-        )
+        meaning = "tokens of loss_mask in the whole mini-batch, counted anew for each"
+        numbers.append(Number("num_tokens", most, mini_key, meaning=meaning))
     if "num_sequences" in equation:
-        numbers.append(
-            Number(
-                ("num_sequences",),
-                mini * n,
-                mini_key,
-                f"{mini} prompts × {n} responses; less rows with nothing to learn from",
-            )
-        )
+        meaning = f"{mini} prompts × {n} responses; less rows with nothing to learn from"
+        numbers.append(Number("num_sequences", mini * n, mini_key, meaning=meaning))
     if "scale_factor" in equation:
-        numbers.append(run.number(("scale_factor",), f"{ACTOR}.loss_scale_factor"))
-    return formula_of(aggregate, numbers, name=mode, equation=f"loss = {equation}")
+        numbers.append(run.number("scale_factor", f"{ACTOR}.loss_scale_factor"))
+    return formula_of(aggregate, f"loss = {equation}", numbers, name=mode)
 
 
 def _further(run: Run) -> Section:
@@ -363,7 +327,7 @@ def _further(run: Run) -> Section:
             f"+ {shown(run[f'{ACTOR}.positive_lm_loss_coef'])} · loss of right responses "
             f"({ACTOR}.positive_lm_loss_coef)"
         )
-        formulas.append(formula_of(positive_example_loss, name="likelihood of right responses"))
+        formulas.append(_known("likelihood of right responses"))
     if needs_reference(run.config):
         lines.append(run.says("algorithm.ref_update_freq"))
     return Section("further terms of the loss", tuple(lines or ["none"]), tuple(formulas))
@@ -372,12 +336,12 @@ def _further(run: Run) -> Section:
 def _value(run: Run) -> Section | None:
     if not run["critic.enable"]:
         return None
-    clip = run.number(("clip_range",), "critic.cliprange_value")
+    clip = run.number("clip_range", "critic.cliprange_value")
     aggregation = _aggregate(run, run["critic.loss_agg_mode"], "critic.ppo_mini_batch_size")
     lines = []
     if run["trainer.critic_warmup"]:
         lines.append(run.says("trainer.critic_warmup"))
-    return Section("the value loss", tuple(lines), (formula_of(value_loss, [clip]), aggregation))
+    return Section("the value loss", tuple(lines), (_known("value_loss", clip), aggregation))
 
 
 def _steps(run: Run) -> Section:
@@ -388,8 +352,3 @@ def _steps(run: Run) -> Section:
     return Section(
         "steps of a batch", (*lines, run.says(f"{ACTOR}.grad_clip"), run.says(f"{ACTOR}.optim.lr"))
     )
-
-
-def _equation(documented: object, paragraph: int) -> str:
-    """Return one paragraph of a docstring up to where it turns to the arguments."""
-    return paragraphs(documented)[paragraph].partition("; `")[0]

@@ -1,52 +1,41 @@
-"""The formula of a function: the equation of its docstring, the same with a run's numbers, its paper, its
+"""The formula of a function for a reader: as its paper has it, the same with a run's numbers, its papers, its
 place.
 
-function + numbers of the run ──formula_of──► Formula        a list of alternatives in a docstring
-──alternative──► the one in force
-
-The equation has one home, the first paragraph of the docstring; nothing here repeats it.
+formula as data (`{gamma}` where an argument stands) + numbers of the run ──formula_of──► Formula
+a user's own function ──own_formula──► Formula, with its docstring in place of the equation
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-ARXIV = re.compile(r"(?<![\d.])\d{4}\.\d{5}(?!\d|\.\d)")
-SYMBOL = re.compile(
-    r"`[^`]*`|[Α-Ωα-ωϵ](?:_[A-Za-z0-9Α-Ωα-ω]+)*[\u0300-\u036f]?|[A-Za-z](?:[A-Za-z0-9_\u0300-\u036f]|(?<=_)[Α-Ωα-ω])*"
-)
-"""A name as equations have it: a Greek letter with its subscript, or a Latin word, which may end in `_β`.
-
-What stands in backticks is a name, not a value.
-"""
-SWITCHED = re.compile(
-    r"= (?P<on>[^=;]+?)(?P<where> on [^,;]*)?, or (?P<off>[^;]+?) without `(?P<switch>\w+)`"
-)
-JOINS_BEFORE = re.compile(r"[\w½)\]]$")
-JOINS_AFTER = re.compile(r"^[\w(\[]")
 
 
 @dataclass(frozen=True)
 class Number:
     """One number of the run that a function takes."""
 
-    symbols: tuple[str, ...]
-    """Names of it in equations, the one to show first."""
+    name: str
+    """The argument's name."""
     value: Any
     key: str
     """The dotted key that sets it, or words where no key does."""
+    symbol: str = ""
+    """What equations call it; '' for its name."""
     meaning: str = ""
 
     @property
     def shown(self) -> str:
         """The value as a user would type it."""
         return shown(self.value)
+
+    @property
+    def label(self) -> str:
+        """The symbol and the name, as in `ε_low = clip_low`."""
+        return " = ".join(dict.fromkeys(filter(None, (self.symbol, self.name))))
 
 
 @dataclass(frozen=True)
@@ -63,80 +52,85 @@ class Formula:
     place: str
     """file:line of the function."""
     notes: tuple[str, ...] = ()
-    """Further paragraphs that concern this run."""
+    """Further lines that concern this run."""
     signature: str = ""
     """Signature of a user's own function, without types."""
-
-    def label(self, number: Number) -> str:
-        """Return the symbols of a number in the equation, then its name, as in `ε_low = clip_low`; for one
-        without a name the end of its key.
-        """
-        stands = {found[0] for found in SYMBOL.finditer(self.equation)}
-        names = [symbol for symbol in number.symbols[:-1] if symbol in stands] + list(number.symbols[-1:])
-        return " = ".join(names) or number.key.rpartition(".")[2]
 
 
 def formula_of(
     function: Callable[..., Any],
+    formula: str,
     numbers: Iterable[Number] = (),
     *,
     name: str = "",
-    equation: str = "",
+    papers: Iterable[str] = (),
     notes: tuple[str, ...] = (),
-    own: bool = False,
 ) -> Formula:
-    """Return the formula of a function; `equation` where another part of the docstring is in force, `own` for
-    a user's function.
+    """Return the formula of a function of ours; `formula` names its arguments in braces, `papers` are numbers
+    at arxiv.org.
     """
-    function = inspect.unwrap(function)
     numbers = tuple(numbers)
-    text = equation or (paragraphs(function) or ("(no docstring)",))[0]
-    values = {symbol: number.value for number in numbers for symbol in number.symbols}
-    put = put_in(in_force(text, values), values)
-    if put == text:
-        put = ""
-    signature = ""
-    if own:
-        signature = _signature(function)
+    equation = written(formula, numbers, with_values=False)
+    with_numbers = written(formula, numbers, with_values=True)
+    if with_numbers == equation:
+        with_numbers = ""
     return Formula(
-        name=name or getattr(function, "__name__", str(function)),
-        equation=text,
-        with_numbers=put,
+        name=name or _name(function),
+        equation=equation,
+        with_numbers=with_numbers,
         numbers=numbers,
-        sources=sources(function),
+        sources=tuple(f"https://arxiv.org/abs/{paper}" for paper in papers),
         place=place(function),
         notes=notes,
-        signature=signature,
     )
 
 
-def _signature(function: Callable[..., Any]) -> str:
+def own_formula(function: Callable[..., Any], numbers: Iterable[Number]) -> Formula:
+    """Return what there is to say of a user's own function: its docstring, its signature and its numbers."""
+    function = inspect.unwrap(function)
+    equation, *notes = _paragraphs(function) or ["(no docstring)"]
     named = [
         argument.replace(annotation=argument.empty)
         for argument in inspect.signature(function).parameters.values()
     ]
-    return f"{getattr(function, '__name__', '')}{inspect.Signature(named)}"
+    return Formula(
+        name=_name(function),
+        equation=equation,
+        with_numbers="",
+        numbers=tuple(numbers),
+        sources=(),
+        place=place(function),
+        notes=tuple(notes),
+        signature=f"{_name(function)}{inspect.Signature(named)}",
+    )
 
 
-def paragraphs(documented: object) -> tuple[str, ...]:
-    """Return the paragraphs of a docstring, each on one line."""
-    return tuple(_one_line(each) for each in (inspect.getdoc(documented) or "").split("\n\n") if each.strip())
+def written(formula: str, numbers: Iterable[Number], *, with_values: bool) -> str:
+    """Return a formula with the numbers' values for its braces, or with their symbols.
 
-
-def alternative(documented: object, name: str) -> str:
-    """Return the entry of `name` in a docstring's list of alternatives, which is written as: `a`, `b`: this ·
-    `c`: that; '' where there is none.
+    A value that is no number leaves the symbol. `{name:this|that}` becomes `this` where the value of `name`
+    is set or true, else `that`.
     """
-    text = _one_line(inspect.getdoc(documented) or "")
-    found = re.search(rf"`{re.escape(name)}`(?:, `[^`]+`)*:? (.*?)(?= · `|\.(?:\s|$))", text)
-    return found[1] if found else ""
+    return formula.format_map({number.name: _Written(number, with_values) for number in numbers})
 
 
-def sources(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the papers that the docstrings of the function's module and of the function name by arXiv id."""
-    module = sys.modules.get(function.__module__)
-    ids = ARXIV.findall(((module.__doc__ or "") if module else "") + " " + (inspect.getdoc(function) or ""))
-    return tuple(f"https://arxiv.org/abs/{each}" for each in dict.fromkeys(ids))
+class _Written:
+    """A number as a formula has it."""
+
+    def __init__(self, number: Number, with_values: bool) -> None:
+        self.number = number
+        self.with_values = with_values
+
+    def __format__(self, choice: str) -> str:
+        value = self.number.value
+        if choice:
+            on, off = choice.split("|")
+            if not self.with_values:
+                return f"{on}, or {off} without `{self.number.name}`"
+            return off if value is None or value is False else on
+        if not self.with_values or isinstance(value, bool) or not isinstance(value, (int, float)):
+            return self.number.symbol or self.number.name
+        return f"({self.number.shown})" if value < 0 else self.number.shown
 
 
 def place(function: Callable[..., Any]) -> str:
@@ -152,58 +146,6 @@ def place(function: Callable[..., Any]) -> str:
     return f"{file}:{line}"
 
 
-def in_force(equation: str, values: Mapping[str, Any]) -> str:
-    """Return the equation without what a switch leaves out: of `A = this on …, or that without `switch`` the
-    part that holds.
-    """
-
-    def choose(found: re.Match[str]) -> str:
-        switch = values.get(found["switch"])
-        if not isinstance(switch, bool):
-            return found[0]
-        return f"= {found['on'] if switch else found['off']}{found['where'] or ''}"
-
-    return SWITCHED.sub(choose, equation)
-
-
-def put_in(equation: str, values: Mapping[str, Any]) -> str:
-    """Return the equation with numbers for symbols: `γλ·L` with γ = 1.0 and λ = 0.95 becomes `1.0·0.95·L`.
-
-    A symbol that the text defines (`λ = …`), names in backticks, and values that are no numbers stay as they
-    are.
-    """
-    parts: list[str] = []
-    done = 0
-    for found in SYMBOL.finditer(equation):
-        value = values.get(found[0])
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or re.match(r"\s*=(?!=)", equation[found.end() :])
-        ):
-            continue
-        text = shown(value)
-        if value < 0:
-            text = f"({text})"
-        between = equation[done : found.start()]
-        before = between or "".join(parts[-1:])
-        after = equation[found.end() :]
-        parts += [between, "·" if JOINS_BEFORE.search(before) else "", text]
-        if JOINS_AFTER.search(after) and not _is_number_next(after, values):
-            parts.append("·")
-        done = found.end()
-    return "".join([*parts, equation[done:]])
-
-
-def _is_number_next(after: str, values: Mapping[str, Any]) -> bool:
-    """Tell whether another replaced symbol follows at once, which brings its own sign of multiplication."""
-    following = SYMBOL.match(after)
-    if following is None:
-        return False
-    value = values.get(following[0])
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def shown(value: Any) -> str:
     """Return a value as a user would type it, with a real minus sign."""
     if value is None or isinstance(value, bool):
@@ -216,5 +158,10 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _paragraphs(documented: object) -> list[str]:
+    """Return the paragraphs of a docstring, each on one line."""
+    return [" ".join(text.split()) for text in (inspect.getdoc(documented) or "").split("\n\n") if text]

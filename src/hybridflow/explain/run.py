@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.explain import Line, explain, format_bytes, generation_batch, rows_per_prompt
+from hybridflow.config.explain import Line, explain, format_bytes, generation_batch
+from hybridflow.config.needs import responses_per_prompt, rows_per_prompt
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
@@ -217,9 +218,7 @@ def _rows(plan: Plan) -> Iterator[Line]:
 
 def _generated(config: PPOConfig) -> int:
     """Return the number of responses that are generated at once."""
-    return generation_batch(config) * (
-        config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "remax")
-    )
+    return generation_batch(config) * responses_per_prompt(config)
 
 
 def _generating(plan: Plan) -> int:

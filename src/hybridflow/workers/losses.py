@@ -17,6 +17,7 @@ from hybridflow.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.arguments import argument_values
 from hybridflow.config.critic import CriticConfig
 from hybridflow.data.plugin import load_function
 from hybridflow.engines import LossFn
@@ -68,26 +69,7 @@ def find_policy_loss(config: ActorConfig) -> PolicyLoss:
 
 def loss_parameters(config: ActorConfig) -> dict[str, Any]:
     """Return the parameters of the run by the names under which losses take them."""
-    loss = config.policy_loss
-    return {
-        "loss_agg_mode": config.loss_agg_mode,
-        "loss_scale_factor": config.loss_scale_factor,
-        "clip_low": config.clip_low,
-        "clip_high": config.clip_high,
-        "clip_c": config.clip_ratio_c,
-        "tau_pos": loss.tau_pos,
-        "tau_neg": loss.tau_neg,
-        "clip_cov_ratio": loss.clip_cov_ratio,
-        "clip_cov_lb": loss.clip_cov_lb,
-        "clip_cov_ub": loss.clip_cov_ub,
-        "kl_cov_ratio": loss.kl_cov_ratio,
-        "ppo_kl_coef": loss.ppo_kl_coef,
-        "dro_beta": loss.dro_beta,
-        "dpo_loss": loss.dpo_loss,
-        "dpo_beta": loss.dpo_beta,
-        "dpo_label_smoothing": loss.dpo_label_smoothing,
-        **loss.options,
-    }
+    return argument_values(config) | config.policy_loss.options
 
 
 def policy_loss(config: ActorConfig, scale: LossScale, base: PolicyLoss) -> LossFn:

@@ -141,12 +141,6 @@ def test_the_table_says_what_the_functions_take() -> None:
         assert set(entry.needs) == {key for key, p in parameters.items() if p.default is p.empty}
         assert set(entry.takes) == {key for key, p in parameters.items() if p.default is not p.empty}
         assert not entry.takes_all
-    assert [name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.needs_critic] == ["gae"]
-    assert {
-        name
-        for name, entry in ADVANTAGE_ESTIMATORS.items()
-        if "group_ids" in entry.needs and not entry.needs_group
-    } == {"spin"}
 
 
 def test_every_docstring_opens_with_its_equation_and_ends_with_what_was_left_out() -> None:

@@ -366,7 +366,7 @@ def test_process_reward_model_and_teacher_follow_the_actor(base: list[str], tmp_
         (of("grpo", "algorithm.lam_length_alpha=0.05"), "algorithm.lam_length_alpha is read by gae only"),
         (of("rloo", "algorithm.gamma=0.9"), "algorithm.gamma is read by gae and reinforce_plus_plus only"),
         (of("rloo", "algorithm.norm_adv_by_std_in_grpo=false"), "is read by grpo and grpo_passk only"),
-        (of("rloo", "algorithm.sppo.eta=2"), "algorithm.sppo is read by sppo only"),
+        (of("rloo", "algorithm.sppo.eta=2"), "algorithm.sppo.eta is read by sppo only"),
         (of("rloo", "algorithm.gdpo_reward_keys=[acc]"), "algorithm.gdpo_reward_keys is read by gdpo only"),
         (of("rloo", "data.demonstration_key=answer"), "data.demonstration_key is read by spin only"),
         (of("rloo", "algorithm.options={a: 1}"), "algorithm.options is read by estimators of your own only"),

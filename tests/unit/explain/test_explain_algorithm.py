@@ -4,29 +4,40 @@ step.
 
 from __future__ import annotations
 
+import inspect
+import string
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, gae, grpo
-from hybridflow.algorithms.aggregation import aggregate
-from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, grpo
+from hybridflow.algorithms.aggregation import LossAggMode, aggregate
+from hybridflow.algorithms.kl import KL_KINDS, kl_estimate
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
+from hybridflow.algorithms.resampling import resample_rows
+from hybridflow.algorithms.rollout_correction import rollout_weights
 from hybridflow.config import PPOConfig
+from hybridflow.config.algorithm_names import ESTIMATORS
+from hybridflow.config.algorithm_names import POLICY_LOSSES as POLICY_LOSS_FACTS
 from hybridflow.config.recipes import recipe_names
-from hybridflow.config.tree import keys_of
 from hybridflow.errors import ConfigError
-from hybridflow.explain.algorithm import PARAMETERS, Run, Section, explain_algorithm, look
-from hybridflow.explain.formula import (
-    Number,
-    alternative,
-    formula_of,
-    in_force,
-    place,
-    put_in,
-    shown,
-    sources,
+from hybridflow.explain.algorithm import Section, explain_algorithm, look
+from hybridflow.explain.equations import (
+    AGGREGATIONS,
+    DRAWN,
+    EQUATIONS,
+    ICEPOP,
+    KL,
+    PAIR_LOSSES,
+    RESAMPLING,
+    Equation,
 )
+from hybridflow.explain.formula import Number, own_formula, place, shown, written
+from hybridflow.explain.numbers import Run
+from hybridflow.trainer.ppo.columns import apply_kl_penalty
 from hybridflow.workers.losses import loss_parameters
 
 ACTOR = "actor_rollout_ref.actor"
@@ -46,48 +57,87 @@ def sections(*overrides: str) -> dict[str, Section]:
     return {section.title.partition(":")[0]: section for section in found}
 
 
+def opening(function: Callable[..., Any]) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+
+
+def documented(function: Callable[..., Any]) -> str:
+    """The docstrings of a function and of its module, on one line."""
+    module = sys.modules[function.__module__]
+    return " ".join(f"{inspect.getdoc(function)} {module.__doc__}".split())
+
+
 def with_numbers(section: Section, index: int = 0) -> str:
     return section.formulas[index].with_numbers
 
 
 @pytest.mark.parametrize(
-    ("equation", "values", "wanted"),
+    ("formula", "value", "with_symbols", "with_values"),
     [
-        ("δ + γλ·L_next", {"γ": 1.0, "λ": 0.95}, "δ + 1.0·0.95·L_next"),
-        ("γV_next − V", {"γ": 0.99}, "0.99·V_next − V"),
-        ("½β(x − y)²", {"β": 0.1}, "½·0.1·(x − y)²"),
-        ("clip(ρ, 1 − ε_low, 1 + ε_high)", {"ε_low": 0.2, "ε_high": 0.28}, "clip(ρ, 1 − 0.2, 1 + 0.28)"),
-        ("at most −A·clip_c; my_clip_c stays", {"clip_c": 3.0, "c": 9.0}, "at most −A·3.0; my_clip_c stays"),
-        ("λ = 1 − 1/(α·len), then λL", {"λ": 0.9, "α": 0.05}, "λ = 1 − 1/(0.05·len), then 0.9·L"),
-        ("x − shift·y", {"shift": -0.5}, "x − (−0.5)·y"),
-        ("A without `gamma`, λ_t", {"gamma": 0.9, "λ": 0.5}, "A without `gamma`, λ_t"),
-        ("c if on, w·r, off·x", {"on": True, "w": [1, 2], "off": None}, "c if on, w·r, off·x"),
-        ("β == γ", {"β": 1, "γ": 2}, "1 == 2"),
-        ("s − softmean_β + β_1", {"β": 1.0}, "s − softmean_β + β_1"),
-        ("n/(n − 1)·q̄_j − n̄", {"n": 8, "q": 2}, "8/(8 − 1)·q̄_j − n̄"),
+        ("δ + {x}·L", 0.95, "δ + λ·L", "δ + 0.95·L"),
+        ("x − {x}·y", -0.5, "x − λ·y", "x − (−0.5)·y"),
+        ("at most {x}", None, "at most λ", "at most λ"),
+        ("w is {x}", [1, 2], "w is λ", "w is λ"),
+        ("A = {x:this|that}; s", True, "A = this, or that without `x`; s", "A = this; s"),
+        ("A = {x:this|that}; s", False, "A = this, or that without `x`; s", "A = that; s"),
+        ("A = {x:1/{x}|0}; s", None, "A = 1/λ, or 0 without `x`; s", "A = 0; s"),
+        ("A = {x:1/{x}|1}; s", 0.0, "A = 1/λ, or 1 without `x`; s", "A = 1/0.0; s"),
+        ("Σ_{{t' ≥ t}} {x}", 2, "Σ_{t' ≥ t} λ", "Σ_{t' ≥ t} 2"),
     ],
 )
-def test_numbers_stand_where_the_symbols_stood(equation: str, values: dict[str, object], wanted: str) -> None:
-    assert put_in(equation, values) == wanted
+def test_numbers_stand_where_the_symbols_stood(
+    formula: str, value: object, with_symbols: str, with_values: str
+) -> None:
+    numbers = [Number("x", value, "a.key", "λ")]
+    assert written(formula, numbers, with_values=False) == with_symbols
+    assert written(formula, numbers, with_values=True) == with_values
 
 
-def test_a_switch_leaves_one_of_two_equations() -> None:
-    text = "A = (s − μ)/σ on every token, or s − μ without `norm`; s = Σ r"
-    assert in_force(text, {"norm": True}) == "A = (s − μ)/σ on every token; s = Σ r"
-    assert in_force(text, {"norm": False}) == "A = s − μ on every token; s = Σ r"
-    assert in_force(text, {}) == text
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_docstring_of_an_estimator_opens_with_its_formula(name: str) -> None:
+    facts = ESTIMATORS[name]
+    numbers = [*Run(PPOConfig()).arguments(facts.reads), Number("n", 1, "rollout.n")]
+    formula = written(facts.formula, numbers, with_values=False)
+    assert opening(ADVANTAGE_ESTIMATORS[name].function) == f"{formula}."
+    assert all(paper in documented(ADVANTAGE_ESTIMATORS[name].function) for paper in facts.papers)
 
 
-def test_an_alternative_of_a_docstring_is_found_by_any_of_its_names() -> None:
-    assert alternative(aggregate, "token-mean") == "Σ/num_tokens"
-    assert alternative(aggregate, "seq-mean-token-sum-norm") == "Σ_i Σ_t/(num_sequences·scale_factor)"
-    assert alternative(kl_estimate, "k1") == alternative(kl_estimate, "kl") == "x − y"
-    assert alternative(kl_estimate, "low_var_kl").startswith("e^d − d − 1 with d = clamp(y − x, ±20)")
-    assert alternative(aggregate, "median") == ""
+@pytest.mark.parametrize("name", POLICY_LOSS_FACTS)
+def test_the_docstring_of_a_loss_opens_with_its_formula(name: str) -> None:
+    facts = POLICY_LOSS_FACTS[name]
+    loss = POLICY_LOSSES[name]
+    numbers = Run(PPOConfig()).arguments(facts.reads)
+    assert opening(loss.function) == f"{written(facts.formula, numbers, with_values=False)}."
+    assert (loss.select is None) == (not facts.select_formula)
+    if loss.select is not None:
+        assert opening(loss.select) == f"{written(facts.select_formula, numbers, with_values=False)}."
+    assert all(paper in documented(loss.function) for paper in facts.papers)
 
 
-def test_sources_and_places_come_from_the_function() -> None:
-    assert sources(grpo) == ("https://arxiv.org/abs/2402.03300", "https://arxiv.org/abs/2503.20783")
+@pytest.mark.parametrize(
+    "equation", [*EQUATIONS.values(), *PAIR_LOSSES.values()], ids=lambda each: each.function.__name__
+)
+def test_every_other_formula_is_in_the_docstring_of_its_function(equation: Equation) -> None:
+    symbols = {"label_smoothing": "ε"}
+    if equation.function is not apply_kl_penalty:
+        symbols["beta"] = "β"
+    names = [name for _, name, _, _ in string.Formatter().parse(equation.formula) if name]
+    numbers = [Number(name, 1, "a.key", symbols.get(name, "")) for name in names]
+    assert written(equation.formula, numbers, with_values=False) in documented(equation.function)
+    assert all(paper in documented(equation.function) for paper in equation.papers)
+
+
+def test_alternatives_are_those_of_their_functions() -> None:
+    assert set(KL) == set(KL_KINDS) and set(AGGREGATIONS) == set(get_args(LossAggMode))
+    for table, function in ((KL, kl_estimate), (AGGREGATIONS, aggregate), (RESAMPLING, resample_rows)):
+        for name, formula in table.items():
+            plain = formula.replace("{weight_pow}", "p").replace("{", "").replace("}", "")
+            assert f"`{name}`" in documented(function) and plain in documented(function), name
+    assert DRAWN in documented(resample_rows) and ICEPOP in documented(rollout_weights)
+
+
+def test_a_place_is_the_line_of_the_function() -> None:
     file, _, line = place(grpo).rpartition(":")
     assert Path(file).read_text().splitlines()[int(line) - 1].startswith("def grpo(")
     assert place(len) == "(no source)"
@@ -97,8 +147,8 @@ def test_a_function_without_a_docstring_says_so() -> None:
     def bare(x: int) -> int:
         return x
 
-    assert formula_of(bare, [Number(("x",), 1, "key")]).equation == "(no docstring)"
-    assert formula_of(bare, own=True).signature == "bare(x)"
+    formula = own_formula(bare, [Number("x", 1, "key")])
+    assert formula.equation == "(no docstring)" and formula.signature == "bare(x)"
 
 
 def test_values_are_shown_as_a_user_types_them() -> None:
@@ -118,7 +168,7 @@ def test_grpo_with_clip_higher() -> None:
         advantage.equation.startswith("A = (s − μ_g)/(σ_g + 1e-6)")
         and "norm_by_std" not in advantage.with_numbers
     )
-    assert {number.symbols[0]: number.value for number in advantage.numbers} == {"norm_by_std": True, "n": 8}
+    assert {number.name: number.value for number in advantage.numbers} == {"norm_by_std": True, "n": 8}
     assert "clip(ρ, 1 − 0.2, 1 + 0.28)" in loss.with_numbers and "−A·3.0" in loss.with_numbers
     assert [number.key for number in loss.numbers] == [
         f"{ACTOR}.clip_ratio",
@@ -134,7 +184,7 @@ def test_dr_grpo_shows_the_equation_without_the_division_and_its_divisor() -> No
         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
         "data.max_response_length=100",
     )
-    assert with_numbers(parts["the advantage"]).startswith("A = s − μ_g on every token of a row; s =")
+    assert with_numbers(parts["the advantage"]).startswith("A = s − μ_g, on every token of a row; s =")
     assert with_numbers(parts["from token losses to one number"]) == "loss = Σ_i Σ_t/(2048·100.0)", (
         "256 prompts × 8 responses"
     )
@@ -142,13 +192,11 @@ def test_dr_grpo_shows_the_equation_without_the_division_and_its_divisor() -> No
 
 def test_gae_with_the_options_of_vapo() -> None:
     plain = sections("algorithm.lam=0.95", "algorithm.gamma=0.99")["the advantage"]
-    assert "0.99·0.95·L_next" in with_numbers(plain) and not plain.formulas[0].notes
-    vapo = sections("algorithm.lam_length_alpha=0.05", "algorithm.lam_critic=1.0")["the advantage"].formulas[
-        0
-    ]
-    assert "1.0·λ·L_next" in vapo.with_numbers, "λ follows the length, so no number stands for it"
-    assert "1 − 1/(α·len)" in vapo.notes[0]
-    assert {n.key: n.value for n in vapo.numbers}["algorithm.lam_length_alpha"] == 0.05
+    assert "0.99·λ_t·L_next" in with_numbers(plain) and with_numbers(plain).endswith("λ_t = 0.95")
+    vapo = sections("algorithm.lam_length_alpha=0.05", "algorithm.lam_critic=1.0")["the advantage"]
+    assert with_numbers(vapo).endswith("L with λ_t = 1.0 there; λ_t = 1 − 1/(0.05·len), clamped to [0, 1]")
+    numbers = {number.key: number.value for number in vapo.formulas[0].numbers}
+    assert numbers["algorithm.lam_length_alpha"] == 0.05
 
 
 @pytest.mark.parametrize(
@@ -164,15 +212,15 @@ def test_a_loss_of_pairs_shows_the_one_in_force(kind: str, wanted: str) -> None:
     )
 
 
-def test_a_number_is_labelled_by_the_symbols_that_stand_in_the_equation() -> None:
+def test_a_number_is_labelled_by_its_symbol_and_its_name() -> None:
     words = [f"{ACTOR}.policy_loss.loss_mode=dppo_tv", *GROUP]
     (formula,) = sections(*words)["the policy loss"].formulas
-    assert {formula.label(number): number.value for number in formula.numbers} == {
-        "δ_low = clip_low": 0.2,
-        "δ_high = clip_high": 0.2,
+    assert {number.label: number.value for number in formula.numbers} == {
+        "ε_low = clip_low": 0.2,
+        "ε_high = clip_high": 0.2,
         "c = clip_c": 20.0,
     }
-    assert formula.label(Number((), 1, "a.block.key")) == "key"
+    assert Run(PPOConfig()).number("", "data.train_batch_size").label == "train_batch_size"
 
 
 def test_every_term_that_is_on_is_told() -> None:
@@ -271,7 +319,7 @@ def test_every_loss_is_explained_with_the_numbers_of_the_run(name: str) -> None:
     handed_over = loss_parameters(config.actor_rollout_ref.actor)
     for formula in formulas[:1] if name == "dpo" else formulas:
         for number in formula.numbers:
-            assert handed_over[number.symbols[-1]] == number.value, "what is shown is what the loss gets"
+            assert handed_over[number.name] == number.value, "what is shown is what the loss gets"
 
 
 @pytest.mark.parametrize("recipe", [name for name in recipe_names() if "sft" not in name])
@@ -279,18 +327,6 @@ def test_every_recipe_is_explained(recipe: str) -> None:
     found = explain_algorithm(look([], recipe).config)
     shown_at = {formula.place.rpartition(":")[0] for section in found for formula in section.formulas}
     assert len(found) >= 8 and len(shown_at) >= 3, "at least an estimator, a loss and an aggregation"
-
-
-def test_the_table_names_keys_that_exist_and_every_parameter_of_the_losses() -> None:
-    keys = keys_of(PPOConfig)
-    assert all(key in keys for parameter in PARAMETERS.values() for key in parameter.keys)
-    assert set(loss_parameters(PPOConfig().actor_rollout_ref.actor)) - set(PARAMETERS) == {
-        "loss_agg_mode",
-        "loss_scale_factor",
-    }
-    assert {number.symbols[-1] for number in Run(PPOConfig()).arguments(gae, "algorithm.options")} == {
-        *("gamma", "lam", "lam_critic", "lam_length_alpha")
-    }
 
 
 def test_functions_of_the_users_own_show_their_docstring_signature_and_options(
@@ -308,14 +344,14 @@ def test_functions_of_the_users_own_show_their_docstring_signature_and_options(
         f"{ACTOR}.policy_loss.loss_mode=mine.py:quiet",
     )
     mine, loss = parts["the advantage"].formulas[0], parts["the policy loss"].formulas[0]
-    assert mine.equation == "A = γ·r − shift." and mine.with_numbers == "A = 0.9·r − 0.5."
+    assert mine.equation == "A = γ·r − shift." and not mine.with_numbers
     assert (
         mine.signature == "shifted(token_level_rewards, response_mask, *, shift, gamma)"
         and mine.place == "mine.py:1"
     )
-    assert mine.sources == ("https://arxiv.org/abs/2401.00001",) and mine.notes == ("From 2401.00001.",)
+    assert mine.notes == ("From 2401.00001.",)
     assert {number.key: number.value for number in mine.numbers}["algorithm.options.shift"] == 0.5
-    assert loss.equation == "(no docstring)" and {n.symbols[-1]: n.value for n in loss.numbers} == {
+    assert loss.equation == "(no docstring)" and {n.name: n.value for n in loss.numbers} == {
         "clip_low": 0.2,
         "k": 3,
     }

@@ -527,7 +527,7 @@ from hybridflow.algorithms.advantages import register_adv_est
 from hybridflow.algorithms.aggregation import LossOutput
 from hybridflow.algorithms.policy_losses import register_policy_loss
 
-@register_adv_est("registered_here", needs_group=True)
+@register_adv_est("registered_here")
 def plain(token_level_rewards, response_mask):
     return token_level_rewards, token_level_rewards
 
@@ -540,7 +540,8 @@ def compares(log_prob, old_log_prob, advantages, response_mask, scale, rollout_i
 def test_what_a_users_file_registers_is_known_of_its_functions_by_path(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REGISTERED)
     try:
-        assert find_estimator(AlgorithmConfig(adv_estimator=f"{tmp_path}/mine.py:plain")).needs_group
+        estimator = find_estimator(AlgorithmConfig(adv_estimator=f"{tmp_path}/mine.py:plain"))
+        assert estimator.needs == ("token_level_rewards", "response_mask")
         loss = find_policy_loss(
             ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{tmp_path}/mine.py:compares"))
         )

@@ -1,8 +1,7 @@
 """Advantage estimators by name (`algorithm.adv_estimator`): token rewards in, advantages and returns out.
 
-To add one: a file with its function, a line in the table, its name and facts in `config/algorithm_names.py`,
-its keys in the configuration, a test. From outside the project: `path/to/file.py:name`, or
-`register_adv_est`.
+To add one: a file with its function, a line in the table, its facts in `config/algorithm_names.py`, its keys
+in the configuration, a test. From outside the project: `path/to/file.py:name`, or `register_adv_est`.
 """
 
 from __future__ import annotations
@@ -39,27 +38,27 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "gae": AdvantageEstimator.of(gae),
-    "grpo": AdvantageEstimator.of(grpo, needs_group=True),
-    "grpo_passk": AdvantageEstimator.of(grpo_passk, needs_group=True),
-    "gdpo": AdvantageEstimator.of(gdpo, needs_group=True),
-    "rloo": AdvantageEstimator.of(rloo, needs_group=True),
+    "grpo": AdvantageEstimator.of(grpo),
+    "grpo_passk": AdvantageEstimator.of(grpo_passk),
+    "gdpo": AdvantageEstimator.of(gdpo),
+    "rloo": AdvantageEstimator.of(rloo),
     "reinforce_plus_plus": AdvantageEstimator.of(reinforce_plus_plus),
-    "reinforce_plus_plus_baseline": AdvantageEstimator.of(reinforce_plus_plus_baseline, needs_group=True),
+    "reinforce_plus_plus_baseline": AdvantageEstimator.of(reinforce_plus_plus_baseline),
     "remax": AdvantageEstimator.of(remax),
-    "opo": AdvantageEstimator.of(opo, needs_group=True),
-    "gpg": AdvantageEstimator.of(gpg, needs_group=True),
-    "optimal_token_baseline": AdvantageEstimator.of(optimal_token_baseline, needs_group=True),
-    "tir_optimal_token_baseline": AdvantageEstimator.of(tir_optimal_token_baseline, needs_group=True),
-    "max_rl": AdvantageEstimator.of(max_rl, needs_group=True),
-    "prime": AdvantageEstimator.of(prime, needs_group=True),
-    "sppo": AdvantageEstimator.of(sppo, needs_group=True),
-    "online_dpo": AdvantageEstimator.of(online_dpo, needs_group=True),
+    "opo": AdvantageEstimator.of(opo),
+    "gpg": AdvantageEstimator.of(gpg),
+    "optimal_token_baseline": AdvantageEstimator.of(optimal_token_baseline),
+    "tir_optimal_token_baseline": AdvantageEstimator.of(tir_optimal_token_baseline),
+    "max_rl": AdvantageEstimator.of(max_rl),
+    "prime": AdvantageEstimator.of(prime),
+    "sppo": AdvantageEstimator.of(sppo),
+    "online_dpo": AdvantageEstimator.of(online_dpo),
     "spin": AdvantageEstimator.of(spin),
     "on_policy_distillation": AdvantageEstimator.of(on_policy_distillation),
 }
 
 
-def register_adv_est(name: str, *, needs_group: bool = False) -> Callable[[_Function], _Function]:
+def register_adv_est(name: str) -> Callable[[_Function], _Function]:
     """Make a function of yours an estimator by name; it gets what its arguments name.
 
     Example: `@register_adv_est("mine")` above `def mine(token_level_rewards, response_mask, group_ids, **_)
@@ -72,7 +71,7 @@ def register_adv_est(name: str, *, needs_group: bool = False) -> Callable[[_Func
                 f"advantage estimator {name!r} exists already: give yours another name than "
                 f"{', '.join(ADVANTAGE_ESTIMATORS)}"
             )
-        ADVANTAGE_ESTIMATORS[name] = AdvantageEstimator.of(function, needs_group=needs_group)
+        ADVANTAGE_ESTIMATORS[name] = AdvantageEstimator.of(function)
         return function
 
     return add

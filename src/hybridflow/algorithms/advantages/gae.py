@@ -23,17 +23,17 @@ def gae(
     lam_length_alpha: float | None = None,
     loss_mask: Tensor | None = None,
 ) -> Advantages:
-    """δ_t = r_t + γ·V_next − V_t; L_t = δ_t + γλ·L_next, right to left; A = whiten(L); returns = L + V.
+    """δ_t = r_t + γ·V_next − V_t; L_t = δ_t + γ·λ_t·L_next, right to left; A = whiten(L); returns = L + V, L
+    with λ_t = λ_critic there; λ_t = 1 − 1/(α·len), clamped to [0, 1], or λ without `lam_length_alpha`.
 
     token_level_rewards, values [B, R] float, in units of the score; response_mask [B, R] bool. Tokens that
     the policy did not sample are no steps: V_next and L pass them unchanged. After the last token V_next = 0:
     a row cut at the length limit counts as ended. The recursion runs on `response_mask`, whitening over
     `loss_mask` (default: the same).
 
-    VAPO (2504.05118): with `lam_length_alpha` α the λ of the advantages is 1 − 1/(α·len), clamped to [0, 1],
-    where len is the row's sampled tokens; with `lam_critic` the returns run on a λ of their own (VAPO: 1), or
-    else on `lam`. The clamp is ours: rows shorter than 1/α tokens (20 with the paper's α = 0.05) would get a
-    λ below 0.
+    VAPO (2504.05118): `lam_length_alpha` is its α, and len the row's sampled tokens; `lam_critic` is the λ of
+    the returns (VAPO: 1), by default `lam`. The clamp is ours: rows shorter than 1/α tokens (20 with the
+    paper's α = 0.05) would get a λ below 0.
 
     Left out: bootstrapping from the value of what a cut row would have gone on with.
     """

@@ -41,7 +41,7 @@ def gdpo(
     components = at_least_float32(reward_components)
     counts = mask.any(dim=-1)
     num_keys = components.shape[-1]
-    weights = [1.0] * num_keys if gdpo_reward_weights is None else list(gdpo_reward_weights)
+    weights = list(gdpo_reward_weights or [1.0] * num_keys)
     if len(weights) != num_keys:
         raise ConfigError(
             f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {num_keys} rewards: give one for "

@@ -14,7 +14,7 @@ EPSILON = 1e-6
 def grpo(
     token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, norm_by_std: bool
 ) -> Advantages:
-    """A = (s − μ_g)/(σ_g + 1e-6) on every token of a row, or s − μ_g without `norm_by_std`; s = Σ_t r_t over
+    """A = (s − μ_g)/(σ_g + 1e-6), or s − μ_g without `norm_by_std`, on every token of a row; s = Σ_t r_t over
     sampled tokens.
 
     token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses

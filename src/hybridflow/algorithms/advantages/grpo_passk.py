@@ -13,8 +13,8 @@ from hybridflow.algorithms.advantages.types import Advantages
 def grpo_passk(
     token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, *, norm_by_std: bool
 ) -> Advantages:
-    """A = (s_1st − s_2nd)/(σ_g + 1e-6) on every token of the group's best row, or s_1st − s_2nd without
-    `norm_by_std`; 0 on all others.
+    """A = (s_1st − s_2nd)/(σ_g + 1e-6), or s_1st − s_2nd without `norm_by_std`, on every token of the group's
+    best row; 0 on all others.
 
     token_level_rewards [B, R] float; response_mask [B, R] bool; group_ids [B] int64, equal for the responses
     of one prompt. s = Σ_t r_t over sampled tokens, s_1st and s_2nd the two highest of the group, σ_g their

@@ -24,10 +24,9 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A function with what it needs, which `of` reads off its signature; trainers and checks ask here.
+    """A function with what it needs, which `of` reads off its signature.
 
-    `hybridflow.config` must not load torch, so it holds names and needs of its own; a test keeps the two in
-    step.
+    `hybridflow.config` must not load torch, so it holds the same as facts; a test keeps the two in step.
     """
 
     function: Callable[..., Any]
@@ -37,15 +36,13 @@ class AdvantageEstimator:
     """Further arguments that it takes where they are available."""
     takes_all: bool
     """True: it takes every field that is available."""
-    needs_group: bool
-    """True: two or more responses a prompt (`rollout.n` ≥ 2)."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *, needs_group: bool = False) -> AdvantageEstimator:
+    def of(cls, function: Callable[..., Any]) -> AdvantageEstimator:
         """Return the entry of a function: arguments without a default are needed, others are taken if
         available.
 
-        `**rest` takes all that is available. `needs_group` is handed in, since no signature tells it.
+        `**rest` takes all that is available.
         """
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -54,13 +51,7 @@ class AdvantageEstimator:
             needs=tuple(p.name for p in named if p.default is p.empty),
             takes=tuple(p.name for p in named if p.default is not p.empty),
             takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
-            needs_group=needs_group,
         )
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether it needs the `values` of a critic."""
-        return "values" in self.needs
 
     def __call__(self, available: Mapping[str, Any]) -> Advantages:
         """Call the function with what it names out of `available` (fields of the batch, `group_ids`,

@@ -26,11 +26,11 @@ def dppo_kl(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """−A·sg[min(ρ, c)]·logπ; 0 where D > δ_high for A > 0 and π > π_old, where D > δ_low for A ≤ 0 and π <
+    """−A·sg[min(ρ, c)]·logπ; 0 where D > ε_high for A > 0 and π > π_old, where D > ε_low for A ≤ 0 and π <
     π_old.
 
     D = π_old·log(π_old/π) + (1 − π_old)·log((1 − π_old)/(1 − π)), the KL of the two-way distributions, nats.
-    δ_low, δ_high: `clip_low`, `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All
+    ε_low, ε_high: `clip_low`, `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All
     else as in `dppo_tv`. Left out: as there, the top-k form.
     """
     tokens = token_terms(log_prob, old_log_prob, advantages, response_mask)

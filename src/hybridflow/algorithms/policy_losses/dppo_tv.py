@@ -26,10 +26,10 @@ def dppo_tv(
     loss_agg_mode: str | None = None,
     loss_scale_factor: float | None = None,
 ) -> LossOutput:
-    """−A·sg[min(ρ, c)]·logπ; 0 where A > 0 and π − π_old > δ_high, and where A ≤ 0 and π − π_old < −δ_low.
+    """−A·sg[min(ρ, c)]·logπ; 0 where A > 0 and π − π_old > ε_high, and where A ≤ 0 and π − π_old < −ε_low.
 
     Shapes and `rollout_is_weights` as in `vanilla`; ρ = exp(clamp(logπ − logπ_old, ±20)); sg stops the
-    gradient. δ_low, δ_high: `clip_low`, `clip_high`, differences of probabilities; c: `clip_c`, the largest
+    gradient. ε_low, ε_high: `clip_low`, `clip_high`, differences of probabilities; c: `clip_c`, the largest
     importance weight, None: no bound. Total variation of the two-way distributions is |π − π_old|.
     `loss_agg_mode` None: token-mean, in which masked tokens count too. Metrics, as means over tokens:
     `actor/pg_clipfrac` (outside the trust region), `actor/pg_clipfrac_upper` (c bounds the weight),

@@ -42,14 +42,18 @@ class PolicyLoss:
         """Names of the arguments it takes by keyword."""
         return _keywords(self.function)
 
+    @property
+    def select_keywords(self) -> tuple[str, ...]:
+        """Names of the arguments that its `select` takes by keyword; none without one."""
+        return _keywords(self.select) if self.select is not None else ()
+
     def arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of `available` that its function takes by keyword."""
         return {name: available[name] for name in self.keywords if name in available}
 
     def select_arguments(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of `available` that its `select` takes by keyword."""
-        assert self.select is not None, "asked of a loss that selects nothing"
-        return {name: available[name] for name in _keywords(self.select) if name in available}
+        return {name: available[name] for name in self.select_keywords if name in available}
 
 
 def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:

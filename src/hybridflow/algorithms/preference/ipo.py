@@ -9,7 +9,7 @@ from hybridflow.errors import ConfigError
 
 
 def ipo(chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, *, beta: float) -> Tensor:
-    """The loss of each pair, [K] float: (Δ_chosen − Δ_rejected − 1/(2β))².
+    """The loss of each pair, [K] float: (Δ_chosen − Δ_rejected − 1/(2·β))².
 
     chosen_log_ratio, rejected_log_ratio [K] float, nats: Δ = Σ_t (logπ − logπ_ref) over a response's tokens.
     β: `beta`, the paper's τ: where DPO pushes a pair apart for ever, IPO aims at a distance (2310.12036,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from hybridflow.config.algorithm_names import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.checks.correction import correction_problems
-from hybridflow.config.needs import estimator_facts
+from hybridflow.config.needs import estimator_facts, loss_facts
 from hybridflow.config.root import PPOConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -19,10 +19,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 PROCESS = "reward.process_reward_model"
 TEACHER = "distillation.teacher_model"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
-# losses in which 1 − clip_ratio_low bounds the ratio from below
-RATIO_CLIPS = ("vanilla", "gspo", "clip_cov")
-# Losses and estimators that make sense only together.
-PARTNERS: dict[str, tuple[str, ...]] = {"dpo": ("online_dpo", "spin"), "sppo": ("sppo",)}
 
 
 def algorithm_problems(config: PPOConfig) -> Iterator[str]:
@@ -39,7 +35,7 @@ def algorithm_problems(config: PPOConfig) -> Iterator[str]:
     yield from _partners(config)
     yield from _pairs(config)
     yield from _gdpo(config)
-    yield from _max_rl(config)
+    yield from _scores_from_zero(config)
     yield from _clip_bounds(config)
     yield from _kl_estimator("algorithm.kl_penalty", algorithm.kl_penalty, gradient=False)
     yield from _kl_estimator(f"{ACTOR}.kl_loss_type", actor.kl_loss_type, gradient=True)
@@ -80,9 +76,11 @@ def _partners(config: PPOConfig) -> Iterator[str]:
     """Losses over pairs or rows read what their own estimators give, and no other loss can read it."""
     estimator = config.algorithm.adv_estimator
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    for special, partners in PARTNERS.items():
-        known = estimator in ESTIMATORS and loss in POLICY_LOSSES
-        if known and (loss == special) != (estimator in partners):
+    if estimator not in ESTIMATORS or loss not in POLICY_LOSSES:
+        return
+    for special, facts in POLICY_LOSSES.items():
+        partners = facts.estimators
+        if partners and (loss == special) != (estimator in partners):
             yield (
                 f"algorithm.adv_estimator={estimator} with {LOSS}={loss}: loss {special} goes with "
                 f"algorithm.adv_estimator={' or '.join(partners)} only, and they go with no other loss: set "
@@ -93,7 +91,8 @@ def _partners(config: PPOConfig) -> Iterator[str]:
 def _pairs(config: PPOConfig) -> Iterator[str]:
     """Settings that cannot be joined with the loss of pairs."""
     loss = config.actor_rollout_ref.actor.policy_loss
-    if loss.loss_mode != "dpo":
+    facts = loss_facts(config)
+    if facts is None or not facts.pairs:
         return
     path = f"{ACTOR}.policy_loss"
     if loss.dpo_loss == "ipo" and loss.dpo_label_smoothing:
@@ -103,8 +102,8 @@ def _pairs(config: PPOConfig) -> Iterator[str]:
         )
     if config.algorithm.use_pf_ppo:
         yield (
-            f"algorithm.use_pf_ppo=true draws single rows, and {LOSS}=dpo needs the two rows of a pair: set "
-            "algorithm.use_pf_ppo=false, or another loss"
+            f"algorithm.use_pf_ppo=true draws single rows, and {LOSS}={loss.loss_mode} needs the two rows of "
+            "a pair: set algorithm.use_pf_ppo=false, or another loss"
         )
 
 
@@ -112,9 +111,10 @@ def _gdpo(config: PPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
     keys = algorithm.gdpo_reward_keys
     weights = algorithm.gdpo_reward_weights
-    if algorithm.adv_estimator == "gdpo" and not keys:
+    facts = estimator_facts(config)
+    if facts is not None and "reward_components" in facts.reads and not keys:
         yield (
-            "algorithm.adv_estimator=gdpo normalises several rewards one by one, and "
+            f"algorithm.adv_estimator={algorithm.adv_estimator} normalises several rewards one by one, and "
             "algorithm.gdpo_reward_keys is empty: set it to keys that the reward function returns, for "
             "example [acc,format]"
         )
@@ -131,18 +131,20 @@ def _gdpo(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _max_rl(config: PPOConfig) -> Iterator[str]:
-    """Settings that lower scores below 0, by whose mean in a group max_rl divides."""
-    if config.algorithm.adv_estimator != "max_rl":
+def _scores_from_zero(config: PPOConfig) -> Iterator[str]:
+    """Settings that lower scores below 0, for an estimator that takes none there."""
+    facts = estimator_facts(config)
+    if facts is None or not facts.scores_from_zero:
         return
+    name = config.algorithm.adv_estimator
     if config.algorithm.use_kl_in_reward:
         yield (
-            "algorithm.adv_estimator=max_rl takes scores of 0 or more, and algorithm.use_kl_in_reward=true "
+            f"algorithm.adv_estimator={name} takes scores of 0 or more, and algorithm.use_kl_in_reward=true "
             f"lowers them below 0: set {ACTOR}.use_kl_loss=true in its place"
         )
     if config.reward.reward_kwargs.overlong_buffer_cfg.enable:
         yield (
-            "algorithm.adv_estimator=max_rl takes scores of 0 or more, and "
+            f"algorithm.adv_estimator={name} takes scores of 0 or more, and "
             "reward.reward_kwargs.overlong_buffer_cfg.enable=true lowers them below 0: set "
             "algorithm.overlong_filtering=true in its place"
         )
@@ -150,14 +152,15 @@ def _max_rl(config: PPOConfig) -> Iterator[str]:
 
 def _clip_bounds(config: PPOConfig) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
-    if actor.policy_loss.loss_mode in RATIO_CLIPS and actor.clip_low > 1:
+    facts = loss_facts(config)
+    if facts is not None and facts.lowest_ratio and actor.clip_low > 1:
         name = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
         yield (
             f"{ACTOR}.{name}={actor.clip_low} lets the ratio fall below 0: set it to 1 or less, for example "
             "0.2"
         )
     loss = actor.policy_loss
-    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
+    if facts is not None and "clip_cov_lb" in facts.reads and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield (
             f"{ACTOR}.policy_loss.clip_cov_lb={loss.clip_cov_lb} is not below "
             f"clip_cov_ub={loss.clip_cov_ub}: no token lies between them; set for example 1.0 and 5.0"

@@ -12,14 +12,12 @@ import re
 from collections.abc import Iterator, Set
 
 from hybridflow.config.algorithm import RolloutCorrectionConfig
+from hybridflow.config.needs import estimator_facts, loss_facts
 from hybridflow.config.root import PPOConfig
 
 PATH = "algorithm.rollout_correction"
 OPTIONS = re.compile(r"token_k[123]|seq_(?:sum|mean)_k[123]|seq_max_k[23]")
 OPTION_NAMES = "token_k1, k2, k3, seq_sum_k1, k2, k3, seq_mean_k1, k2, k3, seq_max_k2, k3"
-NEEDS_THE_ACTORS_PASS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-# losses whose tokens are not weighted by the policy's ratio to the old one
-WITHOUT_RATIO = ("reinforce", "gpg", "dro", "sppo", "dpo")
 
 _BOUNDS = r"\d[\d.]*_\d[\d.]*"
 _ON_COMMAND_LINE = re.compile(r"(.*\brollout_[ir]s_threshold=)(.+)", re.DOTALL)
@@ -46,19 +44,17 @@ def correction_problems(config: PPOConfig) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     yield from _weights(correction)
     yield from _rejection(correction)
-    if correction.bypass_mode and config.algorithm.adv_estimator in NEEDS_THE_ACTORS_PASS:
+    estimator = estimator_facts(config)
+    if correction.bypass_mode and estimator is not None and estimator.actor_pass:
         yield (
             f"{PATH}.bypass_mode=true leaves out the actor's pass over the batch, and "
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs Σπ² from it: set "
             f"{PATH}.bypass_mode=false, or another estimator, for example rloo"
         )
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if (
-        correction.bypass_mode
-        and correction.rollout_is
-        and correction.loss_type == "ppo_clip"
-        and loss in WITHOUT_RATIO
-    ):
+    facts = loss_facts(config)
+    unweighted = correction.bypass_mode and correction.rollout_is and correction.loss_type == "ppo_clip"
+    if unweighted and facts is not None and not facts.has_ratio:
         yield (
             f"{PATH}.rollout_is={correction.rollout_is} with bypass_mode=true and loss_type=ppo_clip leaves "
             "the weights to the ratio of the loss, and "

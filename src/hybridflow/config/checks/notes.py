@@ -6,9 +6,10 @@ resolved config, the paths that the user set ──ppo_notes──► one line f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
-from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
+from hybridflow.config.arguments import arguments_of_keys
 from hybridflow.config.checks.correction import correction_notes
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
@@ -17,36 +18,6 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 PROCESS = "reward.process_reward_model"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
-
-# The estimators and losses that read a key, or the keys of a block; no other one reads it.
-READ_BY_ESTIMATORS: dict[str, tuple[str, ...]] = {
-    "algorithm.gamma": ("gae", "reinforce_plus_plus"),
-    "algorithm.lam": ("gae",),
-    "algorithm.lam_critic": ("gae",),
-    "algorithm.lam_length_alpha": ("gae",),
-    "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
-    "algorithm.gdpo_reward_keys": ("gdpo",),
-    "algorithm.gdpo_reward_weights": ("gdpo",),
-    "algorithm.sppo": ("sppo",),
-    "data.demonstration_key": ("spin",),
-}
-RATIO = ("vanilla", "gspo", "geo_mean", "gmpo", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
-READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
-    "clip_ratio": RATIO,
-    "clip_ratio_low": RATIO,
-    "clip_ratio_high": RATIO,
-    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
-    **dict.fromkeys(("policy_loss.tau_pos", "policy_loss.tau_neg"), ("sapo",)),
-    **dict.fromkeys(
-        ("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"), ("clip_cov",)
-    ),
-    **dict.fromkeys(("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"), ("kl_cov",)),
-    "policy_loss.dro_beta": ("dro",),
-    **dict.fromkeys(
-        ("policy_loss.dpo_loss", "policy_loss.dpo_beta", "policy_loss.dpo_label_smoothing"), ("dpo",)
-    ),
-}
-NOT_OF_TOKEN_REWARDS = ("gdpo", "spin", "on_policy_distillation")
 
 
 def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
@@ -84,7 +55,7 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
             "the log-probs kept and trained on are those without it, so the policy that samples is not "
             "quite the one that learns"
         )
-    if not rollout.do_sample and facts is not None and (facts.group or name == "remax"):
+    if not rollout.do_sample and facts is not None and (facts.group or facts.greedy_rows):
         yield (
             f"{ROLLOUT}.do_sample=false: greedy responses to a prompt are all alike, so {name} finds "
             "nothing to learn from"
@@ -97,22 +68,10 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     estimator = config.algorithm.adv_estimator
     loss = actor.policy_loss.loss_mode
     facts = loss_facts(config)
-    if estimator in ESTIMATORS:
-        for path, readers in READ_BY_ESTIMATORS.items():
-            if estimator not in readers and is_given(path, given):
-                yield f"{path} is read by {_names_of(readers)} only: algorithm.adv_estimator={estimator}"
-        if config.algorithm.options:
-            yield (
-                "algorithm.options is read by estimators of your own only: "
-                f"algorithm.adv_estimator={estimator}"
-            )
-    if loss in POLICY_LOSSES:
-        for name, readers in READ_BY_LOSSES.items():
-            if loss not in readers and f"{ACTOR}.{name}" in given:
-                yield (
-                    f"{ACTOR}.{name} is read by {_names_of(readers)} only: "
-                    f"{ACTOR}.policy_loss.loss_mode={loss}"
-                )
+    yield from _read_by_others("algorithm.adv_estimator", estimator, ESTIMATORS, given)
+    yield from _read_by_others(f"{ACTOR}.policy_loss.loss_mode", loss, POLICY_LOSSES, given)
+    if estimator in ESTIMATORS and config.algorithm.options:
+        yield f"algorithm.options is read by estimators of your own only: algorithm.adv_estimator={estimator}"
     if facts is not None and facts.clip is not None and (actor.clip_low, actor.clip_high) != facts.clip:
         yield (
             f"{ACTOR}.clip_ratio_low={actor.clip_low}, clip_ratio_high={actor.clip_high} as given; the "
@@ -122,8 +81,17 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
         yield f"{ACTOR}.loss_scale_factor is read only with {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
 
 
-def _names_of(names: tuple[str, ...]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+def _read_by_others(
+    choice: str, name: str, table: Mapping[str, EstimatorFacts | LossFacts], given: Set[str]
+) -> Iterator[str]:
+    """Keys that set an argument of others in a table, and none of the one that the run has."""
+    if name not in table:
+        return
+    for path, arguments in arguments_of_keys(PPOConfig).items():
+        readers = [other for other, facts in table.items() if arguments & set(facts.reads)]
+        if readers and name not in readers and is_given(path, given):
+            named = " and ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
+            yield f"{path} is read by {named} only: {choice}={name}"
 
 
 def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
@@ -131,7 +99,8 @@ def _kl_and_reference(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL is charged twice"
-    if algorithm.use_kl_in_reward and algorithm.adv_estimator in NOT_OF_TOKEN_REWARDS:
+    facts = estimator_facts(config)
+    if algorithm.use_kl_in_reward and facts is not None and not facts.token_rewards:
         yield (
             "algorithm.use_kl_in_reward=true changes no advantage: "
             f"algorithm.adv_estimator={algorithm.adv_estimator} does not read the token rewards; "

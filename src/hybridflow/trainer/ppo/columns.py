@@ -6,7 +6,6 @@ token_level_scores ──apply_kl_penalty──► token_level_rewards ──est
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig, PFPPOConfig
+from hybridflow.config.arguments import argument_values
 from hybridflow.data.plugin import load_function
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
@@ -48,13 +48,7 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
     options = algorithm.options
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     if estimator is None:
-        function = load_function(name, key="algorithm.adv_estimator")
-        own = getattr(function, "__wrapped__", function)
-        # where its file has registered it, what it said there counts here, too
-        registered = [known for known in ADVANTAGE_ESTIMATORS.values() if known.function is own]
-        estimator = AdvantageEstimator.of(function)
-        if registered:
-            estimator = replace(registered[0], function=function)
+        estimator = AdvantageEstimator.of(load_function(name, key="algorithm.adv_estimator"))
     unknown = [] if estimator.takes_all else sorted(options.keys() - {*estimator.needs, *estimator.takes})
     if unknown:
         raise ConfigError(
@@ -134,23 +128,12 @@ def apply_kl_penalty(
 def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: AdvantageEstimator) -> DataProto:
     """Return advantages and returns, both [B, R] float32, by the estimator of `algorithm.adv_estimator`."""
     algorithm = config.algorithm
-    process = config.reward.process_reward_model
-    available: dict[str, Any] = dict(batch.batch.items())
-    available |= {
-        "group_ids": group_ids(batch),
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "lam_critic": algorithm.lam_critic,
-        "lam_length_alpha": algorithm.lam_length_alpha,
-        "norm_by_std": algorithm.norm_adv_by_std_in_grpo,
-        "gdpo_reward_weights": algorithm.gdpo_reward_weights or None,
-        "process_coef": process.process_coef,
-        "outcome_coef": process.outcome_coef,
-        "sppo_eta": algorithm.sppo.eta,
-        "sppo_beta": algorithm.sppo.beta,
-    }
-    if algorithm.gdpo_reward_keys:
-        available["reward_components"] = _reward_components(batch, algorithm.gdpo_reward_keys)
+    available = argument_values(algorithm) | argument_values(config.reward) | dict(batch.batch.items())
+    available["group_ids"] = group_ids(batch)
+    # its key names the rewards, and the argument is their values
+    reward_keys = available.pop("reward_components")
+    if reward_keys:
+        available["reward_components"] = _reward_components(batch, reward_keys)
     result = estimator(available | algorithm.options)
     return _columns(advantages=result.advantages, returns=result.returns)
 

@@ -17,8 +17,8 @@ from hybridflow.config import PPOConfig
 from hybridflow.errors import DataError, RewardError, RolloutError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.protocol.joining import join_rows
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.ppo.group_filter import rows_of, uids_of
 

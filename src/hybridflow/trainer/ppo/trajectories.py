@@ -244,7 +244,7 @@ class Trajectories:
         """
         period = self.config.data.train_batch_size
         n = self.config.actor_rollout_ref.rollout.n
-        batch = RequestBatch([], [], [])
+        batch = _NO_REQUESTS
         while len(prompts):
             number, place = divmod(first_group, period)
             part = prompts[: period - place]

@@ -21,8 +21,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
-from hybridflow.trainer.ppo.build import build
-from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.ppo.build import PPOTrainer, build
 from hybridflow.workers import RolloutGroup
 from hybridflow.workers.rollout import Finished
 
@@ -38,7 +37,7 @@ class SpreadRollout:
         self.all_at_once = all_at_once
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, policy_version: int, finished: Finished
+        self, requests: Sequence[GenerationRequest], *, finished: Finished
     ) -> list[GenerationOutput]:
         """Generate as `RolloutGroup.generate` does."""
         spread = [
@@ -53,8 +52,8 @@ class SpreadRollout:
             for request in requests
         ]
         if not self.all_at_once:
-            return self.rollout.generate(spread, policy_version=policy_version, finished=finished)
-        outputs = self.rollout.generate(spread, policy_version=policy_version)
+            return self.rollout.generate(spread, finished=finished)
+        outputs = self.rollout.generate(spread)
         for output in outputs:
             finished(output)
         return outputs
@@ -90,11 +89,11 @@ def config(folder: Path, options: argparse.Namespace) -> PPOConfig:
     return prepare_config(PPOConfig, settings).config
 
 
-def train_step(trainer: SyncTrainer, step: int) -> tuple[float, float, float]:
+def train_step(trainer: PPOTrainer, step: int) -> tuple[float, float, float]:
     """Return the seconds of generation, of waiting for rewards, and of the whole step."""
     trainer.timer.reset()
     started = time.perf_counter()
-    batch, _ = trainer.trajectories.for_training(trainer.loader.endless(), step)
+    batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted(), step)
     trainer.step(batch, step)
     seconds = time.perf_counter() - started
     return trainer.timer.seconds("gen"), trainer.timer.seconds("reward"), seconds
@@ -109,12 +108,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, build(config(Path(folder), options)) as trainer:
-        rollout = trainer.trajectories.rollout
+        rollout = trainer.source.trajectories.rollout
         rollout.update_from(trainer.step.roles.actor, 0)
         for step in range(2 * options.steps):
             after_all = step % 2 == 0
             spread = SpreadRollout(rollout, options.longest, all_at_once=after_all)
-            trainer.trajectories.rollout = spread  # type: ignore[assignment]
+            trainer.source.trajectories.rollout = spread  # type: ignore[assignment]
             generation, waiting, seconds = train_step(trainer, step + 1)
             what = "after generation" if after_all else "while generating"
             print(

@@ -421,7 +421,7 @@ def test_a_trajectory_is_scored_while_others_are_generated(model: Path, tmp_path
         f"def compute_score(**row):\n    open({str(note)!r}, 'w').close()\n    return 1.0\n"
     )
     with build(made) as trainer:
-        engine = trainer.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
+        engine = trainer.source.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
         generate = engine.generate
 
         def waiting(requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
@@ -434,13 +434,13 @@ def test_a_trajectory_is_scored_while_others_are_generated(model: Path, tmp_path
                 yield output
 
         engine.generate = waiting
-        batch, _ = trainer.trajectories.for_training(trainer.loader.endless(), 1)
+        batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted(), 1)
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0] * 8
 
 
 def test_responses_that_could_not_be_generated_leave_the_batch(model: Path, tmp_path: Path) -> None:
     with build(config(model, tmp_path / "run", "algorithm.adv_estimator=grpo")) as trainer:
-        engine = trainer.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
+        engine = trainer.source.trajectories.rollout.backend.worker("rollout").engine  # type: ignore[attr-defined]
         generate = engine.generate
 
         def broken(requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
@@ -451,10 +451,10 @@ def test_responses_that_could_not_be_generated_leave_the_batch(model: Path, tmp_
                 yield output
 
         engine.generate = broken
-        batch, metrics = trainer.trajectories.for_training(trainer.loader.endless(), 1)
+        batch, metrics = trainer.source.trajectories.for_training(trainer.source.admitted(), 1)
         check_rows(trainer, batch)
         with pytest.raises(RolloutError, match="of a validation failed; the first, request 0: no memory"):
-            trainer.trajectories.for_validation(next(iter(trainer.loader)), 0)
+            trainer.source.trajectories.for_validation(next(iter(trainer.source.loader)), 0)
     assert list(batch.non_tensor_batch["uid"]) == ["1-1", *["1-2"] * 2, *["1-3"] * 2]
     assert metrics.to_floats()["training/num_failed/infrastructure"] == 3.0
 

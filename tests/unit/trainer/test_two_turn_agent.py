@@ -17,7 +17,7 @@ from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.trainer.ppo.sync import SyncTrainer
+from hybridflow.trainer.ppo.build import PPOTrainer
 
 SAMPLES = 2
 TURN = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -26,9 +26,9 @@ TURN = SamplingParams(max_tokens=4, ignore_eos=True)
 class TwoTurnAgent:
     """Asks the policy, runs a tool on what it wrote, and asks again with the tool's tokens in the prompt."""
 
-    def __init__(self, trainer: SyncTrainer) -> None:
-        self.rollout = trainer.trajectories.rollout
-        self.tokenizer = trainer.tokenizer
+    def __init__(self, trainer: PPOTrainer) -> None:
+        self.rollout = trainer.source.trajectories.rollout
+        self.tokenizer = trainer.source.trajectories.tokenizer
 
     def tool(self, token_ids: list[int]) -> list[int]:
         text = f" = {sum(token_ids) % 97} ."
@@ -39,12 +39,14 @@ class TwoTurnAgent:
         calls: list[list[Call]] = [[] for _ in contexts]
         for turn in range(2):
             requests = [
-                GenerationRequest(number, tuple(context), TURN, derive_seed(0, "two_turns", number, turn))
+                GenerationRequest(
+                    number, Prompt(tuple(context)), TURN, derive_seed(0, "two_turns", number, turn)
+                )
                 for number, context in enumerate(contexts)
             ]
-            outputs = self.rollout.generate(requests, policy_version=0)
+            outputs = self.rollout.generate(requests)
             for context, made, request, output in zip(contexts, calls, requests, outputs, strict=True):
-                made.append(Call(Prompt(request.prompt_token_ids), output))
+                made.append(Call(request.prompt, output))
                 context += output.token_ids + self.tool(output.token_ids)
         return [
             Trajectory(*divmod(number, SAMPLES), rows_of(made), reward=float(number % 2) + number, turns=2)
@@ -52,7 +54,7 @@ class TwoTurnAgent:
         ]
 
 
-def loss_by_hand(trainer: SyncTrainer, batch: DataProto) -> Tensor:
+def loss_by_hand(trainer: PPOTrainer, batch: DataProto) -> Tensor:
     """−Σ A · log π over sampled tokens / their number, row by row with plain logits; A as in GRPO."""
     scores = batch.batch["token_level_scores"].sum(-1).view(-1, SAMPLES)
     spread = scores.std(-1, keepdim=True) + 1e-6
@@ -70,7 +72,7 @@ def loss_by_hand(trainer: SyncTrainer, batch: DataProto) -> Tensor:
     return total / batch.batch["response_mask"].sum()
 
 
-def logits(trainer: SyncTrainer, ids: Tensor) -> Tensor:
+def logits(trainer: PPOTrainer, ids: Tensor) -> Tensor:
     """Logits of one row under an attention that transformers computes."""
     hf = actor_module(trainer).hf
     hf.set_attn_implementation("eager")
@@ -85,9 +87,9 @@ def test_two_turns_with_a_tool_train_on_sampled_tokens_only(tmp_path: Path) -> N
     model = tiny_model(tmp_path / "model")
     settings = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
-        trainer.trajectories.rollout.update_from(trainer.step.roles.actor, 0)
-        made = TwoTurnAgent(trainer).trajectories(next(trainer.loader.endless()))
-        batch = collate(made, int(trainer.tokenizer.pad_token_id))
+        trainer.source.trajectories.rollout.update_from(trainer.step.roles.actor, 0)
+        made = TwoTurnAgent(trainer).trajectories(next(trainer.source.batches()))
+        batch = collate(made, int(trainer.source.trajectories.tokenizer.pad_token_id))
         rows = batch.batch
         assert len(batch) == 8 and rows["response_mask"].sum(-1).tolist() == [8] * 8, "one row, two turns"
         given = rows["attention_mask"][:, rows["prompts"].shape[1] :] & ~rows["response_mask"]

@@ -76,10 +76,7 @@ class PPOStep:
         metrics. A batch without rows, whose trajectories have all failed, makes no update.
         """
         if not len(batch):
-            self._renew_reference(step)
-            nothing = Metrics()
-            nothing.add_sum("perf/total_num_tokens", 0.0)
-            return batch, nothing
+            return batch, self._without_rows(step)
         roles = self.roles
         algorithm = self.config.algorithm
         timer = self.timer
@@ -90,11 +87,8 @@ class PPOStep:
         jobs = [Job("actor", "old_log_prob", old)]
         if roles.reference:
             # ref_log_prob
-            jobs.append(
-                Job(
-                    "reference", "ref", partial(roles.reference.log_probs, batch, extra_columns=self.dealt_by)
-                )
-            )
+            referred = partial(roles.reference.log_probs, batch, extra_columns=self.dealt_by)
+            jobs.append(Job("reference", "ref", referred))
         if roles.teacher:
             # teacher_log_probs
             jobs.append(Job("teacher", "teacher", partial(roles.teacher.log_probs, batch)))
@@ -145,6 +139,13 @@ class PPOStep:
         self.old_log_probs.after_update(metrics, step)
         self._renew_reference(step)
         return batch, metrics
+
+    def _without_rows(self, step: int) -> Metrics:
+        """Return the metrics of a step that makes no update."""
+        self._renew_reference(step)
+        metrics = Metrics()
+        metrics.add_sum("perf/total_num_tokens", 0.0)
+        return metrics
 
     def _renew_reference(self, step: int) -> None:
         """Copy the actor's weights to the reference where it is due."""

@@ -91,12 +91,12 @@ def config(folder: Path, options: argparse.Namespace) -> PPOConfig:
 
 def train_step(trainer: PPOTrainer, step: int) -> tuple[float, float, float]:
     """Return the seconds of generation, of waiting for rewards, and of the whole step."""
-    trainer.timer.reset()
+    trainer.source.timer.reset()
     started = time.perf_counter()
     batch, _ = trainer.source.trajectories.for_training(trainer.source.admitted(), step)
     trainer.step(batch, step)
     seconds = time.perf_counter() - started
-    return trainer.timer.seconds("gen"), trainer.timer.seconds("reward"), seconds
+    return trainer.source.timer.seconds("gen"), trainer.source.timer.seconds("reward"), seconds
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ class TwoTurnAgent:
         for turn in range(2):
             requests = [
                 GenerationRequest(
-                    number, Prompt(tuple(context)), TURN, derive_seed(0, "two_turns", number, turn)
+                    number, Prompt(tuple(context)), TURN, derive_seed(0, "turns", number, turn)
                 )
                 for number, context in enumerate(contexts)
             ]

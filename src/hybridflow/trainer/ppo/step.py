@@ -75,10 +75,7 @@ class PPOStep:
         metrics. A batch without rows, whose trajectories have all failed, makes no update.
         """
         if not len(batch):
-            self._renew_reference(step)
-            nothing = Metrics()
-            nothing.add_sum("perf/total_num_tokens", 0.0)
-            return batch, nothing
+            return batch, self._without_rows(step)
         roles = self.roles
         algorithm = self.config.algorithm
         timer = self.timer
@@ -142,6 +139,13 @@ class PPOStep:
         metrics.update(self._driver_bytes())
         self._renew_reference(step)
         return batch, metrics
+
+    def _without_rows(self, step: int) -> Metrics:
+        """Return the metrics of a step that makes no update."""
+        self._renew_reference(step)
+        metrics = Metrics()
+        metrics.add_sum("perf/total_num_tokens", 0.0)
+        return metrics
 
     def _renew_reference(self, step: int) -> None:
         """Copy the actor's weights to the reference where it is due."""

@@ -17,14 +17,11 @@ from hybridflow.protocol.balancing import Workload, deal_in_order, deal_rows
 
 @dataclass(frozen=True)
 class PerRank:
-    """An argument with a value for each rank: the parts of an earlier call's result, which stay where they
-    are.
+    """An argument with a value for each rank: the results of the same ranks of an earlier call, which stay
+    where they are.
     """
 
     values: list[Any]
-    """The value of each rank; the ranks of a part share one."""
-    order: list[list[int]] | None = None
-    """The rows or items of each part, in the driver's numbering; None where none were dealt."""
 
 
 def plan_rows(batches: Sequence[DataProto], mesh: MeshInfo) -> list[list[int]]:

@@ -237,14 +237,10 @@ def _rank_zero(call: Call, mesh: MeshInfo) -> Dealt:
 
 def _deal_rows(call: Call, mesh: MeshInfo) -> Dealt:
     batches = [value for value in _values(call) if isinstance(value, DataProto)]
-    passed = [value for value in _values(call) if isinstance(value, PerRank)]
-    assert batches or passed, "no DataProto among the arguments: nothing to deal"
+    assert batches, "no DataProto among the arguments: nothing to deal"
     if mesh.num_parts == 1:
         return _same(call, mesh, mesh.is_leader)
-    order = next((value.order for value in passed if value.order is not None), None)
-    if order is None:
-        assert batches, "no DataProto among the arguments: nothing to deal"
-        order = plan_rows(batches, mesh)
+    order = plan_rows(batches, mesh)
     pieces = {id(batch): cut_rows(batch, order) for batch in batches}
 
     def entry(value: Any, part: int) -> Any:
@@ -260,8 +256,6 @@ def _deal_items(call: Call, mesh: MeshInfo) -> Dealt:
     items = call.args[0]
     if mesh.num_parts == 1:
         return _same(call, mesh, mesh.is_leader)
-    if isinstance(items, PerRank):
-        return Dealt(_to_ranks(mesh, call, lambda value, part: value, returns=mesh.is_leader), items.order)
     assert isinstance(items, Sequence), f"DP_DEAL deals a sequence, got {type(items).__name__}"
     order = plan_items(items, mesh)
     pieces = cut_items(items, order)

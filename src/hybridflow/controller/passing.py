@@ -8,9 +8,8 @@ A `Future` among the arguments is replaced by the kind of result that it has (`D
     each                     all ranks get the list, by reference; in a call with one entry for each rank,
     each
                              gets its own entry
-    rows, items              each rank gets the result of its part where both calls have equally many parts;
-                             the second call then follows the plan of the first
-    anything else            the driver waits for the result and deals it as a value
+    anything else            the driver waits for the result and deals it as a value (rows that need not pass
+                             the driver are kept in the row store)
 """
 
 from __future__ import annotations
@@ -27,22 +26,15 @@ def pass_on(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
     """Replace each `Future` in a call, at any depth, by a value that `dispatch` can deal to the ranks of
     `mesh`.
     """
-    plans: list[
-        list[list[int]]
-    ] = []  # the plans of all rows and items that are passed on, which must be equal
 
-    def top(value: Any, position: int | None) -> Any:
-        dealt = dispatch.takes == "rows" or (dispatch.takes == "items" and position == 0)
-        if isinstance(value, Future) and dealt:
-            passed = _passed(value, dispatch, mesh, plans)
-        else:
-            passed = _anywhere(value, mesh)
+    def top(value: Any) -> Any:
+        passed = _anywhere(value, mesh)
         if isinstance(passed, PerRank) and dispatch.per_rank:
             return passed.values
         return passed
 
-    args = tuple(top(value, index) for index, value in enumerate(call.args))
-    kwargs = {name: top(value, None) for name, value in call.kwargs.items()}
+    args = tuple(map(top, call.args))
+    kwargs = {name: top(value) for name, value in call.kwargs.items()}
     untouched = all(
         new is old
         for new, old in zip((*args, *kwargs.values()), (*call.args, *call.kwargs.values()), strict=True)
@@ -52,29 +44,8 @@ def pass_on(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
     return Call(args, kwargs, call.returns)
 
 
-def _passed(future: Future[Any], dispatch: Dispatch, mesh: MeshInfo, plans: list[list[list[int]]]) -> Any:
-    """Return the value for a future whose rows or items are dealt."""
-    source = future.source
-    if source is None:
-        return future.result()
-    if source.dispatch.gives == "first":
-        return _anywhere(future, mesh)
-    if source.dispatch.gives != dispatch.takes:
-        return future.result()
-    order = source.dealt.order
-    if source.mesh.num_parts != mesh.num_parts or (
-        order is not None and any(order != plan for plan in plans)
-    ):
-        return future.result()
-    if order is not None:
-        plans.append(order)
-    return PerRank(
-        [future.parts[source.mesh.leaders[mesh.part_of(rank)]] for rank in range(mesh.world_size)], order
-    )
-
-
 def _anywhere(value: Any, mesh: MeshInfo) -> Any:
-    """Replace the futures inside a value that is not dealt but goes to all ranks."""
+    """Replace the futures inside a value."""
     found: dict[int, Any] = {}
 
     def note(future: Future[Any]) -> Future[Any]:
@@ -108,7 +79,5 @@ def _whole(future: Future[Any], mesh: MeshInfo) -> Any:
     if gives == "first":
         if len(future.parts) == mesh.world_size:
             return PerRank([future.parts[rank] for rank in range(mesh.world_size)])
-        return future.parts[future.taken[0]]
-    if gives in ("rows", "items") and len(future.taken) == 1:
         return future.parts[future.taken[0]]
     return future.result()

@@ -76,6 +76,8 @@ class RowStore:
         """Return the rows of `batch` for another process; columns that are stored for all of them are
         replaced by their places.
         """
+        if "row_id" not in batch:
+            return batch
         places, parts = self._find(batch.batch["row_id"].tolist(), batch.names())
         if not places:
             return batch

@@ -63,16 +63,12 @@ class WorkerGroup(Generic[W]):
             f"{method.__name__} is registered with blocking=False: use submit"
         )
         dispatch = _rule(method, per_rank=False, gives_list=False)
-        result: R = self._run(dispatch, method.__name__, self._only_read(method, Call(args, dict(kwargs))))
+        result: R = self._run(dispatch, method, Call(args, dict(kwargs)))
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Call a registered method by its dispatch rule without waiting."""
-        return self._submit(
-            _rule(method, per_rank=False, gives_list=False),
-            method.__name__,
-            self._only_read(method, Call(args, dict(kwargs))),
-        )
+        return self._submit(_rule(method, per_rank=False, gives_list=False), method, Call(args, dict(kwargs)))
 
     def call_and_keep(
         self,
@@ -103,7 +99,7 @@ class WorkerGroup(Generic[W]):
         results.
         """
         collected: list[R] = self._run(
-            _rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs))
+            _rule(method, per_rank=False, gives_list=True), method, Call(args, dict(kwargs))
         )
         return collected
 
@@ -111,9 +107,7 @@ class WorkerGroup(Generic[W]):
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[R]]:
         """Call an ALL_TO_LIST method without waiting; its list can be passed on by reference."""
-        return self._submit(
-            _rule(method, per_rank=False, gives_list=True), method.__name__, Call(args, dict(kwargs))
-        )
+        return self._submit(_rule(method, per_rank=False, gives_list=True), method, Call(args, dict(kwargs)))
 
     def call_one(
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -142,7 +136,7 @@ class WorkerGroup(Generic[W]):
         result.
         """
         collected: list[R] = self._run(
-            _rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs))
+            _rule(method, per_rank=True, gives_list=True), method, Call(args, dict(kwargs))
         )
         return collected
 
@@ -150,9 +144,7 @@ class WorkerGroup(Generic[W]):
         self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
     ) -> Future[list[R]]:
         """Call an ALL_TO_ALL method without waiting; its list of results can be passed on by reference."""
-        return self._submit(
-            _rule(method, per_rank=True, gives_list=True), method.__name__, Call(args, dict(kwargs))
-        )
+        return self._submit(_rule(method, per_rank=True, gives_list=True), method, Call(args, dict(kwargs)))
 
     def columns_read(self, method: Callable[..., Any], batch: DataProto) -> DataProto:
         """Return the batch with the columns that a call of `method` would send.
@@ -161,58 +153,60 @@ class WorkerGroup(Generic[W]):
         """
         return registration_of(method).columns_read(batch, self._also_read.get(method.__name__, ()))
 
-    def _only_read(self, method: Callable[..., Any], call: Call) -> Call:
-        def cut(value: Any) -> Any:
-            return self.columns_read(method, value) if isinstance(value, DataProto) else value
+    def _deal(self, dispatch: Dispatch, method: Callable[..., Any], call: Call) -> Dealt:
+        """Deal the arguments.
 
-        return Call(tuple(map(cut, call.args)), {name: cut(value) for name, value in call.kwargs.items()})
-
-    def _deal(self, dispatch: Dispatch, call: Call) -> Dealt:
-        """Deal the arguments; columns that the row store has travel as their places in it."""
-        dealt = dispatch.split(pass_on(call, dispatch, self.mesh), self.mesh)
+        Of rows, only the columns that the method reads are sent, and those that the row store has as their
+        places in it.
+        """
+        call = pass_on(call, dispatch, self.mesh)
         if dispatch.takes != "rows":
-            return dealt
+            return dispatch.split(call, self.mesh)
+        dealt = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
         made: dict[tuple[int, int], Call] = {}
         calls: list[Call | None] = []
         for each in dealt.calls:
-            if each is None:
-                calls.append(None)
-                continue
-            if each.arguments_id not in made:  # ranks of a part go on sharing their arguments
-                args = tuple(map(self._stored, each.args))
-                made[each.arguments_id] = Call(
-                    args, {name: self._stored(value) for name, value in each.kwargs.items()}
-                )
-            calls.append(replace(made[each.arguments_id], returns=each.returns))
+            if each is not None:
+                if each.arguments_id not in made:  # ranks of a part go on sharing their arguments
+                    made[each.arguments_id] = _each_batch(each, self.backend.rows.by_reference)
+                each = replace(made[each.arguments_id], returns=each.returns)
+            calls.append(each)
         return replace(dealt, calls=calls)
 
-    def _stored(self, value: Any) -> Any:
-        if not isinstance(value, DataProto) or "row_id" not in value:
-            return value
-        return self.backend.rows.by_reference(value)
-
-    def _run(self, dispatch: Dispatch, method: str, call: Call) -> Any:
+    def _run(self, dispatch: Dispatch, method: Callable[..., Any], call: Call) -> Any:
         mesh = self.mesh
-        dealt = self._deal(dispatch, call)
-        return dispatch.collect(self.backend.run(self.role, method, dealt.calls), mesh, dealt)
+        dealt = self._deal(dispatch, method, call)
+        return dispatch.collect(self.backend.run(self.role, method.__name__, dealt.calls), mesh, dealt)
 
-    def _submit(self, dispatch: Dispatch, method: str, call: Call) -> Future[Any]:
+    def _submit(self, dispatch: Dispatch, method: Callable[..., Any], call: Call) -> Future[Any]:
         mesh = self.mesh
-        dealt = self._deal(dispatch, call)
+        dealt = self._deal(dispatch, method, call)
         taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
         calls = dealt.calls
         # all ranks keep their results, so that the future can be passed on rank by rank
         if dispatch.gives == "first":
             calls = [each and replace(each, returns=True) for each in calls]
-        parts = self.backend.submit(self.role, method, calls)
+        parts = self.backend.submit(self.role, method.__name__, calls)
         return Future(
             parts,
             lambda results: dispatch.collect(results, mesh, dealt),
             role=self.role,
-            method=method,
+            method=method.__name__,
             taken=taken,
             source=Source(dispatch, mesh, dealt),
         )
+
+
+def _each_batch(call: Call, change: Callable[[DataProto], Any]) -> Call:
+    """Return the call with `change` applied to each batch among its arguments."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, DataProto):
+            return change(value)
+        return value
+
+    kwargs = {name: changed(value) for name, value in call.kwargs.items()}
+    return replace(call, args=tuple(map(changed, call.args)), kwargs=kwargs)
 
 
 def _rule(method: Callable[..., Any], *, per_rank: bool, gives_list: bool) -> Dispatch:

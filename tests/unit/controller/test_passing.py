@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hybridflow.controller import Call, Dispatch, Future, MeshInfo, Part
-from hybridflow.controller.dealing import PerRank
 from hybridflow.controller.future import Source
 from hybridflow.controller.passing import pass_on
 from hybridflow.protocol import DataProto, Workload
@@ -44,54 +43,17 @@ def future(dispatch: Dispatch, mesh: MeshInfo, call: Call, results: list[Any] | 
     )
 
 
-def test_rows_pass_from_leader_to_all_ranks_of_the_part() -> None:
+def test_rows_and_items_are_dealt_anew_as_values() -> None:
     batch = rows(9, 1, 3, 5)
-    earlier = future(Dispatch.DP_COMPUTE_PROTO, PAIR, Call((batch,)))
-    dealt = Dispatch.DP_COMPUTE_METRICS.split(
-        pass_on(Call((batch,), {"more": earlier}), Dispatch.DP_COMPUTE_METRICS, GRID), GRID
-    )
-    calls = [call for call in dealt.calls if call is not None]
-    assert [call.kwargs["more"] for call in calls] == [
-        earlier.parts[0],
-        earlier.parts[0],
-        earlier.parts[1],
-        earlier.parts[1],
-    ]
-    assert calls[0].arguments_id == calls[1].arguments_id
-    assert [call.args[0].batch["x"].tolist() for call in calls] == [[0], [0], [1, 2, 3], [1, 2, 3]]
-
-
-def test_other_rows_follow_the_plan_of_those_that_are_passed_on() -> None:
-    # by number: rows 0, 1 and 2, 3
-    earlier = future(Dispatch.DP_COMPUTE_PROTO, MeshInfo(2), Call((rows(9, 1, 3, 5),)))
-    dealt = Dispatch.DP_COMPUTE_PROTO.split(
-        pass_on(Call((earlier, rows(9, 1, 3, 5))), Dispatch.DP_COMPUTE_PROTO, PAIR), PAIR
-    )
-    assert [call.args[1].batch["x"].tolist() for call in dealt.calls if call] == [[0, 1], [2, 3]]
-
-
-def test_rows_that_were_dealt_otherwise_come_by_value() -> None:
-    batch = rows(9, 1, 3, 5)
-    by_cost, by_number = (
-        future(Dispatch.DP_COMPUTE_PROTO, mesh, Call((batch,))) for mesh in (PAIR, MeshInfo(2))
-    )
-    call = pass_on(Call((by_cost, by_number)), Dispatch.DP_COMPUTE_PROTO, PAIR)
-    assert isinstance(call.args[0], PerRank) and isinstance(call.args[1], DataProto)
+    by_number = future(Dispatch.DP_COMPUTE_PROTO, MeshInfo(2), Call((batch,)))
+    call = pass_on(Call((by_number,), {"more": batch}), Dispatch.DP_COMPUTE_PROTO, PAIR)
     calls = [call for call in Dispatch.DP_COMPUTE_PROTO.split(call, PAIR).calls if call]
-    assert [call.args[1].batch["x"].tolist() for call in calls] == [[0], [1, 2, 3]]
-    more_parts = pass_on(Call((by_cost,)), Dispatch.DP_COMPUTE_PROTO, FOUR)
-    assert more_parts.args[0].batch["x"].tolist() == [0, 1, 2, 3]
-    everywhere = pass_on(Call((by_cost,)), Dispatch.ONE_TO_ALL, PAIR)
-    assert everywhere.args[0].batch["x"].tolist() == [0, 1, 2, 3]
-
-
-def test_items_pass_part_by_part_in_the_first_place_only() -> None:
-    earlier = future(Dispatch.DP_DEAL, PAIR, Call(([1, 2, 3],)))
-    call = pass_on(Call((earlier,), {"all": earlier}), Dispatch.DP_DEAL, PAIR)
-    assert call.kwargs == {"all": [1, 2, 3]}
-    dealt = Dispatch.DP_DEAL.split(call, PAIR)
-    assert [call.args[0] for call in dealt.calls if call] == [earlier.parts[0], earlier.parts[1]]
-    assert dealt.order == earlier.source.dealt.order  # type: ignore[union-attr]
+    for name in (0, "more"):
+        found = [each.args[0] if name == 0 else each.kwargs["more"] for each in calls]
+        assert [part.batch["x"].tolist() for part in found] == [[0], [1, 2, 3]]
+    items = future(Dispatch.DP_DEAL, PAIR, Call(([1, 2, 3],)))
+    call = pass_on(Call((items,), {"all": items}), Dispatch.DP_DEAL, PAIR)
+    assert call.args == ([1, 2, 3],) and call.kwargs == {"all": [1, 2, 3]}
 
 
 @pytest.mark.parametrize("nested", [False, True])

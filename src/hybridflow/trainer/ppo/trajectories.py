@@ -66,15 +66,15 @@ class Trajectories:
         self.with_demonstrations = "is_demonstration" in needs
 
     def for_training(
-        self, batches: Iterator[tuple[int, Sequence[PromptRow]]], step: int
+        self, prompts: Iterator[tuple[int, Sequence[PromptRow]]], step: int
     ) -> tuple[DataProto, Metrics]:
         """Sample `rollout.n` responses to each of `data.train_batch_size` prompts with the weights of step
         `step - 1`, and score them.
 
-        `batches` gives generation batches: the index of the first group, and the prompts. A group's draws
+        `prompts` gives generation batches: the index of the first group, and the prompts. A group's draws
         depend on its index alone, and on no step.
 
-        Dynamic sampling takes generation batches as long as groups are missing, and leaves out
+        Dynamic sampling takes generation batches from `prompts` as long as groups are missing, and leaves out
         those that are too many. Raises DataError where `max_num_gen_batches` of them did not give enough
         groups that vary, or MAX_BARREN_BATCHES in a row none.
         """
@@ -83,16 +83,18 @@ class Trajectories:
         metrics = Metrics()
         stats = RolloutStats()
         parts: list[DataProto] = []
-        kept = generated = taken = barren = 0
+        kept = generated = batches = barren = 0
         while kept < wanted:
-            if filters.enable and (0 < filters.max_num_gen_batches == taken or barren == MAX_BARREN_BATCHES):
-                raise DataError(self._starved(kept, generated, taken))
-            first_group, prompts = next(batches)
-            rows, found = self._training_rows(first_group, prompts, step)
+            if filters.enable and (
+                0 < filters.max_num_gen_batches == batches or barren == MAX_BARREN_BATCHES
+            ):
+                raise DataError(self._starved(kept, generated, batches))
+            first_group, batch_prompts = next(prompts)
+            rows, found = self._training_rows(first_group, batch_prompts, step)
             metrics.update(found)
             stats = RolloutStats.join([stats, self.rollout.stats()], together=False)
-            taken += 1
-            generated += len(prompts)
+            batches += 1
+            generated += len(batch_prompts)
             if filters.enable:
                 rows = self._filtered(rows)
                 barren += 1
@@ -101,17 +103,17 @@ class Trajectories:
                 logger.info(
                     "step %d: generation batch %d brings %d of %d groups",
                     step,
-                    taken,
+                    batches,
                     kept + len(uids_of(rows)),
                     wanted,
                 )
                 kept += len(uids_of(rows))
             else:
-                kept += len(prompts)
+                kept += len(batch_prompts)
             parts.append(rows)
         batch = join_rows(parts, int(self.tokenizer.pad_token_id))
         batch = rows_of(batch, uids_of(batch)[:wanted])
-        metrics.add_sum("training/num_gen_batches", taken)
+        metrics.add_sum("training/num_gen_batches", batches)
         if filters.enable:
             metrics.add_mean("training/filtered_groups_ratio", generated - kept, generated)
         if self.config.algorithm.overlong_filtering:
@@ -146,11 +148,9 @@ class Trajectories:
         requests = build_requests(
             prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
         )
-        ids = [step * ROWS_PER_STEP + request.request_id for request in requests.requests]
-        requests = _with_ids(requests, ids)
         nothing = RequestBatch([], [], [])
         # a step's own leave validation out
-        scored = self._make(requests, nothing, version=step, timers=("val_gen", "val_reward"))
+        scored = self._make(requests, nothing, step, version=step, timers=("val_gen", "val_reward"))
         return scored.batch, scored.metrics
 
     def _training_rows(
@@ -184,7 +184,8 @@ class Trajectories:
         if self.with_demonstrations:
             told = one_more_each(sampled, sampling, first_row=0)
             demonstrations = _with_ids(told, row_ids(groups, period, 1, before))
-        scored = self._make(requests, demonstrations, version=step - 1, timers=("gen", "reward"))
+        # 0: the ids of the requests are those of the rows already
+        scored = self._make(requests, demonstrations, 0, version=step - 1, timers=("gen", "reward"))
         batch = scored.batch
         dropped = scored.dropped
         metrics = scored.metrics
@@ -241,6 +242,7 @@ class Trajectories:
         self,
         requests: RequestBatch,
         demonstrations: RequestBatch,
+        step: int,
         *,
         version: int,
         timers: tuple[str, str],
@@ -251,7 +253,7 @@ class Trajectories:
         with self.timer(timers[0]):
             outputs = self.rollout.generate(requests.requests, policy_version=version)
         outputs = [*outputs, *demonstration_outputs(demonstrations)]
-        batch = collate(requests + demonstrations, outputs, self.tokenizer, step=0)
+        batch = collate(requests + demonstrations, outputs, self.tokenizer, step=step)
         with self.timer(timers[1]):
             return score(batch, self.rewards)
 

@@ -90,9 +90,8 @@ class Trainer(Generic[Source, Step]):
         ):
             self.source.publish(done)
             last_validation = self._validate_before(done)
-            if self.only_validates:
-                return last_validation
-            for step in range(done + 1, self.total_steps + 1):
+            last_step = done if self.only_validates else self.total_steps
+            for step in range(done + 1, last_step + 1):
                 self.signals.check()
                 validation, logged = self._train_step(step)
                 last_validation = validation or last_validation
@@ -107,12 +106,14 @@ class Trainer(Generic[Source, Step]):
         """The validation before the first step, or the one that an interrupted run has left out after its
         last step.
         """
+        left_out = self.state.validation_due
         before_training = self.validates_first and done == 0
-        due = self.only_validates or before_training or self.state.validation_due
-        if self.validator is None or not due:
+        if self.validator is None or not (self.only_validates or before_training or left_out):
             return {}
         validation = self._validate(self.validator, done)
         self.trackers.log(validation, done)
+        if left_out and done == self.total_steps and self.save_freq > 0:
+            self._save(done)  # no later step does: the run started once more would validate again
         return validation
 
     def _validate(self, validator: Validate, step: int) -> dict[str, float]:

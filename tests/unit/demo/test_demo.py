@@ -37,15 +37,19 @@ def test_the_warm_up_tries_all_questions_only_near_the_mark(
         asked.append(len(questions))
         return SimpleNamespace(accuracy=next(accuracies))
 
-    def fit(after_step: Callable[[int], bool]) -> int:
-        return next(step for step in range(1, 400) if after_step(step))
+    state = SimpleNamespace(step=0, write_huggingface=lambda target, with_weights: None)
+
+    def fit(after_step: Callable[[int, dict[str, float]], bool]) -> None:
+        state.step = next(step for step in range(1, 400) if after_step(step, {}))
 
     @contextmanager
     def build(config: object) -> Iterator[Any]:
-        yield SimpleNamespace(rollout=None, tokenizer=None, fit=fit, export=lambda target: None)
+        step = SimpleNamespace(group=SimpleNamespace(backend=None))
+        yield SimpleNamespace(fit=fit, state=state, step=step)
 
     monkeypatch.setattr(warm_up, "evaluate", evaluate)
     monkeypatch.setattr(warm_up, "build_sft", build)
+    monkeypatch.setattr(warm_up, "RolloutGroup", lambda backend, role: None)
     monkeypatch.setattr(warm_up, "load_tokenizer", lambda folder: None)
     monkeypatch.setattr(warm_up, "held_out_questions", lambda tokenizer, seed: range(1024))
     create_tiny_model(tmp_path / "model", hidden=32, intermediate=64, heads=2, kv_heads=1)

@@ -82,6 +82,13 @@ def test_a_run_learns_repeats_and_resumes(model: Path, tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "c") == lines
 
 
+@pytest.mark.parametrize(("every", "steps"), [(-1, []), (2, [2, 3]), (5, [3])])
+def test_when_a_run_validates(every: int, steps: list[int], model: Path, tmp_path: Path) -> None:
+    with build(sft_config(model, tmp_path / "run", f"trainer.test_freq={every}")) as trainer:
+        trainer.fit()
+    assert [step for step, line in metrics_of(tmp_path / "run").items() if "val/loss" in line] == steps
+
+
 def test_what_a_checkpoint_holds_and_a_resume_reads(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

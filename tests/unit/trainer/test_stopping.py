@@ -145,6 +145,7 @@ def test_a_run_whose_last_validation_is_left_out_is_not_done(
     assert validated and not validated & set(metrics_of(tmp_path / "run")[4])
     main_ppo.run(config)
     assert metrics_of(tmp_path / "run") == metrics_of(whole)
+    assert main_ppo.run(config) == {}, "what was made up for is not done again"
 
 
 def test_a_supervised_run_whose_last_validation_is_left_out_is_not_done(

@@ -13,10 +13,11 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-from hybridflow.checkpoint.layout import ACTOR, CRITIC, PROCESS_REWARD
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
+from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.show import to_yaml
+from hybridflow.config.tree import get_value
 from hybridflow.controller.build import Start, hosting
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.loader import StatefulLoader
@@ -30,8 +31,8 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.parallel_layout import meshes
-from hybridflow.trainer.ppo.role_builders import facts_of, workers_of
-from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles
+from hybridflow.trainer.ppo.role_builders import facts_of
+from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles, workers_of
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.state import RunState
 from hybridflow.trainer.ppo.step import PPOStep
@@ -151,9 +152,9 @@ def _state(
         kl_controller=controller,
         exact=exact,
         contents={
-            ACTOR: config.actor_rollout_ref.actor.checkpoint,
-            CRITIC: config.critic.checkpoint,
-            PROCESS_REWARD: config.reward.process_reward_model.checkpoint,
+            name: get_value(config, f"{keys.updates}.checkpoint")
+            for name, keys in ROLE_KEYS.items()
+            if keys.updates
         },
         reference_moves=config.algorithm.ref_update_freq > 0,
         write_huggingface=write_huggingface,

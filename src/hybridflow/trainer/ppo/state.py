@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.layout import ACTOR, CRITIC, DATA, HF_FOLDER, PROCESS_REWARD, REFERENCE, TRAINER
+from hybridflow.checkpoint.layout import ACTOR, DATA, HF_FOLDER, REFERENCE, TRAINER
 from hybridflow.checkpoint.manifest import FileDigest
 from hybridflow.checkpoint.store import Checkpoint, CheckpointStore
 from hybridflow.config.model import CheckpointContentsConfig
@@ -62,11 +62,7 @@ class RunState:
     _roles: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        learning = {
-            ACTOR: self.roles.actor,
-            CRITIC: self.roles.critic,
-            PROCESS_REWARD: self.roles.process_reward,
-        }
+        learning = {name: getattr(self.roles, name) for name in self.contents}
         self._roles = {name: group for name, group in learning.items() if group is not None}
         if self.reference_moves:
             self._keep_reference()

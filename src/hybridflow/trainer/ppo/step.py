@@ -200,7 +200,7 @@ class PPOStep:
         if correction.bypass_mode:
             wanted |= {"rollout_log_probs", "is_demonstration"}
         if self.old_log_probs.watch:
-            wanted |= {"row_id", "is_demonstration"}
+            wanted |= {"row_id", "is_demonstration", "policy_version"}
         return sorted(wanted & set(batch.batch.keys()))
 
     def _first_plan(self, step: int) -> MiniBatchPlan | None:

@@ -50,16 +50,16 @@ def table() -> str:
         for feature, meaning in FEATURES.items()
     ]
     numbered = "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))
-    tests = sorted({cell.test for column in TABLE.values() for cell in column.values() if cell.test})
-    shown = "\n".join(f"- `tests/{test}`" for test in tests)
     return (
-        f"\n{chr(10).join(lines)}\n\nNotes:\n\n{numbered}\n\nEvery “yes” is one of these "
-        f"tests:\n\n{shown}\n\n"
+        f"\n{chr(10).join(lines)}\n\nNotes:\n\n{numbered}\n\nEvery “yes” is shown by a test, which "
+        "`tests/conformance/shown_by.py` names.\n\n"
     )
 
 
 def _cell(cell: Cell, notes: list[str]) -> str:
-    word = "yes" if cell.test else "not shown" if cell.unshown else "no"
+    word = "yes" if cell.has else "no"
+    if cell.unshown:
+        word = "not shown"
     if not cell.note:
         return word
     if cell.note not in notes:

@@ -1,13 +1,21 @@
-"""No dead keys: each key of the schema is read by name in the code outside `config/`."""
+"""No dead keys: each key of the schema is read, by its whole path, in the code outside `config/`.
+
+The blocks that an expression may stand for are followed through annotations, assignments and attributes: of
+`def train(optim: OptimConfig)` every optimizer's block, of `config.critic.optim` the critic's alone.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+from collections.abc import Iterator
 
-from sources import sources
+from sources import Source, sources
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.tree import keys_of
+from hybridflow.config.algorithm_names import ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.arguments import arguments_of_keys
+from hybridflow.config.tree import keys_of, type_hints
 
 # Keys that act while the configuration is made or checked, and nowhere else.
 READ_IN_CONFIG = {
@@ -19,42 +27,118 @@ READ_IN_CONFIG = {
     ),
     "distillation.teacher_model.tokenizer_path": "resolve: the teacher reads the actor's token ids",
     "actor_rollout_ref.actor.strategy": "resolve: fsdp means fsdp2, the one engine of this version",
+    **dict.fromkeys(
+        (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+            "critic.ulysses_sequence_parallel_size",
+        ),
+        "roles: engine_keys gives it out",
+    ),
 }
+Places = frozenset[tuple[type, str]]
+"""Blocks of keys as (class of the root, dotted path)."""
+NOWHERE: Places = frozenset()
 
 
-def names_read() -> set[str]:
-    """Every attribute that is read, and every string, in the code outside `config/`: strings for getattr and
-    tables of names.
-    """
-    found: set[str] = set()
-    for source in sources():
-        if source.room == "config":
-            continue
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                found.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-                found.add(node.value)
-    return found
+def blocks(cls: type, root: type, path: str = "") -> Iterator[tuple[type, tuple[type, str]]]:
+    """Each block of a configuration class: (its own class, its place)."""
+    yield cls, (root, path)
+    for name, hint in type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from blocks(hint, root, f"{path}.{name}".strip("."))  # type: ignore[arg-type]
+
+
+BLOCKS = [found for root in (PPOConfig, SFTConfig) for found in blocks(root, root)]
+PLACES = {place for _, place in BLOCKS}
+RETURNS = {
+    node.name: node.returns
+    for source in sources()
+    for node in ast.walk(source.tree)
+    if isinstance(node, ast.FunctionDef)
+}
+"""What functions return, by name."""
+BOUNDS = {"C": ("PPOConfig", "SFTConfig")}
+"""Type variables of configurations."""
+
+
+class Reads(ast.NodeVisitor):
+    """The keys that one file reads, by place and name."""
+
+    def __init__(self, source: Source) -> None:
+        self.found: set[tuple[type, str]] = set()
+        self.known: dict[str, Places] = {}
+        for _ in range(2):  # what a class keeps may be read above the method that sets it
+            self.visit(source.tree)
+
+    def annotated(self, annotation: ast.expr | None) -> Places:
+        """The places of the configuration classes that an annotation names."""
+        if annotation is None:
+            return NOWHERE
+        names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+        names |= {part for name in names for part in BOUNDS.get(name, ())}
+        return frozenset(
+            place for cls, place in BLOCKS if names & {parent.__name__ for parent in cls.__mro__}
+        )
+
+    def places(self, node: ast.expr) -> Places:
+        """The blocks that an expression may stand for."""
+        if isinstance(node, ast.BoolOp):
+            return NOWHERE.union(*map(self.places, node.values))
+        if isinstance(node, ast.Attribute):
+            inner = {(root, f"{path}.{node.attr}".strip(".")) for root, path in self.places(node.value)}
+            return frozenset(inner & PLACES) or self.known.get(f".{node.attr}", NOWHERE)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return self.annotated(RETURNS.get(node.func.id))
+        return self.known.get(node.id, NOWHERE) if isinstance(node, ast.Name) else NOWHERE
+
+    def learn(self, target: ast.expr, places: Places) -> None:
+        """Note what a name, or an attribute of an object, stands for."""
+        if isinstance(target, ast.Attribute):
+            self.known[f".{target.attr}"] = self.known.get(f".{target.attr}", NOWHERE) | places
+        elif isinstance(target, ast.Name):
+            self.known[target.id] = self.known.get(target.id, NOWHERE) | places
+
+    def visit_arg(self, node: ast.arg) -> None:
+        self.known[node.arg] = self.known.get(node.arg, NOWHERE) | self.annotated(node.annotation)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        places = self.annotated(node.annotation)
+        self.learn(node.target, places)
+        if isinstance(node.target, ast.Name):  # a field of a dataclass
+            self.known[f".{node.target.id}"] = self.known.get(f".{node.target.id}", NOWHERE) | places
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+                self.learn(part, self.places(node.value))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            for name in (arg for arg in node.args if isinstance(arg, ast.Constant)):
+                self.read(node.args[0], str(name.value))
+        self.generic_visit(node)
+
+    def read(self, of: ast.expr, name: str) -> None:
+        """Note that a key is read of what an expression stands for."""
+        self.found |= {(root, f"{path}.{name}".strip(".")) for root, path in self.places(of)}
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.read(node.value, node.attr)
+        self.generic_visit(node)
 
 
 def test_each_key_is_read() -> None:
-    read = names_read()
+    read = set().union(*(Reads(source).found for source in sources() if source.room != "config"))
+    arguments = {name for facts in (*ESTIMATORS.values(), *POLICY_LOSSES.values()) for name in facts.reads}
     unread = [
         path
         for root in (PPOConfig, SFTConfig)
         for path in keys_of(root)
         if path not in READ_IN_CONFIG
-        and path.rpartition(".")[2] not in read
-        and not {"clip_low", "clip_high"} & _through(path)
+        and (root, path) not in read
+        and not arguments & arguments_of_keys(root).get(path, frozenset())
     ]
     assert not unread, f"keys that nothing reads: {unread}"
-
-
-def _through(path: str) -> set[str]:
-    """Properties through which a key is read."""
-    return {
-        "actor_rollout_ref.actor.clip_ratio": {"clip_low"},
-        "actor_rollout_ref.actor.clip_ratio_low": {"clip_low"},
-        "actor_rollout_ref.actor.clip_ratio_high": {"clip_high"},
-    }.get(path, set()) & names_read()

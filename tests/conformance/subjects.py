@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from shown_by import SHOWN_BY, shown_by
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from hybridflow.config.engine_features import SHOWN_BY, TABLE
+from hybridflow.config.engine_features import TABLE
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
@@ -71,11 +72,10 @@ class Subject:
         """
         if feature in self.lacks:
             pytest.skip(f"{self.name}: {self.lacks[feature]}")
-        cell = TABLE[self.name][feature]
-        if cell.test != SHOWN_BY[feature]:
-            pytest.skip(
-                f"{self.name}: {'; '.join(filter(None, [cell.note, cell.test and f'shown by {cell.test}']))}"
-            )
+        note = TABLE[self.name][feature].note
+        test = shown_by(self.name, feature)
+        if test != SHOWN_BY[feature]:
+            pytest.skip(f"{self.name}: {'; '.join(filter(None, [note, test and f'shown by {test}']))}")
 
     def run(self, requests: Sequence[GenerationRequest]) -> Outputs:
         """All outputs by request id; each request has exactly one."""

@@ -15,9 +15,7 @@ import re
 from pathlib import Path
 
 ACTOR = "actor"
-CRITIC = "critic"
 REFERENCE = "reference"
-PROCESS_REWARD = "process_reward"
 DATA = "data"
 TRAINER = "trainer"
 HF_FOLDER = "huggingface"

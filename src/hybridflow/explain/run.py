@@ -16,6 +16,8 @@ import torch
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line, explain, format_bytes, generation_batch
 from hybridflow.config.needs import responses_per_prompt, rows_per_prompt
+from hybridflow.config.roles import ROLE_KEYS, engine_keys
+from hybridflow.config.tree import get_value
 from hybridflow.controller import Placement
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.distributed.device import resolve_device
@@ -29,7 +31,7 @@ from hybridflow.explain.memory import (
 )
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.size import ModelSize, size_of
-from hybridflow.trainer.ppo.parallel_layout import engine_keys, is_actors_module, rollout_axes, sizes
+from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
 from hybridflow.trainer.ppo.roles import needed_roles
 from hybridflow.trainer.sft.build import ROLES as SFT_ROLES
 from hybridflow.trainer.sft.build import sizes as sft_sizes
@@ -92,40 +94,22 @@ class Plan:
 
 def _ppo_engine(config: PPOConfig, role: str, world: int) -> Engine:
     fsdp, _, model = engine_keys(config, role)
-    actor = config.actor_rollout_ref.actor
-    critic = config.critic
-    process = config.reward.process_reward_model
-    n = rows_per_prompt(config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     spread = sizes(config, role, world)
-    if role == "actor":
-        limits = (
-            actor.ppo_mini_batch_size,
-            actor.ppo_max_token_len_per_gpu,
-            actor.ppo_micro_batch_size_per_gpu,
-        )
-    elif role == "critic":
-        limits = (
-            critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
-            critic.ppo_max_token_len_per_gpu,
-            critic.ppo_micro_batch_size_per_gpu,
-        )
-    elif role == "process_reward":
-        cap = process.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-        limits = (process.ppo_mini_batch_size or config.data.train_batch_size, cap, None)
-    else:
+    path = ROLE_KEYS[role].updates
+    if not path:
         return Engine(role, spread, fsdp, model, trained=False)
-    key = {"process_reward": "process_reward_model"}.get(role, role)
+    block = get_value(config, path)
     return Engine(
         role.replace("_reward", " reward model"),
         spread,
         fsdp,
         model,
-        True,
-        limits[0] * n,
-        longest,
-        *limits[1:],
-        f"{key}.ppo_",
+        rows=block.ppo_mini_batch_size * rows_per_prompt(config),
+        longest=longest,
+        max_tokens=block.ppo_max_token_len_per_gpu,
+        max_rows=getattr(block, "ppo_micro_batch_size_per_gpu", None),
+        keys=f"{path.rpartition('.')[2]}.ppo_",
     )
 
 

@@ -92,6 +92,17 @@ def correction_means(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor)
     return metrics
 
 
+def rows_of_version(batch: DataProto, version: int) -> Tensor:
+    """Return [B] bool: the rows whose sampled tokens all carry this version of the actor's weights.
+
+    Only there are log-probs of generation and of training those of one policy. The data's answers have none.
+    """
+    rows = batch.batch
+    others = rows["response_mask"] & (rows["policy_version"] != version)
+    whole: Tensor = ~others.any(-1)
+    return whole & sampled_rows(batch)
+
+
 def sampled_rows(batch: DataProto) -> Tensor:
     """Return [B] bool: the rows that the policy sampled.
 

@@ -16,7 +16,7 @@ from hybridflow.engines import LossFn
 from hybridflow.errors import TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.workers.correction import correction_means, sampled_rows
+from hybridflow.workers.correction import correction_means, rows_of_version
 
 APART = "training/rollout_log_probs_diff_max"
 """Metric: the largest difference of a sampled token's log-probs, in nats."""
@@ -27,15 +27,17 @@ class LogProbCheck:
     """The check on the first forward of an update, in steps whose `old_log_probs` are the rollout's."""
 
     step: int
+    version: int
+    """The actor's version: rows with a token of another one are not compared."""
     exact: bool
     """True in exact mode, where both are expected to be equal to the bit."""
     stops: bool = True
     """In exact mode: True if a difference ends the run, False if it is only measured."""
 
 
-def sampled_tokens(batch: DataProto) -> Tensor:
-    """Return [B, R] bool: the tokens that the policy of this run sampled."""
-    mask: Tensor = batch.batch["response_mask"] & sampled_rows(batch)[:, None]
+def comparable_tokens(batch: DataProto, version: int) -> Tensor:
+    """Return [B, R] bool: the sampled tokens of the rows that the actor's present version sampled."""
+    mask: Tensor = batch.batch["response_mask"] & rows_of_version(batch, version)[:, None]
     return mask
 
 
@@ -55,12 +57,12 @@ def difference(rollout: Tensor, trained: Tensor) -> Metrics:
     return metrics
 
 
-def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, step: int) -> None:
-    """Raise TrainingError where log-probs [B, R] of sampled tokens are not equal to the bit.
+def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, *, step: int, version: int) -> None:
+    """Raise TrainingError where log-probs [B, R] of the actor's present version are not equal to the bit.
 
     The message names the first token that differs.
     """
-    wrong = (rollout != trained) & sampled_tokens(rows)
+    wrong = (rollout != trained) & comparable_tokens(rows, version)
     if not bool(wrong.any()):
         return
     row, token = (int(place) for place in wrong.nonzero()[0])
@@ -108,11 +110,11 @@ def watched(loss: LossFn, watch: LogProbCheck, *, keeps_entropy: bool) -> LossFn
     """
 
     def look_first(outputs: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
-        sampled = sampled_tokens(micro)
+        sampled = comparable_tokens(micro, watch.version)
         trained = outputs["log_probs"].detach()
         rollout = micro.batch["old_log_probs"]
         if watch.exact and watch.stops:
-            check_same(micro, rollout, trained, watch.step)
+            check_same(micro, rollout, trained, step=watch.step, version=watch.version)
         metrics = difference(rollout[sampled], trained[sampled])
         if watch.exact:
             metrics.add_sum("training/rollout_rows_checked", float(sampled.any(-1).sum()))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from hybridflow import model_merger
 from hybridflow.checkpoint import CheckpointStore
-from hybridflow.checkpoint.layout import ACTOR, CRITIC, HF_FOLDER
+from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER
 from hybridflow.checkpoint.sharded import save_shards
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
@@ -306,9 +306,9 @@ def test_what_is_not_merged(tmp_path: Path, tiny_folder: Path) -> None:
     step = save(tmp_path / "run", plain)
     with pytest.raises(ConfigError, match=r"--lora keep: .* holds no adapters"):
         merge(step, tmp_path / "merged", lora="keep")
-    save_shards(tmp_path / CRITIC, {"model": dict(ValueModel(plain.hf).state_dict())})
+    save_shards(tmp_path / "critic", {"model": dict(ValueModel(plain.hf).state_dict())})
     with pytest.raises(CheckpointError, match="holds a value model"):
-        merge(tmp_path / CRITIC, tmp_path / "merged")
+        merge(tmp_path / "critic", tmp_path / "merged")
 
 
 def save_on_rank(rank: int, folder: str, source: str, adapters: bool) -> None:

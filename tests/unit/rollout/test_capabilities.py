@@ -13,13 +13,14 @@ import pytest
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.checks.engine import asked_features, engine_problems
-from hybridflow.config.engine_features import ENGINES, FEATURES, SHOWN_BY, TABLE
+from hybridflow.config.engine_features import ENGINES, FEATURES, TABLE
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
 
 TESTS = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(TESTS.parent / "scripts"))
+sys.path[:0] = [str(TESTS.parent / "scripts"), str(TESTS / "conformance")]
 import engine_docs  # noqa: E402
+from shown_by import SHOWN_BY, shown_by  # noqa: E402
 
 
 def functions(file: Path) -> dict[str, str]:
@@ -37,10 +38,11 @@ def test_each_cell_is_there_and_each_yes_has_its_test() -> None:
     for name, column in TABLE.items():
         assert list(column) == list(FEATURES), name
         for feature, cell in column.items():
-            assert cell.test or cell.note, f"{name}, {feature}: say why not"
-            if cell.test:
-                path, _, function = cell.test.partition("::")
-                assert function in functions(TESTS / path), f"{name}, {feature}: there is no {cell.test}"
+            test = shown_by(name, feature)
+            assert test or cell.note, f"{name}, {feature}: say why not"
+            if test:
+                path, _, function = test.partition("::")
+                assert function in functions(TESTS / path), f"{name}, {feature}: there is no {test}"
     for feature, test in SHOWN_BY.items():
         path, _, function = test.partition("::")
         asks = "subject.needs(" in functions(TESTS / path)[function]

@@ -7,7 +7,9 @@ import torch
 
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
-from hybridflow.trainer.ppo.data_metrics import batch_metrics, rollout_difference
+from hybridflow.trainer.ppo.data_metrics import batch_metrics
+from hybridflow.workers.correction import rows_of_version
+from hybridflow.workers.log_prob_check import comparable_tokens, difference
 
 NAN = float("nan")
 
@@ -85,14 +87,28 @@ def test_a_batch_that_is_out_of_the_loss_altogether() -> None:
     )
 
 
-def test_rollout_difference_on_sampled_tokens() -> None:
-    found = rollout_difference(rows()).to_floats()
+def test_log_probs_are_compared_in_rows_of_the_actors_version_only() -> None:
+    batch = rows()
+    versions = torch.tensor([[4, -1, 4], [4, 4, -1], [3, -1, -1]], dtype=torch.int32)
+    batch.batch["policy_version"] = versions
+    assert rows_of_version(batch, 4).tolist() == [True, True, False]
+    assert rows_of_version(batch, 3).tolist() == [False, False, True]
+    tokens = comparable_tokens(batch, 4)
+    assert tokens.tolist() == [[True, False, True], [True, True, False], [False, False, False]]
+    versions[0, 2] = 3  # begun under one version, continued under the next: of neither
+    assert rows_of_version(batch, 4).tolist() == [False, True, False]
+    batch |= DataProto.from_dict({"is_demonstration": torch.tensor([False, True, False])})
+    assert rows_of_version(batch, 4).tolist() == [False, False, False]
+
+
+def test_rollout_difference() -> None:
+    columns = rows().batch
+    mask = columns["response_mask"]
+    found = difference(columns["rollout_log_probs"][mask], columns["old_log_probs"][mask]).to_floats()
     assert found["training/rollout_log_probs_diff_max"] == pytest.approx(0.5)
     e = torch.tensor([-2.5, -2.0, -3.1, -3.0], dtype=torch.float64).exp()
     assert found["training/rollout_probs_diff_max"] == pytest.approx(float(e[1] - e[0]), rel=1e-5)
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(
         float(e[1] - e[0] + e[3] - e[2]) / 5, rel=1e-5
     )
-    empty = rows()
-    empty.batch["response_mask"] = torch.zeros(3, 3, dtype=torch.bool)
-    assert len(rollout_difference(empty)) == 0
+    assert len(difference(torch.zeros(0), torch.zeros(0))) == 0

@@ -142,7 +142,7 @@ def off_by_a_rounding(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("where", ["in_the_rows_checked", "in_the_update"])
-def test_auto_ends_exact_mode_and_not_the_run_where_a_difference_shows(
+def test_auto_brings_the_pass_back_and_keeps_kernels_and_run_where_a_difference_shows(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,13 +155,17 @@ def test_auto_ends_exact_mode_and_not_the_run_where_a_difference_shows(
     else:
         monkeypatch.setattr("hybridflow.workers.log_prob_check.difference", off_where_watched(difference))
     lines = train(model, tmp_path / "run", f"{ROLLOUT}.exact=auto", f"{ROLLOUT}.exact_check_rows=3")
-    told = [record.message for record in caplog.records if "fast mode from now on" in record.message]
+    told = [
+        record.message
+        for record in caplog.records
+        if "old log-probs are computed from now on" in record.message
+    ]
     assert len(told) == 1 and "in step 1 log-probs of rollout and training differ by up to" in told[0]
     assert passes == ([3, 8, 8, 8] if where == "in_the_rows_checked" else [3, 8, 8])
-    assert 0 < lines[3][APART] < 1e-3 and TAKEN not in lines[3]
+    assert lines[3][APART] == 0.0 and TAKEN not in lines[3], "the kernels are still batch-invariant"
 
 
-def test_a_run_that_has_left_exact_mode_stays_fast_after_a_resume(
+def test_a_run_whose_pass_is_back_keeps_it_and_its_kernels_after_a_resume(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = (f"{ROLLOUT}.exact_check_rows=3", "trainer.save_freq=1")
@@ -169,13 +173,28 @@ def test_a_run_that_has_left_exact_mode_stays_fast_after_a_resume(
         off_by_a_rounding(odd, num_rows=3)
         train(model, tmp_path / "run", *keys, "trainer.total_training_steps=1")
     with caplog.at_level(logging.INFO), build(ppo_config(model, tmp_path / "run", *GRPO, *keys)) as trainer:
-        assert trainer.state.step == 1 and actor_module(trainer).exact is None
-    assert "fast mode: before the checkpoint that this run goes on from" in caplog.text
+        assert trainer.state.step == 1 and actor_module(trainer).exact is not None
+        assert not trainer.state.exact.reuses
+    assert "exact mode: before the checkpoint that this run goes on from" in caplog.text
     again = (*keys, f"{ROLLOUT}.exact=true")
     with build(ppo_config(model, tmp_path / "run", *GRPO, *again)) as trainer:
-        assert trainer.state.step == 1 and actor_module(trainer).exact is not None, (
-            "asked for, it is tried anew"
-        )
+        assert trainer.state.step == 1 and trainer.state.exact.reuses, "asked for, it is tried anew"
+
+
+def test_a_row_of_another_version_is_neither_compared_nor_taken(
+    model: Path, tmp_path: Path, passes: list[int]
+) -> None:
+    with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true")) as trainer:
+        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        stale = batch.batch["response_mask"][0]
+        batch.batch["policy_version"][0, stale] = -1
+        batch.batch["rollout_log_probs"][0, stale] -= 1.0  # as under other weights
+        trained, metrics = trainer.step(batch, 1)
+        found = metrics.to_floats()
+        assert passes[-1] == 1 and found[APART] == 0.0 and found[TAKEN] == 1.0
+        apart = (trained.batch["old_log_probs"] - batch.batch["rollout_log_probs"])[0, stale]
+        assert bool((apart > 0.5).all()), "its old log-probs are the actor's"
+        assert trainer.state.exact.reuses and actor_module(trainer).exact is not None
 
 
 def off_where_watched(real: Callable[[Tensor, Tensor], Metrics]) -> Callable[[Tensor, Tensor], Metrics]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_trainer import build, ppo_config, tiny_model
 
+from hybridflow.config import PPOConfig
+from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import ModelConfig
+from hybridflow.config.roles import ROLE_KEYS, engine_keys
+from hybridflow.config.tree import get_value
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.trainer.ppo.build import PPOTrainer
-from hybridflow.trainer.ppo.roles import needed_roles
+from hybridflow.trainer.ppo.roles import ROLES, Roles, needed_roles
 
 OWN = """
 from hybridflow.algorithms.aggregation import LossOutput
@@ -73,6 +79,18 @@ def test_roles_follow_from_what_is_named(
 ) -> None:
     config = ppo_config(model, tmp_path / "run", *(text.replace("OWN", str(own)) for text in settings))
     assert needed_roles(config) == ["actor", "rollout", *roles.split()]
+
+
+def test_records_keys_and_groups_are_of_the_same_roles() -> None:
+    names = [spec.name for spec in ROLES]
+    assert names == list(ROLE_KEYS) and set(names) == {field.name for field in fields(Roles)}
+    config = PPOConfig()
+    for name, keys in ROLE_KEYS.items():
+        sharding, sequence, model = engine_keys(config, name)
+        assert isinstance(sharding, FSDPConfig) and sequence == 1 and isinstance(model, ModelConfig)
+        if keys.updates:
+            block = get_value(config, keys.updates)
+            assert block.optim.lr > 0 and "model" in block.checkpoint.save_contents, name
 
 
 def test_a_teacher_is_another_model_and_is_never_trained(model: Path, own: Path, tmp_path: Path) -> None:

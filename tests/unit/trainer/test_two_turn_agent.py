@@ -39,9 +39,7 @@ class TwoTurnAgent:
         calls: list[list[Call]] = [[] for _ in contexts]
         for turn in range(2):
             requests = [
-                GenerationRequest(
-                    number, Prompt(tuple(context)), TURN, derive_seed(0, "turns", number, turn)
-                )
+                GenerationRequest(number, Prompt(tuple(context)), TURN, derive_seed(0, "turns", number, turn))
                 for number, context in enumerate(contexts)
             ]
             outputs = self.rollout.generate(requests)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.needs import is_given, needs_reference
+from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
@@ -108,38 +109,14 @@ def ppo_cluster_problems(config: PPOConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.use_prefix_grouper=true with ulysses_sequence_parallel_size={cut}: "
             "ranks that share rows hold each prompt as often as it has responses; leave one of them out"
         )
-    actor = sum(pool_sizes(trainer, "actor"))
+    built = {"actor": True, "reference": needs_reference(config), "critic": config.critic.enable}
     spreads = [
         RoleLayout(
-            "actor_rollout_ref.actor",
-            roles.actor.fsdp_config,
-            roles.actor.ulysses_sequence_parallel_size,
-            roles.model,
-            actor,
+            ROLE_KEYS[role].layout, *engine_keys(config, role), processes=sum(pool_sizes(trainer, role))
         )
+        for role, wanted in built.items()
+        if wanted
     ]
-    if needs_reference(config):
-        sequence = roles.ref.ulysses_sequence_parallel_size or roles.actor.ulysses_sequence_parallel_size
-        spreads.append(
-            RoleLayout(
-                "actor_rollout_ref.ref",
-                roles.ref.fsdp_config,
-                sequence,
-                roles.model,
-                sum(pool_sizes(trainer, "reference")),
-            )
-        )
-    if config.critic.enable:
-        critic = config.critic
-        spreads.append(
-            RoleLayout(
-                "critic",
-                critic.fsdp_config,
-                critic.ulysses_sequence_parallel_size,
-                critic.model,
-                sum(pool_sizes(trainer, "critic")),
-            )
-        )
     for spread in spreads:
         yield from spread.problems()
     if needs_reference(config) and config.algorithm.ref_update_freq and spreads[0].cut != spreads[1].cut:
@@ -198,9 +175,6 @@ def cluster_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[st
         )
 
 
-ROLES = ("actor", "rollout", "reference", "critic", "teacher", "process_reward")
-
-
 def _placement(trainer: TrainerConfig) -> Iterator[str]:
     """Problems with pools and placement whatever roles the run has; the others are refused where the
     placement is made.
@@ -214,8 +188,8 @@ def _placement(trainer: TrainerConfig) -> Iterator[str]:
             )
     there = ", ".join(pools) or "none: set trainer.resource_pools"
     for role, named in trainer.placement.items():
-        if role not in ROLES:
-            yield f"trainer.placement.{role} is no role: there are {', '.join(ROLES)}"
+        if role not in ROLE_KEYS:
+            yield f"trainer.placement.{role} is no role: there are {', '.join(ROLE_KEYS)}"
         wanted = _pool_names(named)
         if not wanted:
             yield (

@@ -32,8 +32,10 @@ from hybridflow.config.checks.rollout import rollout_notes, rollout_problems
 from hybridflow.config.convert import raise_all
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
+from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+from hybridflow.config.tree import get_value
 
 TRACKERS = ("console", "tensorboard", "jsonl", "wandb", "mlflow", "swanlab")
 ACTOR = "actor_rollout_ref.actor"
@@ -81,9 +83,9 @@ def _ppo_problems(config: PPOConfig) -> Iterator[str]:
     yield from data_problems(
         data.train_files, data.val_files, data.task, own_class=bool(data.custom_cls.path)
     )
-    yield from _optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
-    yield from _optim(config.critic.optim, "critic.optim")
-    yield from _optim(config.reward.process_reward_model.optim, f"{PROCESS}.optim")
+    for keys in ROLE_KEYS.values():
+        if keys.updates:
+            yield from _optim(get_value(config, keys.updates).optim, f"{keys.updates}.optim")
     yield from _trainer(config.trainer)
     yield from ppo_cluster_problems(config)
 

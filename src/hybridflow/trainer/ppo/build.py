@@ -12,9 +12,11 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TypeAlias
 
-from hybridflow.checkpoint.layout import ACTOR, CRITIC, PROCESS_REWARD, REFERENCE
+from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import CheckpointContentsConfig
+from hybridflow.config.roles import ROLE_KEYS
+from hybridflow.config.tree import get_value
 from hybridflow.data.build import PromptData, build_prompt_data
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
@@ -25,8 +27,8 @@ from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.parallel_layout import meshes
-from hybridflow.trainer.ppo.role_builders import facts_of, workers_of
-from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles
+from hybridflow.trainer.ppo.role_builders import facts_of
+from hybridflow.trainer.ppo.roles import Roles, groups, needed_roles, workers_of
 from hybridflow.trainer.ppo.sample_log import SampleLog
 from hybridflow.trainer.ppo.step import PPOStep
 from hybridflow.trainer.ppo.sync import SyncSource
@@ -133,12 +135,11 @@ def _state(
     tokenizer: Tokenizer,
     total_steps: int,
 ) -> RunState:
-    engines = {ACTOR: SavedEngine(roles.actor, config.actor_rollout_ref.actor.checkpoint)}
-    if roles.critic is not None:
-        engines[CRITIC] = SavedEngine(roles.critic, config.critic.checkpoint)
-    if roles.process_reward is not None:
-        contents = config.reward.process_reward_model.checkpoint
-        engines[PROCESS_REWARD] = SavedEngine(roles.process_reward, contents)
+    engines = {
+        name: SavedEngine(getattr(roles, name), get_value(config, f"{keys.updates}.checkpoint"))
+        for name, keys in ROLE_KEYS.items()
+        if keys.updates and getattr(roles, name) is not None
+    }
     reference = {}
     if roles.reference is not None:
         reference = {REFERENCE: SavedEngine(roles.reference, WEIGHTS_ONLY)}

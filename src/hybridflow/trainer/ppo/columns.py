@@ -62,7 +62,8 @@ def loss_columns(config: PPOConfig) -> list[str]:
     """Return the columns that this run's policy loss reads beside those that every one reads."""
     actor = config.actor_rollout_ref.actor
     loss = find_policy_loss(actor)
-    columns = {*loss.keywords, "rollout_is_weights", "is_demonstration"}
+    # the check of generation's log-probs looks at rows that the actor's version has sampled
+    columns = {*loss.keywords, "rollout_is_weights", "is_demonstration", "policy_version"}
     if actor.use_kl_loss:
         columns.add("ref_log_prob")
     if loss.keeps_groups:

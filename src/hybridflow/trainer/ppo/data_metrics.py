@@ -1,6 +1,4 @@
-"""Metrics of a batch: scores, rewards, lengths, and how far rollout and training disagree. The names are
-verl's.
-"""
+"""Metrics of a batch: scores, rewards, lengths. The names are verl's."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.ppo.columns import explained_variance
 from hybridflow.workers.correction import sampled_rows
-from hybridflow.workers.log_prob_check import difference, sampled_tokens
 
 
 def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
@@ -43,12 +40,6 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     metrics.add_sum("perf/total_num_tokens", float(rows["attention_mask"].sum()))
     metrics.add_mean("training/loss_tokens_ratio", float(loss_mask.sum()), float(mask.sum()))
     return metrics
-
-
-def rollout_difference(batch: DataProto) -> Metrics:
-    """Measure how far the log-probs of generation are from those of training, on sampled tokens."""
-    mask = sampled_tokens(batch)
-    return difference(batch.batch["rollout_log_probs"][mask], batch.batch["old_log_probs"][mask])
 
 
 def add_range(metrics: Metrics, name: str, values: Tensor) -> None:

@@ -1,8 +1,12 @@
-"""The decision whether a run is in exact mode, taken once, after the models are built and before the first
-step.
+"""Exactness is two facts, and `rollout.exact` asks for both.
 
-keys, roles ──ruled_out──► each replica's self-check ──► one mode on the actor and all replicas, or the reason
-why not
+Batch-invariant kernels: a request's bits are its own. This is settled once, after the models are built and
+before the first step, and holds for the whole run:
+
+    keys, roles ──no_batch_invariance──► each replica's self-check ──► one mode on the actor and all replicas
+
+Rollout log-probs taken as old ones, for rows whose tokens all carry the actor's version. A difference under
+`auto` ends this, and leaves the kernels as they are.
 """
 
 from __future__ import annotations
@@ -31,67 +35,69 @@ beyond.
 
 @dataclass
 class ExactState:
-    """The exact mode of a run; a checkpoint keeps whether a difference has ended it."""
+    """The two facts of a run; a checkpoint keeps whether a difference has ended the second."""
 
-    on: bool = False
-    ended: bool = False
-    """True after a difference under `auto`: this run stays in fast mode, after a resume too."""
+    batch_invariant: bool = False
+    """Whether actor and replicas compute a row to the same bits in whatever batch; it never changes in a run.
+    """
+    reuse_ended: bool = False
+    """True after a difference under `auto`: this run computes old log-probs, after a resume too."""
+
+    @property
+    def reuses(self) -> bool:
+        """Whether the rollout's log-probs are the actor's, to the bit, in rows of the actor's version."""
+        return self.batch_invariant and not self.reuse_ended
 
     def state_dict(self) -> dict[str, bool]:
-        """Return what a checkpoint keeps; whether the mode is on is decided anew in each process."""
-        return {"ended": self.ended}
+        """Return what a checkpoint keeps; the kernels are settled anew in each process."""
+        return {"ended": self.reuse_ended}
 
     def load_state_dict(self, state: Mapping[str, bool]) -> None:
         """Load what a checkpoint has kept."""
-        self.ended = state["ended"]
-
-    def end(self, roles: Roles) -> None:
-        """End exact mode: the run continues in fast mode."""
-        self.on = False
-        self.ended = True
-        switch_to(roles, None)
+        self.reuse_ended = state["ended"]
 
 
 def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
-    """Switch the actor and the rollout to exact mode where `rollout.exact` asks for it and it holds.
+    """Switch the actor and the rollout to batch-invariant kernels where `rollout.exact` asks for them and
+    they hold.
 
-    With `rollout.exact=true` ConfigError is raised with the reason if it does not hold; with `auto` the
+    With `rollout.exact=true` ConfigError is raised with the reason if they do not hold; with `auto` the
     reason is logged.
     """
     wanted = config.actor_rollout_ref.rollout.exact
     if wanted is False:
         return
-    chosen = _ruled_out(config, roles, state) or _choose(config, roles)
+    chosen = no_batch_invariance(config, roles) or _no_reuse(config) or _choose(config, roles)
     if isinstance(chosen, str):
         if wanted is True:
             raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")
         logger.info("fast mode: %s", chosen)
         return
-    switch_to(roles, chosen)
-    state.on = True
+    roles.actor.call_list(ActorWorker.set_exact, chosen)
+    roles.rollout.call_list(ExactRollout.set_exact, chosen)
+    state.batch_invariant = True
+    if wanted is True:
+        state.reuse_ended = False  # asked for, it is tried anew
     logger.debug(
         "exact mode pads keys of attention to %d and dense layers to %d rows",
         chosen.key_step,
         chosen.num_rows(1),
     )
+    if state.reuse_ended:
+        logger.info(
+            "exact mode: before the checkpoint that this run goes on from, log-probs of rollout and training "
+            "differed, so old log-probs are still computed"
+        )
+        return
     logger.info(
         "exact mode: generation and training give a token the same log-prob to the bit here, so the pass "
         "that would recompute old log-probs is left out"
     )
 
 
-def switch_to(roles: Roles, mode: ExactMode | None) -> None:
-    """Compute in this mode from now on, on the actor and all replicas; None means fast mode."""
-    roles.actor.call_list(ActorWorker.set_exact, mode)
-    roles.rollout.call_list(ExactRollout.set_exact, mode)
-
-
-def _ruled_out(config: PPOConfig, roles: Roles, state: ExactState) -> str | None:
-    """Return the reason exact mode is impossible for this run, or not worth it under `auto`; None if there is
-    none.
-    """
+def no_batch_invariance(config: PPOConfig, roles: Roles) -> str | None:
+    """Return the reason batch-invariant kernels are impossible for this run, or None."""
     rollout = config.actor_rollout_ref.rollout
-    longest = _longest(config)
     if rollout.name != "native":
         return (
             f"actor_rollout_ref.rollout.name={rollout.name} has kernels of its own; only native "
@@ -111,17 +117,19 @@ def _ruled_out(config: PPOConfig, roles: Roles, state: ExactState) -> str | None
             "actor_rollout_ref.actor.use_prefix_grouper computes a prompt once for all its rows, which "
             "changes the last bits"
         )
+    return None
+
+
+def _no_reuse(config: PPOConfig) -> str | None:
+    """Return the reason the rollout's log-probs cannot save a pass, or under `auto` save too little."""
+    rollout = config.actor_rollout_ref.rollout
+    longest = _longest(config)
     if config.algorithm.rollout_correction.bypass_mode:
         return "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs as they are"
     if not rollout.do_sample and rollout.temperature != 1.0:
         return (
             "greedy tokens have log-probs at temperature 1, and training computes them at "
             f"{rollout.temperature}: set temperature=1"
-        )
-    if rollout.exact == "auto" and state.ended:
-        return (
-            "before the checkpoint that this run goes on from, log-probs of rollout and training "
-            "differed in exact mode"
         )
     if rollout.exact == "auto" and "sum_pi_squared" in find_estimator(config.algorithm).needs:
         return (

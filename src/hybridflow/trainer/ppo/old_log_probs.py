@@ -1,9 +1,9 @@
 """The source of `old_log_probs`: the actor's pass over the batch, or the rollout, whose log-probs are as
-good.
+good. They are for rows whose tokens all carry the actor's version; all other rows get the pass.
 
 exact mode    the rollout's: equal to the bit, which is checked here on `exact_check_rows` rows, and on those
               of the first mini-batch in its update
-exact=auto    the same, but a difference ends exact mode and not the run
+exact=auto    the same, but a difference brings the pass back and does not end the run
 fast mode     the pass; with `reuse_log_probs_within` the rollout's where they are that close on
               `exact_check_rows` rows
 bypass mode   the rollout's, however far they are
@@ -20,19 +20,18 @@ from hybridflow.config import PPOConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
-from hybridflow.trainer.ppo.data_metrics import rollout_difference
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers import ActorWorker
-from hybridflow.workers.correction import sampled_rows
+from hybridflow.workers.correction import rows_of_version, sampled_rows
 from hybridflow.workers.exact import ExactRollout
 from hybridflow.workers.log_prob_check import (
     APART,
     LogProbCheck,
     check_same,
     check_same_weights,
+    comparable_tokens,
     difference,
-    sampled_tokens,
 )
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batch_rows
 
@@ -70,7 +69,7 @@ class OldLogProbs:
         self.metrics = Metrics()
         self.watch: LogProbCheck | None = None
         """Set where this step's are the rollout's: the first update then looks at all of its rows."""
-        wishes = exact.on or self.within is not None
+        wishes = exact.reuses or self.within is not None
         self.reuses = wishes and not with_sum_pi_squared
         if wishes and with_sum_pi_squared:
             logger.info(
@@ -87,24 +86,28 @@ class OldLogProbs:
         self.metrics = Metrics()
         self.watch = None
         if self.bypass:
-            return self._rollouts(batch)
-        if self.exact.on and not self.roles.together(self.actor.role, self.roles.rollout.role):
+            return self._rollouts(batch, sampled_rows(batch))
+        version = step - 1  # each step makes one version, and the first has version 0
+        if self.exact.reuses and not self.roles.together(self.actor.role, self.roles.rollout.role):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
             check_same_weights(ours, self.roles.rollout.call_list(ExactRollout.weight_sums), step)
         if self.reuses:
-            agreed, metrics = self._agree(batch, self._rows_to_check(batch, plan, step), step)
+            agreed, metrics = self._agree(batch, self._rows_to_check(batch, plan, step), step, version)
             self.metrics.add_mean("training/old_log_probs_from_rollout", float(agreed))
             if agreed:
                 self.metrics.update(metrics)
-                self.watch = LogProbCheck(step, self.exact.on, self.stops)
-                return self._rollouts(batch)
+                self.watch = LogProbCheck(step, version, self.exact.reuses, self.stops)
+                return self._rollouts(batch, rows_of_version(batch, version))
         columns = self.actor.log_probs(batch, with_sum_pi_squared=self.with_sum_pi_squared, keep=True)
-        if self.exact.on:
-            check_same(batch, batch.batch["rollout_log_probs"], columns.batch["old_log_probs"], step)
-        self.metrics.update(rollout_difference(batch | columns))
+        rollout = batch.batch["rollout_log_probs"]
+        trained: Tensor = columns.batch["old_log_probs"]
+        if self.exact.reuses:
+            check_same(batch, rollout, trained, step=step, version=version)
+        compared = comparable_tokens(batch, version)
+        self.metrics.update(difference(rollout[compared], trained[compared]))
         return columns
 
-    def _agree(self, batch: DataProto, rows: list[int], step: int) -> tuple[bool, Metrics]:
+    def _agree(self, batch: DataProto, rows: list[int], step: int, version: int) -> tuple[bool, Metrics]:
         """Return whether the rollout's log-probs may stand for the actor's, judged by these rows, and the
         metrics.
         """
@@ -113,64 +116,63 @@ class OldLogProbs:
         some = batch.select_idxs(rows)
         trained: Tensor = self.actor.log_probs(some, with_entropy=False).batch["old_log_probs"]
         rollout = some.batch["rollout_log_probs"]
-        sampled = sampled_tokens(some)
-        if self.exact.on and self.stops:
-            check_same(some, rollout, trained, step)
+        sampled = comparable_tokens(some, version)
+        if self.exact.reuses and self.stops:
+            check_same(some, rollout, trained, step=step, version=version)
         metrics = difference(rollout[sampled], trained[sampled])
         metrics.add_sum("training/rollout_rows_checked", float(len(rows)))
         worst = 0.0
         if bool(sampled.any()):
             worst = float((rollout - trained)[sampled].abs().max())
-        if self.exact.on and worst:
+        if self.exact.reuses and worst:
             self._give_up(worst, step)
-        return self.exact.on or (self.within is not None and worst <= self.within), metrics
+        return self.exact.reuses or (self.within is not None and worst <= self.within), metrics
 
     def after_update(self, metrics: Metrics, step: int) -> None:
         """Look at what the step's first mini-batch has measured.
 
-        With `exact=auto` a difference there ends exact mode.
+        With `exact=auto` a difference there brings the pass back.
         """
-        if self.exact.on and self.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
+        if self.exact.reuses and self.watch is not None and (worst := metrics.to_floats().get(APART, 0.0)):
             self._give_up(worst, step)
 
     def _give_up(self, worst: float, step: int) -> None:
         logger.warning(
-            "fast mode from now on: in step %d log-probs of rollout and training differ by up to %.2g nats "
-            "under the same weights, so this "
-            "machine computes a row differently in another batch (actor_rollout_ref.rollout.exact=true "
-            "would have stopped)",
+            "old log-probs are computed from now on: in step %d log-probs of rollout and training differ by "
+            "up to %.2g nats under the same weights, so this machine computes a row differently in another "
+            "batch (actor_rollout_ref.rollout.exact=true would have stopped)",
             step,
             worst,
         )
-        self.exact.end(self.roles)
+        self.exact.reuse_ended = True
         self.reuses = self.within is not None
 
     def _rows_to_check(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> list[int]:
-        """Return `exact_check_rows` rows that the policy sampled, drawn anew each step.
+        """Return `exact_check_rows` rows that the actor's version sampled, drawn anew each step.
 
         In exact mode they are drawn among the rows that the first update does not compare.
         """
         count = self.config.actor_rollout_ref.rollout.exact_check_rows
         seen: set[int] = set()
-        if self.exact.on and plan is not None:
+        if self.exact.reuses and plan is not None:
             first = next(mini_batch_rows(list(batch.non_tensor_batch["uid"]), plan), [])
             learned = batch.batch["loss_mask"].any(-1)  # the update leaves the other rows out
             seen = {row for row in first if learned[row]}
-        left = [row for row in sampled_rows(batch).nonzero()[:, 0].tolist() if row not in seen]
+        candidates = rows_of_version(batch, step - 1).nonzero()[:, 0].tolist()
+        left = [row for row in candidates if row not in seen]
         order = torch.randperm(
             len(left), generator=generator(self.config.trainer.seed, "exact_check", step)
         ).tolist()
         return sorted(left[place] for place in order[:count])
 
-    def _rollouts(self, batch: DataProto) -> DataProto:
-        """Return the rollout's log-probs as old ones.
+    def _rollouts(self, batch: DataProto, taken: Tensor) -> DataProto:
+        """Return the rollout's log-probs as old ones in the rows `taken` [B] bool.
 
-        Answers of the data (SPIN), which no rollout has sampled, get the actor's.
+        The others get the actor's, such as answers of the data (SPIN), which no rollout has sampled.
         """
         old = batch.batch["rollout_log_probs"].clone()
-        demonstrations = ~sampled_rows(batch)
-        if bool(demonstrations.any()):
-            old[demonstrations] = self.actor.log_probs(
-                batch.select_idxs(demonstrations), with_entropy=False
-            ).batch["old_log_probs"]
+        others = ~taken
+        if bool(others.any()):
+            pass_over = self.actor.log_probs(batch.select_idxs(others), with_entropy=False)
+            old[others] = pass_over.batch["old_log_probs"]
         return DataProto.from_dict({"old_log_probs": old})

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.roles import engine_keys
 from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.models.lora import LoraSettings
@@ -16,24 +15,6 @@ from hybridflow.protocol.balancing import Workload, even_in_groups
 from hybridflow.trainer.models import row_cost
 
 logger = logging.getLogger(__name__)
-
-
-def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelConfig]:
-    """Return (how it is sharded, ranks that share the tokens of a row, its model) of a role that has an
-    engine.
-
-    The teacher and the process reward model are laid out as the actor is.
-    """
-    roles = config.actor_rollout_ref
-    if role == "critic":
-        return config.critic.fsdp_config, config.critic.ulysses_sequence_parallel_size, config.critic.model
-    if role == "reference":
-        return roles.ref.fsdp_config, roles.ref.ulysses_sequence_parallel_size or 1, roles.model
-    models = {
-        "teacher": config.distillation.teacher_model,
-        "process_reward": config.reward.process_reward_model.model,
-    }
-    return roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, models.get(role, roles.model)
 
 
 def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:

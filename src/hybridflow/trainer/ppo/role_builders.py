@@ -6,13 +6,13 @@ RunFacts ─► WorkerHost of a process asks for a role ─► engine on the dev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.model import ModelConfig, OptimConfig
-from hybridflow.controller import Factories, Make, RankInfo, WorkerHost
+from hybridflow.config.roles import engine_keys
+from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.distributed.device import resolve_device
 from hybridflow.engines import BatchLimits, TrainEngine
@@ -22,7 +22,7 @@ from hybridflow.models.build import shape_of
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
 from hybridflow.trainer.models import end_tokens, model_arguments
-from hybridflow.trainer.ppo.parallel_layout import engine_keys, sizes
+from hybridflow.trainer.ppo.parallel_layout import sizes
 from hybridflow.workers import ActorWorker, CriticWorker, ProcessRewardWorker, ReferenceWorker, RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
 from hybridflow.workers.teacher import TEACHER_COLUMN
@@ -46,23 +46,6 @@ def facts_of(config: PPOConfig, tokenizer: Tokenizer, total_steps: int, nonfinit
     model = config.actor_rollout_ref.model
     vocabulary = min(len(tokenizer), shape_of(model).get_text_config().vocab_size)
     return RunFacts(config, total_steps, nonfinite, vocabulary, tuple(end_tokens(model, tokenizer)))
-
-
-def workers_of(facts: RunFacts) -> Make:
-    """Return the function by which a backend builds the workers of its processes."""
-    return partial(_factories, facts)
-
-
-def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
-    builders = RoleBuilders(facts, process)
-    return {
-        "actor": builders.actor,
-        "rollout": builders.rollout,
-        "reference": builders.reference,
-        "critic": builders.critic,
-        "teacher": builders.teacher,
-        "process_reward": builders.process_reward,
-    }
 
 
 class RoleBuilders:

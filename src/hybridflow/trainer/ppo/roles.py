@@ -1,15 +1,18 @@
-"""The typed worker groups that take part in a step, and which of them a run needs."""
+"""The roles of a run: one record for each, and the typed worker groups that take part in a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
-from hybridflow.controller import Backend
+from hybridflow.controller import Backend, Factories, Make, RankInfo, Worker, WorkerHost
 from hybridflow.trainer.ppo.columns import find_estimator, loss_columns
 from hybridflow.trainer.ppo.parallel_layout import dealt_by
+from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts
 from hybridflow.workers import (
     ActorGroup,
     ActorWorker,
@@ -39,25 +42,71 @@ class Roles:
         return self.actor.backend.together(first, second)
 
 
+@dataclass(frozen=True)
+class RoleSpec:
+    """One role: its classes, and when a run has it. Its keys are in `config/roles.py`."""
+
+    name: str
+    """Its name in placements, in calls, and as the folder of its checkpoint."""
+    group: Callable[..., Any]
+    """The driver's view of its workers."""
+    build: Callable[[RoleBuilders, RankInfo], Worker]
+    """Builds its worker in a process."""
+    needed: Callable[[PPOConfig, Set[str]], bool] = lambda config, named: True
+    """Whether a run has it: (config, arguments that its estimator and its loss name)."""
+
+
+def _has_process_rewards(config: PPOConfig, named: Set[str]) -> bool:
+    # `enable` cannot be told from its null by now, so only a column that the estimator must have overrules it
+    needed = "process_rewards" in find_estimator(config.algorithm).needs
+    return bool(config.reward.process_reward_model.enable) or needed
+
+
+def _has_reference(config: PPOConfig, named: Set[str]) -> bool:
+    return needs_reference(config) or _has_process_rewards(config, named) or "ref_log_prob" in named
+
+
+ROLES: tuple[RoleSpec, ...] = (
+    RoleSpec("actor", ActorGroup, RoleBuilders.actor),
+    RoleSpec("rollout", RolloutGroup, RoleBuilders.rollout),
+    RoleSpec("reference", ReferenceGroup, RoleBuilders.reference, _has_reference),
+    RoleSpec("critic", CriticGroup, RoleBuilders.critic, lambda config, named: bool(config.critic.enable)),
+    RoleSpec(
+        "teacher",
+        TeacherGroup,
+        RoleBuilders.teacher,
+        lambda config, named: needs_teacher(config) or "teacher_log_probs" in named,
+    ),
+    RoleSpec("process_reward", ProcessRewardGroup, RoleBuilders.process_reward, _has_process_rewards),
+)
+
+
+def workers_of(facts: RunFacts) -> Make:
+    """Return the function by which a backend builds the workers of its processes."""
+    return partial(_factories, facts)
+
+
+def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
+    builders = RoleBuilders(facts, process)
+    return {spec.name: partial(spec.build, builders) for spec in ROLES}
+
+
 def groups(backend: Backend, names: Sequence[str], config: PPOConfig) -> Roles:
     """Return the groups of the roles `names` on a backend, which send the columns that this run reads."""
     dealt = dealt_by(config.actor_rollout_ref.actor, backend.mesh("actor").num_parts)
-    learned = [*dealt, *loss_columns(config)]
+    also_read: dict[str, dict[Any, list[str]]] = {
+        "actor": {
+            ActorWorker.log_probs: dealt,
+            ActorWorker.update_mini_batch: [*dealt, *loss_columns(config)],
+        },
+        "reference": {ReferenceWorker.log_probs: dealt},
+    }
     return Roles(
-        actor=ActorGroup(
-            backend,
-            "actor",
-            also_read={ActorWorker.log_probs: dealt, ActorWorker.update_mini_batch: learned},
-        ),
-        rollout=RolloutGroup(backend, "rollout"),
-        reference=(
-            ReferenceGroup(backend, "reference", also_read={ReferenceWorker.log_probs: dealt})
-            if "reference" in names
-            else None
-        ),
-        critic=CriticGroup(backend, "critic") if "critic" in names else None,
-        teacher=TeacherGroup(backend, "teacher") if "teacher" in names else None,
-        process_reward=ProcessRewardGroup(backend, "process_reward") if "process_reward" in names else None,
+        **{
+            spec.name: spec.group(backend, spec.name, also_read=also_read.get(spec.name, {}))
+            for spec in ROLES
+            if spec.name in names
+        }
     )
 
 
@@ -71,14 +120,4 @@ def needed_roles(config: PPOConfig) -> list[str]:
     estimator = find_estimator(config.algorithm)
     loss = find_policy_loss(config.actor_rollout_ref.actor)
     named = {*estimator.needs, *estimator.takes, *loss.keywords}
-    # `enable` cannot be told from its null by now, so only a column that the estimator must have overrules it
-    process_reward = bool(config.reward.process_reward_model.enable) or "process_rewards" in estimator.needs
-    wanted = {
-        "actor": True,
-        "rollout": True,
-        "reference": needs_reference(config) or process_reward or "ref_log_prob" in named,
-        "critic": bool(config.critic.enable),
-        "teacher": needs_teacher(config) or "teacher_log_probs" in named,
-        "process_reward": process_reward,
-    }
-    return [name for name, want in wanted.items() if want]
+    return [spec.name for spec in ROLES if spec.needed(config, named)]

@@ -35,10 +35,6 @@ class ScoredBatch:
     """Kind of the error where the reward failed and reward.on_error=drop leaves the row out; else empty. The
     score of such a row is 0.
     """
-    num_errors: int
-    """Number of rows whose reward failed, timeouts among them."""
-    num_timeouts: int
-    first_traceback: str | None
     metrics: dict[str, float]
 
 
@@ -60,13 +56,6 @@ class RewardManager:
         """Begin to score rows that come one by one."""
         return RewardSession(self, self._scorer.open())
 
-    def score(self, rows: Sequence[ScoreRequest]) -> ScoredBatch:
-        """Score rows that are all there. Raises what `RewardSession.result` does."""
-        with self.open() as session:
-            for place, row in enumerate(rows):
-                session.add(place, row)
-            return session.result()
-
     def outcomes(self, rows: Sequence[ScoreRequest]) -> list[Outcome]:
         """Score the rows and return each outcome, before `reward.on_error` is applied."""
         with self.open() as session:
@@ -80,13 +69,12 @@ class RewardManager:
         Raises RewardError for the first row whose reward failed, if `reward.on_error` is raise.
         """
         failed = [position for position, outcome in enumerate(outcomes) if outcome.error]
-        first_traceback = None
         if failed:
             first = outcomes[failed[0]]
-            first_traceback = self._report(failed[0], rows[failed[0]], first)
+            report = self._report(failed[0], rows[failed[0]], first)
             if self._on_error == "raise":
-                raise RewardError(self._refusal(first_traceback, first))
-            self._warn(first_traceback, len(failed), len(rows))
+                raise RewardError(self._refusal(report, first))
+            self._warn(report, len(failed), len(rows))
         dropped = [""] * len(rows)
         if self._on_error == "drop":
             dropped = [outcome.error for outcome in outcomes]
@@ -94,9 +82,6 @@ class RewardManager:
             scores=[outcome.score for outcome in outcomes],
             extras=_columns(outcomes, zero_failed=self._on_error == "zero"),
             dropped=dropped,
-            num_errors=len(failed),
-            num_timeouts=sum(outcome.error == "timeout" for outcome in outcomes),
-            first_traceback=first_traceback,
             metrics=_metrics(outcomes, seconds),
         )
 

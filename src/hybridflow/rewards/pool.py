@@ -56,7 +56,7 @@ MAX_IDLE_DEATHS = 10
 """Workers in a row that may end without having begun a sample."""
 LONGEST_WAIT = 1.0
 """Seconds between two looks at processes that died without closing their socket."""
-OPEN_WAIT = 0.02
+OPEN_WAIT = 0.05
 """Seconds between two looks at the requests, while more of them may come."""
 
 _START = (

@@ -206,7 +206,9 @@ from hybridflow.rewards.build import build_reward_manager
 config = RewardConfig(custom_reward_function=CustomRewardConfig(sys.argv[1], sys.argv[2]), num_workers=0)
 with build_reward_manager(config, seed=0) as manager:
     print(manager.outcomes([ScoreRequest("x", sys.argv[3], None)])[0])
-    manager.score([ScoreRequest("x", sys.argv[3], None)])
+    with manager.open() as session:
+        session.add(0, ScoreRequest("x", sys.argv[3], None))
+        session.result()
 """
 
 

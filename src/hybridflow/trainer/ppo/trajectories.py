@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hybridflow.agent import RequestBatch, build_requests, collate, demonstration_outputs, one_more_each
 from hybridflow.config import PPOConfig
+from hybridflow.config.actor_rollout_ref import RolloutConfig, ValKwargsConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError, RolloutError
@@ -138,21 +139,11 @@ class Trajectories:
         Scores are the reward's own: no overlong shaping, and a row whose reward failed stays with 0. Raises
         RolloutError where a response could not be generated.
         """
-        rollout = self.config.actor_rollout_ref.rollout
-        val = rollout.val_kwargs
+        val = self.config.actor_rollout_ref.rollout.val_kwargs
         greedy = not val.do_sample or val.temperature == 0.0
-        sampling = SamplingParams(
-            max_tokens=self.config.data.max_response_length,
-            temperature=1.0 if greedy else val.temperature,
-            top_k=val.top_k,
-            top_p=val.top_p,
-            min_p=val.min_p,
-            repetition_penalty=val.repetition_penalty,
-            greedy=greedy,
-            stop=tuple(rollout.stop),
-            stop_token_ids=tuple(rollout.stop_token_ids),
-            ignore_eos=rollout.ignore_eos,
-        )
+        sampling = replace(self._sampling(val), greedy=greedy)
+        if greedy:
+            sampling = replace(sampling, temperature=1.0)
         seed = self.config.trainer.seed
         requests = build_requests(
             prompts, sampling, n=val.n, seed=seed, purpose="validation", step=step, first_row=first_row
@@ -173,18 +164,7 @@ class Trajectories:
     ) -> tuple[DataProto, Metrics]:
         """Sample and score one generation batch, whose groups are numbered from `first_group`."""
         rollout = self.config.actor_rollout_ref.rollout
-        sampling = SamplingParams(
-            max_tokens=self.config.data.max_response_length,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            repetition_penalty=rollout.repetition_penalty,
-            greedy=not rollout.do_sample,
-            stop=tuple(rollout.stop),
-            stop_token_ids=tuple(rollout.stop_token_ids),
-            ignore_eos=rollout.ignore_eos,
-        )
+        sampling = replace(self._sampling(rollout), greedy=not rollout.do_sample)
         sampled = self._requests(first_group, prompts, sampling)
         requests = sampled
         demonstrations = _NO_REQUESTS
@@ -208,6 +188,21 @@ class Trajectories:
             samples = torch.tensor([one.sample for one in trajectories for _ in one.lineages])
             batch = self._with_extra_rows_marked(batch, samples, metrics)
         return batch, metrics
+
+    def _sampling(self, keys: RolloutConfig | ValKwargsConfig) -> SamplingParams:
+        """Return how tokens are drawn by these keys; what ends a response is the same for all."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return SamplingParams(
+            max_tokens=self.config.data.max_response_length,
+            temperature=keys.temperature,
+            top_k=keys.top_k,
+            top_p=keys.top_p,
+            min_p=keys.min_p,
+            repetition_penalty=keys.repetition_penalty,
+            stop=tuple(rollout.stop),
+            stop_token_ids=tuple(rollout.stop_token_ids),
+            ignore_eos=rollout.ignore_eos,
+        )
 
     def _with_extra_rows_marked(self, batch: DataProto, samples: Tensor, metrics: Metrics) -> DataProto:
         """Shape the scores; make the greedy rows a column, and mark the answers of the data.

@@ -10,7 +10,7 @@ from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.controller import MeshInfo, Placement
-from hybridflow.distributed.sizes import ParallelSizes
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.models.lora import LoraSettings
 from hybridflow.protocol.balancing import Workload, even_in_groups
 from hybridflow.trainer.models import row_cost
@@ -36,10 +36,10 @@ def engine_keys(config: PPOConfig, role: str) -> tuple[FSDPConfig, int, ModelCon
     return roles.actor.fsdp_config, roles.actor.ulysses_sequence_parallel_size, models.get(role, roles.model)
 
 
-def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
+def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelLayout:
     """Return how the engine of a role uses `world_size` processes."""
     fsdp, sequence, _ = engine_keys(config, role)
-    return ParallelSizes(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
+    return ParallelLayout.from_keys(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
 
 
 def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], ...]:

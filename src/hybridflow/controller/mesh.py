@@ -3,7 +3,8 @@
     axes (("dp", 2), ("sp", 2)):   rank 0 1 2 3
                                    part 0 0 1 1
 
-The ranks of a part hold the same rows; the first of them is its leader.
+The ranks of a part hold the same rows. One of them is its leader: the first along `sp` and `tp`, and the last
+along `pp`, whose stage computes the outputs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cached_property
 
 from hybridflow.protocol.balancing import Workload
 
-SHARED_ROWS = ("sp", "tp")
+SHARED_ROWS = ("pp", "sp", "tp")
 """Axes along which all ranks work on the same rows."""
 
 
@@ -48,9 +49,7 @@ class MeshInfo:
         return self._places[rank][0]
 
     def is_leader(self, rank: int) -> bool:
-        """Return whether a rank is the first of those with its part, which is the one that returns
-        results.
-        """
+        """Return whether a rank is the one of those with its part that returns results."""
         return self._places[rank][1]
 
     @cached_property
@@ -75,7 +74,9 @@ class MeshInfo:
             part = 0
             leads = True
             for name, size, coordinate in reversed(coordinates):
-                if name in SHARED_ROWS:
+                if name == "pp":
+                    leads = leads and coordinate == size - 1
+                elif name in SHARED_ROWS:
                     leads = leads and coordinate == 0
                 else:
                     part = part * size + coordinate

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
@@ -77,8 +78,8 @@ class TrainEngine(Protocol):
         ...
 
     @property
-    def num_ranks(self) -> int:
-        """Number of ranks that hold this model together."""
+    def layout(self) -> ParallelLayout:
+        """The layout of the model over the ranks that hold it together."""
         ...
 
     @property

@@ -16,7 +16,8 @@ from torch import nn
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.distributed.mesh import EngineMesh, ParallelSizes, engine_mesh
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.distributed.mesh import EngineMesh, engine_mesh
 from hybridflow.distributed.process_group import max_over
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.fsdp.offload import ActivationOffload
@@ -48,8 +49,8 @@ def build_engine(
     grad_clip: float | None = None,
     max_nonfinite_steps: int = 3,
     dump_dir: Path | None = None,
-    fsdp: FSDPConfig = FSDPConfig(),  # noqa: B008  (frozen, as are the sizes)
-    sizes: ParallelSizes = ParallelSizes(),  # noqa: B008
+    fsdp: FSDPConfig = FSDPConfig(),  # noqa: B008  (frozen, as is the layout)
+    layout: ParallelLayout = ParallelLayout(),  # noqa: B008
     activation_offload: bool = False,
     lora: LoraSettings | None = None,
 ) -> FSDPEngine:
@@ -64,8 +65,8 @@ def build_engine(
     if dtype == "auto":
         dtype = model.get("dtype", "auto")
     mesh: EngineMesh | None = None
-    if sizes.world_size > 1:
-        mesh = engine_mesh(sizes, device.type)
+    if layout.world_size > 1:
+        mesh = engine_mesh(layout, device.type)
     compute_dtypes: dict[str, torch.dtype] = {}
     blocks: list[nn.Module] = []
     if mesh is None:

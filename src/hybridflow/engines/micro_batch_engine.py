@@ -154,9 +154,11 @@ class MicroBatchEngine(ABC):
             return float(total), self.optimizer.gradient_norm()
         self.optimizer.collect_shards()
         mine = total
-        if not self.mesh.is_leader:  # ranks that share rows have the same loss: one counts it
+        if not self.mesh.returns:  # ranks that share rows have the same loss: one counts it
             mine = torch.zeros_like(total)
-        numbers = torch.stack([mine, self.optimizer.gradient_square(self.mesh.sizes.world_size, self.device)])
+        numbers = torch.stack(
+            [mine, self.optimizer.gradient_square(self.mesh.layout.world_size, self.device)]
+        )
         dist.all_reduce(numbers)
         return float(numbers[0]), numbers[1].sqrt()
 
@@ -194,7 +196,7 @@ def _dump_suffix(mesh: EngineMesh | None) -> str | None:
     """Return the suffix of this rank's folder of dumped rows; None where another rank has the same rows."""
     if mesh is None:
         return ""
-    if mesh.is_leader:
+    if mesh.returns:
         return f"_rank{mesh.rank}"
     return None
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import ModelConfig
-from hybridflow.distributed.sizes import ParallelSizes
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines.fsdp.sharding import REDUCE_DTYPES
 from hybridflow.models.log_probs import CHUNK_BYTES
 from hybridflow.models.size import ModelSize
@@ -27,7 +27,7 @@ class Engine:
     """A role's engine, as the run will build it."""
 
     role: str
-    sizes: ParallelSizes
+    layout: ParallelLayout
     fsdp: FSDPConfig
     model: ModelConfig
     trained: bool = True
@@ -44,7 +44,7 @@ class Engine:
     @property
     def rows_here(self) -> int:
         """Rows of a mini-batch that a process gets, if all are equally long."""
-        return math.ceil(self.rows / self.sizes.data)
+        return math.ceil(self.rows / self.layout.data)
 
     @property
     def rows_at_once(self) -> int:
@@ -82,14 +82,14 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
     nothing where the run computes on a CPU.
     """
     fsdp = engine.fsdp
-    sizes = engine.sizes
-    many = sizes.world_size > 1
+    layout = engine.layout
+    many = layout.world_size > 1
     wide = max(4, size.itemsize)
     live = fsdp.offload_policy and not on_cpu  # on the CPU even while it works
     weights_away = (fsdp.param_offload or fsdp.offload_policy) and not on_cpu
     state_away = (fsdp.optimizer_offload or fsdp.offload_policy) and not on_cpu
-    own = size.whole.on_rank(sizes.tensor, sizes.shards)
-    share = _share(sizes)
+    own = size.whole.on_rank(layout.tp, layout.dp_shard)
+    share = _share(layout)
     trained_bytes = wide if many else size.itemsize
     weights = (own.all - own.trained) * size.itemsize + own.trained * trained_bytes
     parts = [
@@ -144,13 +144,13 @@ def engine_needs(engine: Engine, size: ModelSize, *, on_cpu: bool) -> Needs:
     return Needs(parts, between, fetched + accumulating + (0 if live else grads) + peak, fetched)
 
 
-def _share(sizes: ParallelSizes) -> str:
+def _share(layout: ParallelLayout) -> str:
     """Return by what a count is divided, in words."""
     share = ""
-    if sizes.shards > 1:
-        share += f" / {sizes.shards} shards"
-    if sizes.tensor > 1:
-        share += f", layers / {sizes.tensor} (tensor parallelism)"
+    if layout.dp_shard > 1:
+        share += f" / {layout.dp_shard} shards"
+    if layout.tp > 1:
+        share += f", layers / {layout.tp} (tensor parallelism)"
     return share
 
 
@@ -170,7 +170,7 @@ def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
     """Return for a sharded model the bytes gathered in a pass, the bytes of their whole gradients, and how in
     words.
     """
-    tensor = engine.sizes.tensor
+    tensor = engine.layout.tp
     reduce = max(REDUCE_DTYPES[engine.fsdp.mixed_precision.reduce_dtype].itemsize, size.itemsize)
     whole, root, block = (count.on_rank(tensor) for count in (size.whole, size.root, size.block))
     if engine.trained and not engine.fsdp.reshard_after_forward:
@@ -188,8 +188,8 @@ def _gathered(engine: Engine, size: ModelSize) -> tuple[int, int, str]:
 
 def _pass(engine: Engine, size: ModelSize, on_cpu: bool) -> tuple[int, list[Part]]:
     """Estimate what the heaviest micro-batch leaves on the device: activations and one chunk of logits."""
-    sequence = engine.sizes.sequence
-    tensor = engine.sizes.tensor
+    sequence = engine.layout.cp
+    tensor = engine.layout.tp
     model = engine.model
     tokens = math.ceil(min(engine.max_tokens, engine.rows_here * engine.longest) / sequence)
     shared = f"{tokens:,} tokens"

@@ -149,11 +149,8 @@ def _processes(plan: Plan) -> Iterator[Line]:
             f"{', '.join(where.roles(pool.name))}; on its nodes: {nodes}",
         )
     for engine in plan.engines.values():
-        spread = engine.sizes
-        keys = (
-            f"fsdp_size={engine.fsdp.fsdp_size}, ulysses={spread.sequence}, "
-            f"tensor_parallel_size={spread.tensor}"
-        )
+        spread = engine.layout
+        keys = f"fsdp_size={engine.fsdp.fsdp_size}, ulysses={spread.cp}, tensor_parallel_size={spread.tp}"
         yield Line(f"{engine.role} is spread over", str(spread), keys)
     if "reference" not in plan.engines and "reference" in where.pools_of_role:
         yield Line(
@@ -188,7 +185,7 @@ def _rows(plan: Plan) -> Iterator[Line]:
         if many:
             by = "by their tokens" if plan.config.trainer.balance_batch else "by their number"
             how = (
-                f"{engine.rows:,} rows of a mini-batch / {engine.sizes.data} parts, dealt {by} "
+                f"{engine.rows:,} rows of a mini-batch / {engine.layout.data} parts, dealt {by} "
                 "(trainer.balance_batch)"
             )
             yield Line(f"{shown} rows per process and mini-batch, about", f"{engine.rows_here:,}", how)
@@ -261,7 +258,7 @@ def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:
     lora = None
     if engine.trained:
         lora = LoraSettings.from_config(engine.model, seed=plan.config.trainer.seed)
-    tensor = engine.sizes.tensor
+    tensor = engine.layout.tp
     if role == "actor" and isinstance(plan.config, PPOConfig):
         tensor = max(tensor, plan.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
     return size_of(
@@ -272,7 +269,7 @@ def _size(plan: Plan, role: str, engine: Engine) -> ModelSize:
         lora=lora,
         trained=engine.trained,
         tensor=tensor,
-        blocks=engine.sizes.world_size > 1,
+        blocks=engine.layout.world_size > 1,
     )
 
 

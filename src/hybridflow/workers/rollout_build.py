@@ -58,7 +58,7 @@ def build_rollout_worker(
     if actor_engine is None:
         return _standalone(build, model, lora, replica)
     policy = actor_engine.policy
-    if replica.size == 1 and actor_engine.num_ranks == 1:
+    if replica.size == 1 and actor_engine.layout.world_size == 1:
         shared = None
         if actor_engine.is_offloaded:
             shared = OffloadedSource(actor_engine, None)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.distributed import process_group
-from hybridflow.distributed.mesh import ParallelSizes, engine_mesh
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.distributed.mesh import engine_mesh
 from hybridflow.errors import WorkerError
 from ranks import Ranks
 
@@ -24,8 +25,8 @@ def test_a_group_of_one_is_joined_and_left() -> None:
     process_group.init(0, 1, "127.0.0.1", free_port(), torch.device("cpu"), 10.0)
     try:
         assert dist.get_world_size() == 1 and process_group.max_over([3, 1]) == [3, 1]
-        mesh = engine_mesh(ParallelSizes(), "cpu")
-        assert mesh is engine_mesh(ParallelSizes(), "cpu") and mesh.is_leader
+        mesh = engine_mesh(ParallelLayout(), "cpu")
+        assert mesh is engine_mesh(ParallelLayout(), "cpu") and mesh.returns
     finally:
         process_group.destroy()
     assert not dist.is_initialized()
@@ -41,14 +42,14 @@ def test_others_that_do_not_come_are_an_error_that_names_the_address() -> None:
     assert not dist.is_initialized()
 
 
-def describe(rank: int, sizes: ParallelSizes) -> tuple[object, ...]:
-    mesh = engine_mesh(sizes, "cpu")
+def describe(rank: int, layout: ParallelLayout) -> tuple[object, ...]:
+    mesh = engine_mesh(layout, "cpu")
     tensor = None if mesh.tensor is None else mesh.tensor.get_group()
     groups = [
         None if group is None else dist.get_process_group_ranks(group)
         for group in (mesh.sequence_group, tensor)
     ]
-    return mesh.fsdp.mesh_dim_names, tuple(mesh.fsdp.shape), *groups, mesh.data_rank, mesh.is_leader
+    return mesh.fsdp.mesh_dim_names, tuple(mesh.fsdp.shape), *groups, layout.data_rank(rank), mesh.returns
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def describe(rank: int, sizes: ParallelSizes) -> tuple[object, ...]:
     ],
 )
 def test_meshes_of_two_ranks(two_ranks: Ranks, sizes: dict[str, int], expected: list[object]) -> None:
-    assert two_ranks.run(describe, ParallelSizes(world_size=2, **sizes)) == expected
+    assert two_ranks.run(describe, ParallelLayout.from_keys(world_size=2, **sizes)) == expected
 
 
 def say(rank: int) -> tuple[object, ...]:

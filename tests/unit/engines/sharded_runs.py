@@ -18,7 +18,8 @@ from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.distributed.mesh import ParallelSizes
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.engines import Ask, BatchLimits, LossFn
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
@@ -81,7 +82,7 @@ def build(run: Run, world_size: int) -> FSDPEngine:
         optim=run.optim,
         grad_clip=run.grad_clip,
         fsdp=run.fsdp,
-        sizes=ParallelSizes(world_size=world_size, **run.sizes) if world_size > 1 else ParallelSizes(),
+        layout=ParallelLayout.from_keys(world_size, **run.sizes) if world_size > 1 else ParallelLayout(),
         activation_offload=run.activation_offload,
         lora=run.lora,
     )
@@ -116,7 +117,7 @@ def whole(tensor: Tensor) -> Tensor:
 def dealt(run: Run, engine: FSDPEngine) -> tuple[DataProto, LossFn]:
     """This rank's rows, and the loss over everyone's."""
     rows = training_rows(dtype=torch.float32)
-    part = run.deal[0 if engine.mesh is None else engine.mesh.data_rank]
+    part = run.deal[engine.layout.data_rank(rank_and_size()[0])]
     return rows.select_idxs(list(part)), loss_of(
         run, rows.select_idxs(sorted(row for part in run.deal for row in part))
     )
@@ -136,7 +137,7 @@ def train(rank: int, run: Run, world_size: int = 2) -> dict[str, Any]:
 
 def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, Any]:
     everyone = sorted(row for part in run.deal for row in part)
-    part = everyone if world_size == 1 else run.deal[0 if engine.mesh is None else engine.mesh.data_rank]
+    part = everyone if world_size == 1 else run.deal[engine.layout.data_rank(rank_and_size()[0])]
     rows = training_rows(dtype=torch.float32)
     batch, loss = rows.select_idxs(list(part)), loss_of(run, rows.select_idxs(everyone))
     shares: list[float] = []

@@ -15,8 +15,8 @@ from hybridflow.config.explain import format_bytes
 from hybridflow.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.model import ModelConfig, OptimConfig
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.shards import local
-from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ModelError
 from hybridflow.explain.memory import Engine, Needs, engine_needs
@@ -189,22 +189,22 @@ def test_a_supervised_run(tiny: Path) -> None:
     assert said["memory of each process, model: Adam moments"] == format_bytes(4 * LORA)
 
 
-def needs(tiny: Path, sizes: ParallelSizes, fsdp: FSDPConfig, lora: LoraSettings | None) -> Needs:
+def needs(tiny: Path, layout: ParallelLayout, fsdp: FSDPConfig, lora: LoraSettings | None) -> Needs:
     model = ModelConfig(path=str(tiny))
-    dtype, many = fsdp.mixed_precision.param_dtype, sizes.world_size > 1
+    dtype, many = fsdp.mixed_precision.param_dtype, layout.world_size > 1
     size = size_of(
-        "policy", model, dtype=dtype, device=torch.device("cpu"), lora=lora, tensor=sizes.tensor, blocks=many
+        "policy", model, dtype=dtype, device=torch.device("cpu"), lora=lora, tensor=layout.tp, blocks=many
     )
-    return engine_needs(Engine("actor", sizes, fsdp, model, True, 8, 64, 512), size, on_cpu=True)
+    return engine_needs(Engine("actor", layout, fsdp, model, True, 8, 64, 512), size, on_cpu=True)
 
 
 def held(
-    rank: int, folder: str, sizes: ParallelSizes, fsdp: FSDPConfig, lora: LoraSettings | None
+    rank: int, folder: str, layout: ParallelLayout, fsdp: FSDPConfig, lora: LoraSettings | None
 ) -> tuple[int, int]:
     """Bytes of the weights and of the moments that this rank's engine has."""
     model: dict[str, Any] = {"path": folder, "device": torch.device("cpu"), "probe": False}
     engine = build_engine(
-        "policy", model, name="actor", optim=OptimConfig(), fsdp=fsdp, sizes=sizes, lora=lora
+        "policy", model, name="actor", optim=OptimConfig(), fsdp=fsdp, layout=layout, lora=lora
     )
     assert engine.optimizer is not None
     weights = sum(
@@ -231,17 +231,17 @@ def held(
 def test_the_engine_of_a_rank_holds_what_was_said(
     two_ranks: Ranks, tiny: Path, fsdp: FSDPConfig, lora: LoraSettings | None
 ) -> None:
-    sizes = ParallelSizes(2, fsdp.fsdp_size, 1, fsdp.tensor_parallel_size)
-    parts = {part.label: part.size for part in needs(tiny, sizes, fsdp, lora).parts}
-    for weights, moments in two_ranks.run(held, str(tiny), sizes, fsdp, lora):
+    layout = ParallelLayout.from_keys(2, fsdp.fsdp_size, 1, fsdp.tensor_parallel_size)
+    parts = {part.label: part.size for part in needs(tiny, layout, fsdp, lora).parts}
+    for weights, moments in two_ranks.run(held, str(tiny), layout, fsdp, lora):
         assert weights == pytest.approx(parts["weights"], rel=0.01)
         assert moments == pytest.approx(parts["Adam moments"], rel=0.01)
 
 
 def test_the_engine_of_a_lone_process_holds_what_was_said(tiny: Path) -> None:
     fsdp = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16"))
-    parts = {part.label: part.size for part in needs(tiny, ParallelSizes(), fsdp, LoraSettings(4)).parts}
-    assert held(0, str(tiny), ParallelSizes(), fsdp, LoraSettings(4)) == (
+    parts = {part.label: part.size for part in needs(tiny, ParallelLayout(), fsdp, LoraSettings(4)).parts}
+    assert held(0, str(tiny), ParallelLayout(), fsdp, LoraSettings(4)) == (
         parts["weights"],
         parts["Adam moments"],
     )

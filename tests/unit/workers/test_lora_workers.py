@@ -18,7 +18,7 @@ from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.controller import LocalBackend
-from hybridflow.distributed.sizes import ParallelSizes
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import CheckpointError
@@ -43,12 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(folder: str | Path, ranks: int = 1, lora: LoraSettings | None = LORA) -> Any:
-    sizes, model = (
-        ParallelSizes(world_size=ranks),
+    layout, model = (
+        ParallelLayout.from_keys(world_size=ranks),
         {"path": str(folder), "device": "cpu", "dtype": "float32", "probe": False},
     )
     return build_engine(
-        "policy", model, name="actor", optim=OPTIM, grad_clip=1.0, fsdp=FSDPConfig(), sizes=sizes, lora=lora
+        "policy", model, name="actor", optim=OPTIM, grad_clip=1.0, fsdp=FSDPConfig(), layout=layout, lora=lora
     )
 
 

@@ -16,8 +16,8 @@ from hybridflow.config.model import OptimConfig
 from hybridflow.controller import Call, Dispatch, LocalBackend, MeshInfo
 from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.shards import local
-from hybridflow.distributed.sizes import ParallelSizes
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
@@ -70,7 +70,12 @@ def model(folder: str) -> dict[str, Any]:
 def actor_engine(folder: str, world_size: int = 1, lora: LoraSettings | None = None) -> FSDPEngine:
     optim = OptimConfig(lr=1e-2)
     return build_engine(
-        "policy", model(folder), name="actor", optim=optim, sizes=ParallelSizes(world_size), lora=lora
+        "policy",
+        model(folder),
+        name="actor",
+        optim=optim,
+        layout=ParallelLayout.from_keys(world_size),
+        lora=lora,
     )
 
 

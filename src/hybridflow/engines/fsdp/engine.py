@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hybridflow.config.fsdp import FSDPConfig
 from hybridflow.config.model import OptimConfig
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import local, piece_for, placed_like
@@ -109,11 +110,11 @@ class FSDPEngine(MicroBatchEngine):
         return self.module
 
     @property
-    def num_ranks(self) -> int:
-        """Number of ranks that hold this model together."""
+    def layout(self) -> ParallelLayout:
+        """The layout of the model over the ranks that hold it together."""
         if self.mesh is None:
-            return 1
-        return self.mesh.sizes.world_size
+            return ParallelLayout()
+        return self.mesh.layout
 
     @property
     def vocabulary(self) -> int:

@@ -9,7 +9,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.roles import engine_keys
 from hybridflow.controller import MeshInfo, Placement
-from hybridflow.distributed.sizes import ParallelSizes
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.models.lora import LoraSettings
 from hybridflow.protocol.balancing import Workload, even_in_groups
 from hybridflow.trainer.models import row_cost
@@ -17,10 +17,10 @@ from hybridflow.trainer.models import row_cost
 logger = logging.getLogger(__name__)
 
 
-def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelSizes:
+def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelLayout:
     """Return how the engine of a role uses `world_size` processes."""
     fsdp, sequence, _ = engine_keys(config, role)
-    return ParallelSizes(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
+    return ParallelLayout.from_keys(world_size, fsdp.fsdp_size, sequence, fsdp.tensor_parallel_size)
 
 
 def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], ...]:

@@ -207,7 +207,7 @@ class RoleBuilders:
                 max_nonfinite_steps=trainer.max_nonfinite_steps,
                 dump_dir=self.facts.nonfinite,
                 fsdp=fsdp,
-                sizes=sizes(self.config, role, self.process.place.world_size),
+                layout=sizes(self.config, role, self.process.place.world_size),
                 activation_offload=model.enable_activation_offload,
                 lora=lora,
             )

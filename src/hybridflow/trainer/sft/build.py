@@ -16,7 +16,7 @@ from hybridflow.controller import Factories, MeshInfo, Placement, RankInfo, Work
 from hybridflow.data.build import build_sft_data
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.distributed.device import resolve_device
-from hybridflow.distributed.sizes import ParallelSizes
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
@@ -103,10 +103,10 @@ def build(
             )
 
 
-def sizes(config: SFTConfig, world_size: int) -> ParallelSizes:
+def sizes(config: SFTConfig, world_size: int) -> ParallelLayout:
     """Return how the engine of a supervised run uses `world_size` processes."""
     engine = config.engine
-    return ParallelSizes(
+    return ParallelLayout.from_keys(
         world_size, engine.fsdp_size, engine.ulysses_sequence_parallel_size, engine.tensor_parallel_size
     )
 
@@ -135,7 +135,7 @@ def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
                 max_nonfinite_steps=config.trainer.max_nonfinite_steps,
                 dump_dir=facts.nonfinite,
                 fsdp=config.engine,
-                sizes=sizes(config, process.place.world_size),
+                layout=sizes(config, process.place.world_size),
                 activation_offload=config.model.enable_activation_offload,
                 lora=lora,
             )

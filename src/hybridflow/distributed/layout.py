@@ -1,0 +1,117 @@
+"""The layout of one model over ranks: plain numbers that the driver knows before any process has started.
+
+rank = (pp, dp_replicate, dp_shard, tp), the slowest first; the ranks of cp and ep are some of dp's
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridflow.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The way in which ranks divide one model and its rows.
+
+    Example: 8 ranks, `dp_replicate=2, dp_shard=4, cp=2`: every 4 ranks hold one copy of the parameters, and
+    every 2 ranks compute the same rows, so the rows are dealt into 4 parts.
+    """
+
+    dp_replicate: int = 1
+    """Number of copies of the parameters, between which only gradients are summed; 1 without HSDP."""
+    dp_shard: int = 1
+    """Number of ranks that share one copy of the parameters, or of the slice of it that pp and tp give."""
+    cp: int = 1
+    """Number of ranks that share the tokens of each row; they are neighbours among those of dp."""
+    tp: int = 1
+    """Number of ranks that split each dense layer."""
+    pp: int = 1
+    """Number of stages, each of which has some of the layers."""
+    ep: int = 1
+    """Number of ranks that share the experts of a layer; they are neighbours among those of `dp_shard`."""
+
+    def __post_init__(self) -> None:
+        assert min(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep) >= 1, f"{self!r}"
+        assert (self.dp_replicate * self.dp_shard) % self.cp == 0, f"{self!r}: cp does not divide dp"
+        assert self.dp_shard % self.ep == 0, f"{self!r}: ep does not divide dp_shard"
+
+    @classmethod
+    def from_keys(
+        cls, world_size: int, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1
+    ) -> ParallelLayout:
+        """Return the layout of `world_size` ranks under `fsdp_config.fsdp_size` (-1 means all ranks),
+        `ulysses_sequence_parallel_size` and `fsdp_config.tensor_parallel_size`.
+
+        Raises ConfigError, naming the keys, for sizes that do not go together.
+        """
+        if sequence > 1 and tensor > 1:
+            raise ConfigError(
+                f"ulysses_sequence_parallel_size={sequence} and "
+                f"fsdp_config.tensor_parallel_size={tensor} cannot be combined: set one of them to 1"
+            )
+        for key, size in (
+            ("ulysses_sequence_parallel_size", sequence),
+            ("fsdp_config.tensor_parallel_size", tensor),
+        ):
+            if size < 1 or world_size % size:
+                raise ConfigError(
+                    f"{key}={size} does not divide the {world_size} ranks of the pool: set it to a "
+                    "divisor of them"
+                )
+        ranks = world_size // tensor
+        shards = fsdp_size
+        if fsdp_size == -1:
+            shards = ranks
+        if shards < 1 or ranks % shards:
+            split = ""
+            if tensor > 1:
+                split = f" ({world_size} ranks / tensor_parallel_size {tensor})"
+            raise ConfigError(
+                f"fsdp_config.fsdp_size={fsdp_size} does not divide {ranks} ranks{split}: set it to a "
+                "divisor, or to -1"
+            )
+        return cls(dp_replicate=ranks // shards, dp_shard=shards, cp=sequence, tp=tensor)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def data(self) -> int:
+        """Number of parts that the rows are dealt into."""
+        return self.dp_replicate * self.dp_shard // self.cp
+
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Return the mesh over which calls are dispatched, as (name, size) with the slowest axis first.
+
+        Axes of size 1 are left out, except `dp`.
+        """
+        named = (("pp", self.pp), ("dp", self.data), ("sp", self.cp), ("tp", self.tp))
+        return tuple(axis for axis in named if axis[0] == "dp" or axis[1] > 1)
+
+    def data_rank(self, rank: int) -> int:
+        """Return the number of the part of the rows that `rank` computes; equal for ranks with equal rows."""
+        return rank // (self.cp * self.tp) % self.data
+
+    def returns(self, rank: int) -> bool:
+        """Return whether `rank` is the one of those with equal rows whose answers and loss count.
+
+        It is the first along cp and tp, and the last along pp, where the answers are computed.
+        """
+        within_part = rank % (self.cp * self.tp)
+        stage = rank // (self.data * self.cp * self.tp)
+        return within_part == 0 and stage == self.pp - 1
+
+    def __str__(self) -> str:
+        named = {
+            "stages": self.pp,
+            "copies": self.dp_replicate,
+            "shards": self.dp_shard,
+            "sequence": self.cp,
+            "tensor": self.tp,
+            "experts": self.ep,
+        }
+        parts = ", ".join(f"{name} {size}" for name, size in named.items() if size > 1)
+        return f"{self.world_size} ranks ({parts or 'whole'})"

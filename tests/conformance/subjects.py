@@ -24,6 +24,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
+from hybridflow.rollout.engine_replica import EngineReplica
 from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.weight_sync.holding import Holding
 from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
@@ -49,8 +50,6 @@ class Subject:
     """Bytes that sleeping frees."""
     failing: Callable[[], AbstractContextManager[None]] | None = None
     """Inside the block the engine dies after some tokens."""
-    abort_midway: Callable[[list[GenerationRequest], list[int]], tuple[Outputs, Outputs]] | None = None
-    """Where the engine gives nothing out before it could be told: (aborted, the others)."""
     close: Callable[[], None] = lambda: None
     lacks: dict[str, str] = field(default_factory=dict)
     """Features that the table gives the engine and this way of running it does not have, each with the
@@ -77,12 +76,22 @@ class Subject:
         if test != SHOWN_BY[feature]:
             pytest.skip(f"{self.name}: {'; '.join(filter(None, [note, test and f'shown by {test}']))}")
 
+    @contextmanager
+    def replica(self) -> Iterator[EngineReplica]:
+        """The engine as all callers see it, for as long as the block lasts."""
+        replica = EngineReplica(self.engine.open, name=f"{self.name}-0")
+        try:
+            yield replica
+        finally:
+            replica.close(timeout_s=3600)
+
     def run(self, requests: Sequence[GenerationRequest]) -> Outputs:
-        """All outputs by request id; each request has exactly one."""
-        outputs = list(self.engine.generate(requests))
-        assert sorted(output.request_id for output in outputs) == sorted(
-            request.request_id for request in requests
-        )
+        """All outputs by request id, from a replica whose requests join together."""
+        with self.replica() as replica:
+            answers = replica.submit_many(requests)
+            outputs = [answer.result() for answer in answers]
+            assert replica.load == 0 and (not requests or replica.version is not None)
+        assert [output.request_id for output in outputs] == [request.request_id for request in requests]
         for output in outputs:
             assert len(output.token_ids) == len(output.log_probs) == len(output.policy_versions)
         return {output.request_id: output for output in outputs}
@@ -187,20 +196,7 @@ def _hf(folder: Path) -> Subject:
     decode = decoder(folder)
     policy = PolicyModel(load(folder))  # shared with a trainer, whose attention it has
     engine = HFEngine(policy.hf, eos_token_ids=(END,), max_num_seqs=MAX_ROWS, decode=decode)
-
-    def abort_midway(requests: list[GenerationRequest], ids: list[int]) -> tuple[Outputs, Outputs]:
-        """As another thread would, while the batch is decoded: from inside of a forward pass."""
-        aborted: list[GenerationOutput] = []
-        calls = iter(range(1000))
-        handle = policy.hf.register_forward_pre_hook(
-            lambda *_: aborted.extend(engine.abort(ids)) if next(calls) == 5 else None
-        )
-        rest = list(engine.generate(requests))
-        handle.remove()
-        return {output.request_id: output for output in aborted}, {
-            output.request_id: output for output in rest
-        }
-
+    between = "a replica is told between two batches; within one, test_hf_engine.py shows it"
     return Subject(
         "hf",
         engine,
@@ -209,7 +205,7 @@ def _hf(folder: Path) -> Subject:
         in_process_push(engine, policy, folder),
         None,
         lambda: failing(policy),
-        abort_midway,
+        lacks={"abort": between, "abort_partials": between},
     )
 
 

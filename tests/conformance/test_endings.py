@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 
 import pytest
@@ -142,10 +143,11 @@ def long_and_short(first: int = 2) -> list[GenerationRequest]:
 
 
 def abort(subject: Subject, requests: list[GenerationRequest], ids: list[int]) -> tuple[Outputs, Outputs]:
-    """Abort while the others are generated: what came back from `abort`, and what from `generate`."""
-    if subject.abort_midway is not None:
-        return subject.abort_midway(requests, ids)
-    stream = subject.engine.generate(requests)
-    first = next(stream)
-    aborted = {output.request_id: output for output in subject.engine.abort(ids)}
-    return aborted, {first.request_id: first, **{output.request_id: output for output in stream}}
+    """Abort while the others are generated: the outputs of those, and of the others."""
+    with subject.replica() as replica:
+        answers = replica.submit_many(requests)
+        wait(answers, return_when=FIRST_COMPLETED)
+        replica.abort(ids)
+        outputs = [answer.result() for answer in answers]
+    aborted = {output.request_id: output for output in outputs if output.request_id in ids}
+    return aborted, {output.request_id: output for output in outputs if output.request_id not in ids}

@@ -43,6 +43,8 @@ def test_two_requests_may_not_share_an_id(subject: Subject) -> None:
     request = requests_for(prompts(1))[0]
     with pytest.raises(RolloutError, match="request_id"):
         list(subject.engine.generate([request, request]))
+    with subject.replica() as replica, pytest.raises(RolloutError, match="request ids must be unique"):
+        replica.submit_many([request, request])
 
 
 def test_an_engine_that_dies_is_named_and_finished_rows_are_kept(subject: Subject) -> None:
@@ -58,12 +60,12 @@ def test_an_engine_that_dies_is_named_and_finished_rows_are_kept(subject: Subjec
     ]
     outputs: dict[int, GenerationOutput] = {}
     raised = ""
-    with subject.failing():
-        try:
-            for output in subject.engine.generate(requests):
-                outputs[output.request_id] = output
-        except RolloutError as error:
-            raised = str(error)
+    with subject.failing(), subject.replica() as replica:
+        for number, answer in enumerate(replica.submit_many(requests)):
+            try:
+                outputs[number] = answer.result()
+            except RolloutError as error:
+                raised = str(error)
     assert [outputs[number].finish_reason for number in (0, 2)] == ["length", "length"]
     for number in (1, 3):
         told = str(outputs[number].error) if number in outputs else raised

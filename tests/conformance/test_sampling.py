@@ -82,6 +82,20 @@ def test_same_seeds_same_tokens_in_any_company(subject: Subject) -> None:
     assert sum(others[number].token_ids != together[number].token_ids for number in together) > 15
 
 
+def test_requests_join_while_others_run(subject: Subject) -> None:
+    requests = requests_for(prompts(8, seed=8), greedy=True, max_tokens=10)
+    together = subject.run(requests)
+    with subject.replica() as replica:
+        answers = []
+        for place, request in enumerate(requests):
+            answers.append(replica.submit(request))
+            if place % 3 == 2:
+                answers[place - 2].result()
+        for answer in answers:
+            output = answer.result()
+            assert output.token_ids == together[output.request_id].token_ids
+
+
 @pytest.mark.parametrize("feature, value", [("top_k", 3), ("top_p", 0.5), ("min_p", 0.3)])
 def test_only_allowed_tokens_are_drawn(subject: Subject, feature: str, value: float) -> None:
     subject.needs(feature)

@@ -36,7 +36,7 @@ class Medium:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a response continues; two prompts are equal where their keys are.
+    """Tokens and media that a response continues; two prompts are equal where their keys are.
 
     DataError where a medium has no placeholder or no digest, lies outside of the token ids, or overlaps
     another.

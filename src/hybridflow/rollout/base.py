@@ -8,7 +8,7 @@ Tokens in, tokens out: text is for templates and rewards, and a sampled token is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -298,8 +298,51 @@ class WeightSource(Protocol):
         ...
 
 
+class EngineSession(Protocol):
+    """An engine at work: requests join and leave between two steps. One thread at a time calls it."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version that tokens carry which are sampled now."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs or waits."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that get tokens now, as far as the engine says."""
+        ...
+
+    def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        """Add requests; those that cannot be served come back at once."""
+        ...
+
+    def step(self) -> list[GenerationOutput]:
+        """Do one round, and return the outputs that are finished by it."""
+        ...
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """End these requests; their partial responses come back. Unknown ones are passed over."""
+        ...
+
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
+        """Return what requests have beyond the first `since[request_id]` tokens."""
+        ...
+
+    def close(self) -> None:
+        """Drop what runs, and let the engine be used otherwise."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """Engine that turns requests into outputs; it knows nothing of rewards or batches."""
+
+    def open(self) -> EngineSession:
+        """Return a session, for an `EngineReplica`; RolloutError when asleep or in use."""
+        ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
         """One output for each request, as they finish; a request that cannot be served gives an output with

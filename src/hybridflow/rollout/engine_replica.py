@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
+from hybridflow.rollout.base import EngineSession, GenerationOutput, GenerationRequest, PartialOutput
 
 logger = logging.getLogger(__name__)
 
@@ -33,29 +33,6 @@ class Tap(Protocol):
     def put(self, partial: PartialOutput) -> None: ...
 
 
-class EngineSession(Protocol):
-    """Session that the thread drives; only one thread at a time calls it."""
-
-    @property
-    def idle(self) -> bool: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]: ...
-
-    def step(self) -> list[GenerationOutput]: ...
-
-    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]: ...
-
-    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(eq=False)
 class _Ticket:
     request: GenerationRequest
@@ -70,7 +47,7 @@ class _Ticket:
 class EngineReplica:
     """One engine behind a thread; every method may be called from any thread.
 
-    `open_session` is called in the thread (`NativeEngine.open`). An error of the engine ends the replica:
+    `open_session` is called in the thread (an engine's `open`). An error of the engine ends the replica:
     requests that finished before keep their outputs, the others get ReplicaLost, and so do all that are
     submitted later.
     """
@@ -84,7 +61,8 @@ class EngineReplica:
         self._aborts: set[int] = set()
         self._pausing = self._parked = self._closing = False
         self._failure: str | None = None
-        self._counts = (0, 0)
+        self._num_running = 0
+        self._version: int | None = None
         self._thread = threading.Thread(target=self._run, name=f"rollout {name}", daemon=True)
         self._thread.start()
 
@@ -96,7 +74,7 @@ class EngineReplica:
     @property
     def counts(self) -> tuple[int, int]:
         """(running, waiting) requests, as of the newest step."""
-        running, _ = self._counts
+        running = self._num_running
         return running, max(self.load - running, 0)
 
     @property
@@ -104,25 +82,39 @@ class EngineReplica:
         """Reason why the replica serves no more requests, or None."""
         return self._failure
 
+    @property
+    def version(self) -> int | None:
+        """Version of the weights, as the session said after its newest step; None before there was one."""
+        return self._version
+
     def submit(self, request: GenerationRequest, tap: Tap | None = None) -> Future[GenerationOutput]:
         """Return a future of the output; pieces go to `tap` as the response grows. RolloutError for an id
         that is running, ReplicaLost for a dead replica.
         """
-        ticket = _Ticket(request, tap)
-        # a caller that gives up says abort(); the future itself cannot be cancelled
-        ticket.answer.set_running_or_notify_cancel()
+        return self._join([_Ticket(request, tap)])[0]
+
+    def submit_many(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationOutput]]:
+        """Return a future of each output. All requests join before the same step; errors as in `submit`, and
+        then none of them joins.
+        """
+        return self._join([_Ticket(request, None) for request in requests])
+
+    def _join(self, tickets: Sequence[_Ticket]) -> list[Future[GenerationOutput]]:
+        ids = [ticket.request.request_id for ticket in tickets]
+        for ticket in tickets:
+            # a caller that gives up says abort(); the future itself cannot be cancelled
+            ticket.answer.set_running_or_notify_cancel()
         with self._changed:
             if self._failure is not None:
                 raise ReplicaLost(self._failure)
-            if request.request_id in self._tickets:
-                raise RolloutError(
-                    f"request {request.request_id} is running already: request ids must be unique"
-                )
-            self._tickets[request.request_id] = ticket
-            self._aborts.discard(request.request_id)  # it was meant for a request that ended by itself
-            self._inbox.append(ticket)
+            for place, number in enumerate(ids):
+                if number in self._tickets or number in ids[:place]:
+                    raise RolloutError(f"request {number} is running already: request ids must be unique")
+            self._tickets |= dict(zip(ids, tickets))
+            self._aborts -= set(ids)  # they were meant for requests that ended by themselves
+            self._inbox += tickets
             self._changed.notify_all()
-        return ticket.answer
+        return [ticket.answer for ticket in tickets]
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End these requests after the step that is running: they are answered with what they have; unknown
@@ -198,18 +190,19 @@ class EngineReplica:
             ended = self._aborts & self._tickets.keys()
             self._aborts = set()
         if new:
-            self._answer(session.add([ticket.request for ticket in new]))
+            self._answer(session, session.add([ticket.request for ticket in new]))
             for ticket in new:
                 ticket.added = True
         if ended := ended & self._tickets.keys():
-            self._answer(session.abort(ended))
+            self._answer(session, session.abort(ended))
         if not session.idle:
-            self._answer(session.step())
-        self._counts = (session.num_running, session.num_waiting)
+            self._answer(session, session.step())
+        self._num_running = session.num_running
         self._grow(session)
         return True
 
-    def _answer(self, outputs: Iterable[GenerationOutput]) -> None:
+    def _answer(self, session: EngineSession, outputs: Iterable[GenerationOutput]) -> None:
+        self._version = session.policy_version  # before its tokens are out
         for output in outputs:
             with self._changed:
                 ticket = self._tickets.pop(output.request_id)
@@ -237,7 +230,7 @@ class EngineReplica:
             left = list(self._tickets.values())
             self._tickets = {}
             self._inbox = []
-            self._counts = (0, 0)
+            self._num_running = 0
             self._changed.notify_all()
         for ticket in left:
             ticket.answer.set_exception(ReplicaLost(failure))

@@ -49,6 +49,10 @@ class FakeSession:
         return not (self._rows or self._waiting)
 
     @property
+    def policy_version(self) -> int:
+        return self.version
+
+    @property
     def num_running(self) -> int:
         return len(self._rows)
 

@@ -63,6 +63,19 @@ def test_each_request_gets_its_own_output_from_one_thread(make: Make) -> None:
     assert len(session.threads) == 1 and session.idle and client.load == client.replicas[0].load == 0
 
 
+def test_requests_that_are_submitted_together_join_before_one_step(make: Make) -> None:
+    client, (session,) = make()
+    session.version = 7
+    (replica,) = client.replicas
+    assert isinstance(replica, EngineReplica)
+    with pytest.raises(RolloutError, match="request 1 is running already"):
+        replica.submit_many([request(0), request(1), request(1)])
+    assert replica.load == session.num_added == 0  # none of them has joined
+    answers = replica.submit_many([request(number) for number in range(8)])
+    assert [answer.result().request_id for answer in answers] == list(range(8))
+    assert session.steps == 5 and replica.version == 7
+
+
 def test_an_output_with_an_error_leaves_the_others_alone(make: Make) -> None:
     client, _ = make()
 

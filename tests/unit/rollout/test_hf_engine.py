@@ -150,6 +150,24 @@ def test_batches_are_as_large_as_told_and_may_be_left_early() -> None:
     assert len(run(engine, requests())) == 6
 
 
+def test_a_row_of_the_batch_that_runs_ends_before_its_next_token() -> None:
+    """As another thread would tell it, from inside of a forward pass."""
+    engine = HFEngine(model(), eos_token_ids=(EOS,))
+    whole = run(engine, requests(ignore_eos=True))
+    ended: list[GenerationOutput] = []
+    calls = iter(range(100))
+    handle = engine.model.register_forward_pre_hook(
+        lambda *_: ended.extend(engine.abort([3, 4])) if next(calls) == 5 else None
+    )
+    rest = {output.request_id: output for output in engine.generate(requests(ignore_eos=True))}
+    handle.remove()
+    assert sorted(rest) == [0, 1, 2, 5] and all(rest[number] == whole[number] for number in rest)
+    assert sorted(output.request_id for output in ended) == [3, 4]
+    for output in ended:
+        assert output.finish_reason == "abort" and len(output.token_ids) == 5
+        assert output.token_ids == whole[output.request_id].token_ids[:5]
+
+
 def test_what_it_cannot_serve_is_told_of_that_request() -> None:
     engine = HFEngine(model(), eos_token_ids=(EOS,))
     outputs = run(engine, [requests(1, stop=("x",))[0], *requests(2)[1:]])

@@ -49,7 +49,7 @@ class Scripted:
 
     def start(self, submissions: Sequence[Submission]) -> None:
         self.log.append([submission.params for submission in submissions])
-        self.open = {each.request_id: (0, each.params["max_tokens"]) for each in submissions}
+        self.open |= {each.request_id: (0, each.params["max_tokens"]) for each in submissions}
 
     def poll(self) -> list[Piece]:
         self.polls += 1

@@ -102,7 +102,7 @@ class Batch(LogitsProcessor):
         self.rows = rows
         self._version = version
         self._texts = texts
-        self._filler = filler
+        self.filler = filler
         self._lock = Lock()
         self.steps = 0
 
@@ -114,7 +114,7 @@ class Batch(LogitsProcessor):
         """
         with self._lock:
             going = [index for index, row in enumerate(self.rows) if row.finish_reason is None]
-            tokens = torch.full((len(self.rows),), self._filler, device=scores.device)
+            tokens = torch.full((len(self.rows),), self.filler, device=scores.device)
             if going:
                 self.steps += 1
                 choices = choose(scores[going], [self.rows[index] for index in going])

@@ -1,8 +1,7 @@
 """The hf engine: transformers' `generate` behind the protocol of all engines. It is slow and simple, and the
 other engines are tested against it.
 
-    requests ──check──► errors (that request only)
-        └──► batches of `max_num_seqs`, left-padded ──generate──► outputs, when a batch is done
+    HFSession ──batches of `max_num_seqs`, left-padded──► transformers' generate ──► rows, when it is done
 
 It drives the module it is given with transformers' own attention, which it switches on for the call and off
 again. So it can share the module that trains, and it runs models that our attention refuses. A model that
@@ -21,21 +20,22 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from hybridflow.errors import RolloutError
 from hybridflow.models.probe import difference, probe_tolerance
 from hybridflow.protocol.prompt import token_ids_of
-from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, WeightSource
+from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.hf.batch import Batch, Ended, Row
+from hybridflow.rollout.hf.session import HFSession
 from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
-from hybridflow.rollout.requests import aborted, check_ids, refused, request_problem
+from hybridflow.rollout.requests import request_problem
+from hybridflow.rollout.session_engine import SessionEngine
 from hybridflow.rollout.unused_memory import give_back
 
 logger = logging.getLogger(__name__)
 
 
-class HFEngine:
+class HFEngine(SessionEngine):
     """A `RolloutEngine` in this process; `source` fills the model's weights at `wake_up` and frees them at
     `sleep`.
 
@@ -52,28 +52,25 @@ class HFEngine:
         decode: Decode | None = None,
         source: WeightSource | None = None,
     ) -> None:
+        super().__init__()
         self.model = model
         self.source = source
         self.max_num_seqs = max_num_seqs
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._texts = StopTexts(decode) if decode else None
         self._version = 0
-        self._stats = RolloutStats()
         self._asleep = source is not None
-        self._running = False
-        self._batch: Batch | None = None
         self._batches: bool | None = None
-        self._waiting: list[GenerationRequest] = []
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the weights are with their source."""
+        return self._asleep
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that sampled tokens carry."""
         return self._version
-
-    @property
-    def stats(self) -> RolloutStats:
-        """Statistics of the newest `generate`, up to now."""
-        return self._stats
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights, which the engine shares with the trainer."""
@@ -92,10 +89,7 @@ class HFEngine:
         """Free the weights where they have a source; keys and values are freed with each batch. RolloutError
         while generating.
         """
-        if self._running:
-            raise RolloutError(
-                "sleep() was called while generate() is running: read its outputs to the end first"
-            )
+        self._check_free("sleep()")
         self._asleep = True
         if self.source is not None:
             self.source.release()
@@ -107,63 +101,30 @@ class HFEngine:
             self.source.acquire(self._version)
         self._asleep = False
 
-    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests of the running `generate`: waiting ones at once, those of the batch that is decoded
-        (another thread's) before their next token. A row that finished by itself comes out of `generate`.
-        """
-        wanted = set(request_ids)
-        waiting = [request for request in self._waiting if request.request_id in wanted]
-        self._waiting = [request for request in self._waiting if request.request_id not in wanted]
-        outputs = [aborted(request) for request in waiting]
-        if self._batch is not None:
-            outputs += [row.output() for row in self._batch.abort(wanted)]
-        return outputs
+    def _new_session(self) -> HFSession:
+        return HFSession(
+            problem=self._problem,
+            batch_of=self._batch_of,
+            run=self._run,
+            size=self._size,
+            version=lambda: self._version,
+            closed=self._closed,
+        )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """Yield one output for each request, batch by batch.
-
-        A request that cannot be served gives reason "error" and the others go on; where the model fails, all
-        of its batch that had not finished do. RolloutError for a repeated request id, when asleep, and for a
-        second call while one is running.
-        """
-        if self._asleep:
-            raise RolloutError("generate() was called on a sleeping engine: call wake_up() first")
-        if self._running:
-            raise RolloutError(
-                "generate() was called while another one is running: read its outputs to the end first"
-            )
-        check_ids(requests)
-        self._stats = RolloutStats()
-        return self._generate(requests)
-
-    def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        problems = {request.request_id: self._problem(request) for request in requests}
-        for request in requests:
-            if (problem := problems[request.request_id]) is not None:
-                yield refused(request, problem)
-        if self._running:  # both were asked for before either began
-            raise RolloutError(
-                "generate() was called while another one is running: read its outputs to the end first"
-            )
-        self._running = True
-        self._waiting = [request for request in requests if problems[request.request_id] is None]
-        try:
-            while self._waiting:
-                yield from self._run(self._next())
-        finally:
-            self._running = False
-            self._waiting = []
-
-    def _next(self) -> list[GenerationRequest]:
-        """Remove the next batch from the waiting requests and return it."""
-        if self._batches is None and len(self._waiting) > 1 and self.max_num_seqs > 1:
+    def _size(self, num_waiting: int) -> int:
+        """Return how many requests the next batch may have, of so many that wait."""
+        if self._batches is None and num_waiting > 1 and self.max_num_seqs > 1:
             self._batches = batches_well(self.model)
-        number = 1
         if self._batches:
-            number = self.max_num_seqs
-        taken = self._waiting[:number]
-        self._waiting = self._waiting[number:]
-        return taken
+            return self.max_num_seqs
+        return 1
+
+    def _batch_of(self, requests: Sequence[GenerationRequest]) -> Batch:
+        rows = [Row(request, self._ends(request)) for request in requests]
+        filler = getattr(self.model.generation_config, "pad_token_id", None)
+        if not isinstance(filler, int):
+            filler = 0
+        return Batch(rows, version=lambda: self._version, texts=self._texts, filler=filler)
 
     def _problem(self, request: GenerationRequest) -> str | None:
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
@@ -175,39 +136,31 @@ class HFEngine:
             can_decode=self._texts is not None,
         )
 
-    def _run(self, requests: list[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """Generate one batch; outputs of aborted rows were returned by `abort` already."""
+    def _run(self, batch: Batch) -> None:
+        """Fill the rows of a batch; where the model fails, those that had not finished fail."""
         started = perf_counter()
-        rows = [Row(request, self._ends(request)) for request in requests]
-        config = self.model.generation_config
-        filler = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else 0
-        batch = self._batch = Batch(rows, version=lambda: self._version, texts=self._texts, filler=filler)
+        requests = [row.request for row in batch.rows]
+        contexts = [token_ids_of(request.context) for request in requests]
+        longest = max(request.sampling.max_tokens - len(request.begun) for request in requests)
         try:
             with torch.no_grad(), own_attention(self.model):
                 model: Any = self.model
                 model.generate(
-                    **padded(
-                        [token_ids_of(request.context) for request in requests], filler, self.model.device
-                    ),
+                    **padded(contexts, batch.filler, self.model.device),
                     generation_config=GenerationConfig(
                         do_sample=False,
-                        max_new_tokens=max(
-                            request.sampling.max_tokens - len(request.begun) for request in requests
-                        ),
-                        pad_token_id=filler,
+                        max_new_tokens=longest,
+                        pad_token_id=batch.filler,
                         use_cache=True,
                     ),
                     logits_processor=LogitsProcessorList([batch]),
                     stopping_criteria=StoppingCriteriaList([Ended(batch)]),
                 )
         except Exception as error:
-            logger.exception("the hf engine failed in a batch of %d requests", len(rows))
-            for row in rows:
+            logger.exception("the hf engine failed in a batch of %d requests", len(requests))
+            for row in batch.rows:
                 row.fail(f"the hf engine failed: {type(error).__name__}: {error}")
-        finally:
-            self._batch = None
         self._count(batch, perf_counter() - started)
-        yield from [row.output() for row in rows if row.finish_reason != "abort"]
 
     def _ends(self, request: GenerationRequest) -> frozenset[int]:
         ends = request.sampling.stop_token_ids

@@ -40,6 +40,7 @@ from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session
 from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import refused, request_problem
+from hybridflow.rollout.session_engine import SessionEngine
 from hybridflow.rollout.unused_memory import give_back
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 CacheKind = Literal["auto", "slots", "paged"]
 
 
-class NativeEngine:
+class NativeEngine(SessionEngine):
     """A `RolloutEngine` in this process. The KV cache exists from the first use until `sleep`, and grows with
     the rows and their length.
 
@@ -79,6 +80,7 @@ class NativeEngine:
         kv_cache: CacheKind = "auto",
         block_size: int = BLOCK_SIZE,
     ) -> None:
+        super().__init__()
         self.policy = policy
         self.source = source
         self.replica = replica or ReplicaRanks()
@@ -91,9 +93,7 @@ class NativeEngine:
         self._stop_texts = None if decode is None else StopTexts(decode)
         self._version = 0
         self._weights_state = 0  # counts changes
-        self._stats = RolloutStats()
         self._asleep = source is not None
-        self._session: Session | None = None
         self._memory: KVMemory | None = None
         self._shapes: dict[int, LayerShape] | None = None
         self.kv_cache = kv_cache
@@ -110,9 +110,9 @@ class NativeEngine:
         return self._version
 
     @property
-    def stats(self) -> RolloutStats:
-        """Counts of the newest `generate` or session, up to now."""
-        return self._stats
+    def asleep(self) -> bool:
+        """Whether `wake_up` must come before anything is generated."""
+        return self._asleep
 
     @property
     def cache_bytes(self) -> int:
@@ -147,11 +147,7 @@ class NativeEngine:
         """Free the KV cache, and the weights where they have a source; else they stay, at every level.
         RolloutError while in use.
         """
-        if self._session is not None:
-            raise RolloutError(
-                "sleep() was called while generate() is running or a session is open: read its outputs to "
-                "the end or close it first"
-            )
+        self._check_free("sleep()")
         self._asleep = True
         self._memory = None
         if self.graphs is not None:
@@ -170,48 +166,20 @@ class NativeEngine:
             self.source.acquire(self._version)
         self._asleep = False
 
-    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests of the running `generate`; their partial responses come back here and not there."""
-        if self._session is None:
-            return []
-        return self._session.abort(request_ids)
+    def _new_session(self) -> Session:
+        """Return a session that keeps finished rows as prefixes of later prompts, until it closes.
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """Yield one output per request, as they finish.
-
-        A request that cannot be served (empty prompt, unknown token id, longer than the model's positions)
-        gives reason "error" and the others go on. RolloutError when not even one row's cache fits into
-        memory, for a repeated request id, when asleep, and for a second call while one is running or a
-        session is open. The module is in eval mode until the last output is read.
+        Ranks of a replica open one, and do what they do with it, together.
         """
-        self._check_free("generate()")
-        if len({request.request_id for request in requests}) != len(requests):
-            raise RolloutError(
-                "two requests of one generate() call have the same request_id: they must be unique"
-            )
-        self._stats = RolloutStats()
-        return self._generate(requests)
-
-    def open(self) -> Session:
-        """A session that requests may join at any time; RolloutError when asleep or in use. What it kept goes
-        when it closes.
-
-        Ranks of a replica call it, and what they do with it, together.
-        """
-        self._check_free("open()")
-        self._stats = RolloutStats()
         return self._open(self.max_num_seqs, lasting=True)
 
-    def _check_free(self, call: str) -> None:
-        if self._asleep:
-            raise RolloutError(f"{call} was called on a sleeping engine: call wake_up() first")
-        if self._session is not None:
-            raise RolloutError(
-                f"{call} was called while another one is running: read the outputs of generate() to the "
-                "end, or close the session first"
-            )
-
     def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
+        """Prefill all requests that fit before the first token is decoded, as they all are here.
+
+        RolloutError when not even one row's cache fits into memory. The module is in eval mode until the last
+        output is read.
+        """
+        self._stats = RolloutStats()
         good = []
         for request in requests:
             problem = self._problem(request)
@@ -225,7 +193,7 @@ class NativeEngine:
         problem = self._slots().problem(max(_most_tokens(request) for request in good))
         if problem is not None:
             raise RolloutError(problem)
-        session = self._open(min(self.max_num_seqs, len(good)), lasting=False)
+        session = self._session = self._open(min(self.max_num_seqs, len(good)), lasting=False)
         try:
             yield from session.add(good)
             while not session.idle:
@@ -337,15 +305,14 @@ class NativeEngine:
         def problem(request: GenerationRequest) -> str | None:
             return self._problem(request) or memory.problem(_most_tokens(request))
 
-        self._session = Session(generation, problem=problem, replica=self.replica, closed=self._closed)
-        return self._session
+        return Session(generation, problem=problem, replica=self.replica, closed=self._ended)
 
     def _recheck_graphs(self) -> None:
         if self.graphs is not None:
             self.graphs.recheck()
 
-    def _closed(self, broken: bool) -> None:
-        self._session = None
+    def _ended(self, broken: bool) -> None:
+        self._closed()
         if broken:  # what is not finite must not stay behind the masks of later rows
             self._memory = None
 

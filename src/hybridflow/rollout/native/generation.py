@@ -102,6 +102,11 @@ class Generation:
         return self.memory.cache
 
     @property
+    def version(self) -> int:
+        """Version of the weights there are now."""
+        return self._weights().version
+
+    @property
     def _running(self) -> Running:
         return Running(self.rows.count, self._longest, self._longest_ever, self.scheduler.tokens_in_pieces)
 

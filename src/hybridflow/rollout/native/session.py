@@ -46,6 +46,11 @@ class Session:
         generation.policy.eval()  # no dropout: log-probs must be those of the policy
 
     @property
+    def policy_version(self) -> int:
+        """Version that tokens carry which are sampled now."""
+        return self._generation.version
+
+    @property
     def num_running(self) -> int:
         """Number of requests that get a token in each step."""
         return self._generation.rows.count

@@ -1,7 +1,7 @@
 """The openai engine: an endpoint that speaks the OpenAI API, for evaluation and for frozen teachers and
 judges.
 
-    requests ──at most `max_concurrent` at a time──► POST /completions, again after a failure until the
+    OpenAISession ──at most `max_concurrent` at a time──► POST /completions, again after a failure until the
     deadline ──► outputs, as they come
 
 The weights are the endpoint's, so every call that would change them is refused.
@@ -10,10 +10,10 @@ The weights are the endpoint's, so every call that would change them is refused.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from torch import Tensor
@@ -23,20 +23,19 @@ from hybridflow.rollout.base import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
-    RolloutStats,
     SamplingParams,
 )
 from hybridflow.rollout.openai.calls import Calls
+from hybridflow.rollout.openai.session import OpenAISession
 from hybridflow.rollout.openai.wire import completion_body, finish_of, read_completion, sampling_fields
 from hybridflow.rollout.requests import (
-    aborted,
-    check_ids,
     refused,
     request_problem,
     rest_of,
     rest_problem,
     whole_of,
 )
+from hybridflow.rollout.session_engine import SessionEngine
 
 try:
     import httpx
@@ -64,7 +63,7 @@ class EndpointError(RolloutError):
     """The endpoint did not serve a request."""
 
 
-class OpenAIEngine:
+class OpenAIEngine(SessionEngine):
     """A `RolloutEngine` over HTTP. `base_url` ends in /v1, as a rule.
 
     `extended`: the endpoint knows vLLM's fields; without them it gives no token ids, and only `chat` can be
@@ -83,6 +82,7 @@ class OpenAIEngine:
         max_concurrent: int = 32,
         deadline: float = 600.0,
     ) -> None:
+        super().__init__()
         self.base_url = base_url.rstrip("/")
         self.model = model
         self.extended = extended
@@ -91,19 +91,11 @@ class OpenAIEngine:
         self._headers: dict[str, str] = {}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._stats = RolloutStats()
-        self._calls: Calls[GenerationOutput] | None = None
-        self._requests: dict[int, GenerationRequest] = {}
 
     @property
     def policy_version(self) -> int:
         """Always 0: the versions of the endpoint's weights are not known."""
         return 0
-
-    @property
-    def stats(self) -> RolloutStats:
-        """Statistics of the newest `generate`, up to now; the endpoint does not report its steps."""
-        return self._stats
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Raises RolloutError: the endpoint's weights are its own."""
@@ -120,59 +112,14 @@ class OpenAIEngine:
 
     def sleep(self, level: int = 1) -> None:
         """Do nothing, because the endpoint's memory is its own; RolloutError while generating."""
-        if self._calls is not None:
-            raise RolloutError(
-                "sleep() was called while generate() is running: read its outputs to the end first"
-            )
+        self._check_free("sleep()")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Do nothing."""
 
-    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests of the running `generate` by closing their connections; what they had so far is the
-        server's and is lost.
-        """
-        if self._calls is None:
-            return []
-        ended = self._calls.cancel(set(request_ids))
-        return [aborted(self._requests[request_id]) for request_id in ended]
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """Yield one output for each request, as they finish; a request that fails for good has the finish
-        reason "error" and the others go on.
-
-        RolloutError for a repeated request id and for a second call while one is running.
-        """
-        check_ids(requests)
-        if self._calls is not None:
-            raise RolloutError(
-                "generate() was called while another one is running: read its outputs to the end first"
-            )
-        self._stats = RolloutStats()
-        return self._generate(requests)
-
-    def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationOutput]:
-        if self._calls is not None:
-            raise RolloutError(
-                "generate() was called while another one is running: read its outputs to the end first"
-            )
-        started = perf_counter()
-        self._requests = {request.request_id: request for request in requests}
-        jobs = {request.request_id: partial(self._one, request) for request in requests}
-        self._calls = Calls(jobs, self._client, self.max_concurrent)
-        try:
-            for output in self._calls.results():
-                self._stats.generated_tokens += len(output.token_ids)
-                self._stats.seconds = perf_counter() - started
-                yield output
-        finally:
-            self._calls.stop()
-            self._calls = None
-
-    async def generate_one(self, request: GenerationRequest) -> GenerationOutput:
-        """Return the output of one request."""
-        async with self._client() as client:
-            return await self._one(request, client)
+    def _new_session(self) -> OpenAISession:
+        calls: Calls[GenerationOutput] = Calls(self._client, self.max_concurrent)
+        return OpenAISession(calls, self._stats, answer=self._one, closed=self._closed)
 
     def chat(self, conversations: Sequence[Sequence[Message]], sampling: SamplingParams) -> list[TextAnswer]:
         """Return an answer to each conversation (messages of {role, content}), in their order.
@@ -183,9 +130,12 @@ class OpenAIEngine:
             place: partial(self._chat, place, messages, sampling)
             for place, messages in enumerate(conversations)
         }
-        calls = Calls(jobs, self._client, self.max_concurrent)
+        calls: Calls[tuple[int, TextAnswer]] = Calls(self._client, self.max_concurrent)
+        answers: dict[int, TextAnswer] = {}
         try:
-            answers = dict(calls.results())
+            calls.add(jobs)
+            while calls.num_open:
+                answers |= dict(calls.wait())
         finally:
             calls.stop()
         return [answers[place] for place in range(len(conversations))]

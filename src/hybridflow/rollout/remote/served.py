@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,6 +35,14 @@ class Stream(Protocol):
     def close(self) -> None:
         """Close the connection."""
         ...
+
+
+@dataclass(eq=False)
+class _Call:
+    """One request at the server. A piece counts while its call is the request's newest."""
+
+    request_id: int
+    stream: Stream | None = None
 
 
 class Served(ABC):
@@ -63,8 +72,8 @@ class Served(ABC):
         local = address.host in _LOCAL
         self.transport: Transport = transport or ("shared_memory" if local else "process_group")
         self._pool = ThreadPoolExecutor(max_streams, thread_name_prefix=self.engine)
-        self._pieces: queue.SimpleQueue[Piece | ServerGone] = queue.SimpleQueue()
-        self._streams: dict[int, Stream | None] = {}
+        self._pieces: queue.SimpleQueue[tuple[_Call, Piece | ServerGone]] = queue.SimpleQueue()
+        self._calls: dict[int, _Call] = {}
         self._lock = threading.Lock()
         self._death: str | None = None
 
@@ -90,11 +99,11 @@ class Served(ABC):
     def start(self, submissions: Sequence[Submission]) -> None:
         """Queue these requests; raises EngineDied."""
         self._alive()
-        self._pieces = queue.SimpleQueue()
+        calls = [_Call(submission.request_id) for submission in submissions]
         with self._lock:
-            self._streams = {submission.request_id: None for submission in submissions}
-        for submission in submissions:
-            self._pool.submit(self._stream, submission, self._pieces)
+            self._calls |= {call.request_id: call for call in calls}
+        for submission, call in zip(submissions, calls):
+            self._pool.submit(self._stream, submission, call)
 
     def poll(self) -> list[Piece]:
         """Return the pieces that have come, none where another thread aborted them all; raises EngineDied."""
@@ -105,21 +114,26 @@ class Served(ABC):
             return []
         # and not until it is empty: more may come all the time
         found += [self._pieces.get() for _ in range(self._pieces.qsize())]
-        pieces = [each for each in found if isinstance(each, Piece)]
-        gone = [each for each in found if isinstance(each, ServerGone)]
+        found = [(call, each) for call, each in found if self._calls.get(call.request_id) is call]
+        pieces = [each for _, each in found if isinstance(each, Piece)]
+        gone = [(call, each) for call, each in found if isinstance(each, ServerGone)]
         if gone and not pieces:
-            raise self._died(str(gone[0]))
+            raise self._died(str(gone[0][1]))
         if gone:
             self._pieces.put(gone[0])  # what came before it is not lost
+        with self._lock:
+            for piece in pieces:
+                if piece.finish is not None:
+                    self._calls.pop(piece.request_id, None)
         return pieces
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Close the connections of these requests; pieces that come later are dropped."""
         with self._lock:
-            streams = [self._streams.pop(request_id, None) for request_id in request_ids]
-        for stream in streams:
-            if stream is not None:
-                stream.close()
+            calls = [self._calls.pop(request_id, None) for request_id in request_ids]
+        for call in calls:
+            if call is not None and call.stream is not None:
+                call.stream.close()
 
     def close(self) -> None:
         """End the server if it was started here."""
@@ -128,29 +142,29 @@ class Served(ABC):
         if self.process is not None:
             self.process.stop()
 
-    def _stream(self, submission: Submission, pieces: queue.SimpleQueue[Piece | ServerGone]) -> None:
-        request_id = submission.request_id
-        with self._lock:
-            if request_id not in self._streams:
-                return
+    def _stream(self, submission: Submission, call: _Call) -> None:
+        if not self._is_wanted(call):
+            return
         try:
             stream = self.open(submission)
             with self._lock:
-                wanted = request_id in self._streams
-                if wanted:
-                    self._streams[request_id] = stream
+                wanted = self._calls.get(call.request_id) is call
+                call.stream = stream
             if not wanted:
                 stream.close()
                 return
             for piece in stream.pieces():
-                pieces.put(piece)
+                self._pieces.put((call, piece))
         except ServerGone as error:
-            with self._lock:
-                aborted = request_id not in self._streams
-            if not aborted:
-                pieces.put(error)
+            if self._is_wanted(call):
+                self._pieces.put((call, error))
         except Exception as error:  # an answer that nobody foresaw must not leave the caller waiting
-            pieces.put(Piece(request_id, finish="error", error=f"{type(error).__name__}: {error}"))
+            said = f"{type(error).__name__}: {error}"
+            self._pieces.put((call, Piece(call.request_id, finish="error", error=said)))
+
+    def _is_wanted(self, call: _Call) -> bool:
+        with self._lock:
+            return self._calls.get(call.request_id) is call
 
     def _push(
         self,

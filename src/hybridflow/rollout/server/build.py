@@ -15,8 +15,8 @@ import torch
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy, generation_end_tokens
+from hybridflow.rollout.base import EngineSession
 from hybridflow.rollout.client import EngineReplica, LLMClient
-from hybridflow.rollout.engine_replica import EngineSession
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.service import Limits, Service

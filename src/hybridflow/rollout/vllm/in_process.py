@@ -74,7 +74,6 @@ class InProcess:
     def start(self, submissions: Sequence[Submission]) -> None:
         """Queue these requests; raises EngineDied."""
         self._alive()
-        self._names = {}
         for submission in submissions:
             params = self._vllm.SamplingParams(
                 **{**submission.params, "logit_bias": _numbered(submission.params.get("logit_bias"))},
@@ -97,11 +96,15 @@ class InProcess:
             outputs = self._engine.step()
         except Exception as error:
             raise self._died(error) from error
-        return [
-            _piece(self._names[output.request_id], output.outputs[0])
-            for output in outputs
-            if output.request_id in self._names
-        ]
+        pieces = []
+        for output in outputs:
+            number = self._names.get(output.request_id)
+            if number is None:  # aborted meanwhile
+                continue
+            pieces.append(_piece(number, output.outputs[0]))
+            if pieces[-1].finish is not None:
+                del self._names[output.request_id]
+        return pieces
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Stop these requests."""

@@ -1,0 +1,93 @@
+"""A session of the hf engine: whole batches, one a step. Requests that join wait for the end of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
+from hybridflow.rollout.hf.batch import Batch
+from hybridflow.rollout.requests import aborted, refused
+
+
+class HFSession:
+    """An `EngineSession`; `abort` may come from another thread while a batch is decoded.
+
+    `problem` returns the reason why a request cannot be served, `size` how many of so many waiting requests
+    the next batch may have; `run` fills the rows of a batch. `version`: of the weights there are now.
+    """
+
+    def __init__(
+        self,
+        *,
+        problem: Callable[[GenerationRequest], str | None],
+        batch_of: Callable[[Sequence[GenerationRequest]], Batch],
+        run: Callable[[Batch], None],
+        size: Callable[[int], int],
+        version: Callable[[], int],
+        closed: Callable[[], None],
+    ) -> None:
+        self._problem = problem
+        self._batch_of = batch_of
+        self._run = run
+        self._size = size
+        self._version = version
+        self._closed = closed
+        self._waiting: list[GenerationRequest] = []
+        self._batch: Batch | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Version that tokens carry which are sampled now."""
+        return self._version()
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests in the batch that is decoded."""
+        if self._batch is None:
+            return 0
+        return len(self._batch.rows)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs or waits."""
+        return self._batch is None and not self._waiting
+
+    def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        """Add requests, which wait for the next batch; those that cannot be served come back at once."""
+        problems = [self._problem(request) for request in requests]
+        self._waiting += [request for request, problem in zip(requests, problems) if problem is None]
+        return [refused(request, problem) for request, problem in zip(requests, problems) if problem]
+
+    def step(self) -> list[GenerationOutput]:
+        """Decode one batch to its end; outputs of rows that were aborted meanwhile came from `abort`."""
+        if not self._waiting:
+            return []
+        size = self._size(len(self._waiting))
+        requests = self._waiting[:size]
+        self._waiting = self._waiting[size:]
+        batch = self._batch = self._batch_of(requests)
+        try:
+            self._run(batch)
+        finally:
+            self._batch = None
+        return [row.output() for row in batch.rows if row.finish_reason != "abort"]
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """End waiting requests at once, and those of the batch before their next token. A row that finished
+        by itself comes out of `step`.
+        """
+        wanted = set(request_ids)
+        outputs = [aborted(request) for request in self._waiting if request.request_id in wanted]
+        self._waiting = [request for request in self._waiting if request.request_id not in wanted]
+        if self._batch is not None:
+            outputs += [row.output() for row in self._batch.abort(wanted)]
+        return outputs
+
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
+        """Return nothing: between two steps no response is in part there."""
+        return []
+
+    def close(self) -> None:
+        """Drop what waits, and let the engine be used otherwise."""
+        self._waiting = []
+        self._closed()

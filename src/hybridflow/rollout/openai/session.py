@@ -1,0 +1,85 @@
+"""A session of the openai engine: each request is a call of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
+from hybridflow.rollout.openai.calls import Calls
+from hybridflow.rollout.requests import aborted
+
+if TYPE_CHECKING:
+    import httpx
+
+AnswerOne = Callable[[GenerationRequest, "httpx.AsyncClient"], Awaitable[GenerationOutput]]
+"""Function that asks the endpoint for the output of one request."""
+
+
+class OpenAISession:
+    """An `EngineSession` over `calls`, which it ends."""
+
+    def __init__(
+        self,
+        calls: Calls[GenerationOutput],
+        stats: RolloutStats,
+        *,
+        answer: AnswerOne,
+        closed: Callable[[], None],
+    ) -> None:
+        self._calls = calls
+        self._stats = stats
+        self._answer = answer
+        self._closed = closed
+        self._requests: dict[int, GenerationRequest] = {}
+        self._began = perf_counter()
+
+    @property
+    def policy_version(self) -> int:
+        """Always 0: the endpoint does not say which weights it has."""
+        return 0
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests without an answer; the endpoint does not say which of them wait."""
+        return self._calls.num_open
+
+    @property
+    def idle(self) -> bool:
+        """Whether all requests have an answer."""
+        return self._calls.num_open == 0
+
+    def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+        """Send requests; RolloutError for an id that is in use."""
+        if any(request.request_id in self._requests for request in requests):
+            raise RolloutError(
+                "two requests that run at the same time have the same request_id: they must be unique"
+            )
+        self._requests |= {request.request_id: request for request in requests}
+        self._calls.add({request.request_id: partial(self._answer, request) for request in requests})
+        return []
+
+    def step(self) -> list[GenerationOutput]:
+        """Wait for the next answers."""
+        outputs = self._calls.wait()
+        for output in outputs:
+            del self._requests[output.request_id]
+            self._stats.generated_tokens += len(output.token_ids)
+        self._stats.seconds = perf_counter() - self._began
+        return outputs
+
+    def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
+        """End requests by closing their connections; what they had so far is the server's and is lost."""
+        return [aborted(self._requests.pop(number)) for number in self._calls.cancel(set(request_ids))]
+
+    def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
+        """Return nothing: answers come whole."""
+        return []
+
+    def close(self) -> None:
+        """Close all connections, and let the engine be used otherwise."""
+        self._calls.stop()
+        self._closed()

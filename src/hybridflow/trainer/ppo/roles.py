@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
@@ -39,19 +40,28 @@ class Roles:
         return self.actor.backend.together(first, second)
 
 
+def columns_also_read(
+    config: PPOConfig, backend: Backend
+) -> dict[str, dict[Callable[..., Any], Sequence[str]]]:
+    """Return, by role and method, the columns that it reads in this run beside those that it declares."""
+    dealt = dealt_by(config.actor_rollout_ref.actor, backend.mesh("actor").num_parts)
+    return {
+        "actor": {
+            ActorWorker.log_probs: dealt,
+            ActorWorker.update_mini_batch: [*dealt, *loss_columns(config)],
+        },
+        "reference": {ReferenceWorker.log_probs: dealt},
+    }
+
+
 def groups(backend: Backend, names: Sequence[str], config: PPOConfig) -> Roles:
     """Return the groups of the roles `names` on a backend, which send the columns that this run reads."""
-    dealt = dealt_by(config.actor_rollout_ref.actor, backend.mesh("actor").num_parts)
-    learned = [*dealt, *loss_columns(config)]
+    more = columns_also_read(config, backend)
     return Roles(
-        actor=ActorGroup(
-            backend,
-            "actor",
-            also_read={ActorWorker.log_probs: dealt, ActorWorker.update_mini_batch: learned},
-        ),
+        actor=ActorGroup(backend, "actor", also_read=more["actor"]),
         rollout=RolloutGroup(backend, "rollout"),
         reference=(
-            ReferenceGroup(backend, "reference", also_read={ReferenceWorker.log_probs: dealt})
+            ReferenceGroup(backend, "reference", also_read=more["reference"])
             if "reference" in names
             else None
         ),

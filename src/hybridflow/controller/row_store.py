@@ -1,7 +1,7 @@
 """The row store: columns by row and name, where they were made, until whoever reads them asks for them.
 
-    put(rows, columns)      ──► a shard of the driver's         ┐ ──► get(rows, names) on the driver
-    keep(rows, names, part) ──► a worker's result, as a shard   ┘ ──► by_reference(batch) for a worker
+    put(rows, columns)        ──► a shard of the driver's         ┐ ──► get(rows, names) on the driver
+    keep(rows, columns, part) ──► a worker's result, as a shard   ┘ ──► by_reference(batch) for a worker
 A row is known by its `row_id`. A column of a row does not change while it is stored: what is computed anew,
 under other weights for example, is not put here. The same index serves all backends. They differ in where a
 shard is: in this process (`in_memory`), or in Ray's object store, on the node of the process that made it.
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from hybridflow.controller.future import Part
-from hybridflow.controller.read_only import isolate
+from hybridflow.controller.read_only import TensorVersions, isolate
 from hybridflow.controller.stored_rows import Places, StoredRows
 from hybridflow.errors import WorkerLost
 from hybridflow.protocol import BatchError, DataProto
@@ -34,6 +34,7 @@ class RowStore:
         self._store = store
         self._lock = threading.Lock()
         self._places: dict[str, dict[int, tuple[Part, int]]] = {}
+        self._seen: list[TensorVersions] = []
 
     def put(self, rows: Sequence[int], columns: DataProto) -> None:
         """Store columns of the rows with these ids; what was stored of them under the same names is replaced.
@@ -42,12 +43,13 @@ class RowStore:
         """
         if len(rows) != len(columns) or len(set(rows)) < len(rows):
             raise BatchError(f"{len(columns)} rows cannot be stored under {len(set(rows))} different ids")
-        self.keep(rows, columns.names(), self._store(columns))
+        self.keep(rows, columns, self._store(columns))
 
-    def keep(self, rows: Sequence[int], names: Sequence[str], part: Part) -> None:
-        """Store the columns `names` of a worker's result, whose rows have these ids, where they are."""
+    def keep(self, rows: Sequence[int], columns: DataProto, part: Part) -> None:
+        """Store what `part` holds or will hold where it is: these columns, of the rows with these ids."""
         with self._lock:
-            for name in names:
+            self._seen.append(TensorVersions(columns))
+            for name in columns.names():
                 places = self._places.setdefault(name, {})
                 places.update((row, (part, number)) for number, row in enumerate(rows))
 
@@ -75,9 +77,13 @@ class RowStore:
     def by_reference(self, batch: DataProto) -> DataProto | StoredRows:
         """Return the rows of `batch` for another process; columns that are stored for all of them are
         replaced by their places.
+
+        Raises AssertionError where a column was written in place since it was stored.
         """
         if "row_id" not in batch:
             return batch
+        written = ", ".join(name for seen in self._seen for name in seen.changed())
+        assert not written, f"{written} was written in place, and the row store has it: write to a clone"
         places, parts = self._find(batch.batch["row_id"].tolist(), batch.names())
         if not places:
             return batch
@@ -117,6 +123,7 @@ class RowStore:
         with self._lock:
             if rows is None:
                 self._places.clear()
+                self._seen.clear()
                 return
             for places in self._places.values():
                 for row in rows:

@@ -91,7 +91,7 @@ class WorkerGroup(Generic[W]):
         assert len(set(ids)) == len(ids), f"{self.role}.{method.__name__}: two rows have the same row_id"
         order = future.source.dealt.order or [list(range(len(ids)))]
         for rows, leader in zip(order, self.mesh.leaders, strict=True):
-            self.backend.rows.keep([ids[row] for row in rows], result.names(), future.parts[leader])
+            self.backend.rows.keep([ids[row] for row in rows], result, future.parts[leader])
         return result
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:

@@ -96,7 +96,6 @@ class DataProto:
         return cast("dict[str, Tensor]", dict(self.batch.items()))
 
     # ---- making
-    # -------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_dict(
@@ -161,7 +160,6 @@ class DataProto:
         )
 
     # ---- looking
-    # ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return int(self.batch.batch_size[0])
@@ -204,7 +202,6 @@ class DataProto:
         )
 
     # ---- choosing rows
-    # ------------------------------------------------------------------------------------------
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray[Any, Any] | Tensor) -> DataProto:
         """The rows at `idxs`, in that order; a boolean mask keeps the rows where it is true."""
@@ -283,7 +280,6 @@ class DataProto:
                 yield self.select_idxs(order[start : start + mini_batch_size])
 
     # ---- choosing fields
-    # ----------------------------------------------------------------------------------------
 
     def select(
         self,
@@ -378,7 +374,6 @@ class DataProto:
         return DataProto(TensorDict(tensors, batch_size=[len(self)]), self.non_tensor_batch, self.meta_info)
 
     # ---- what rows carry
-    # ----------------------------------------------------------------------------------------
 
     def fresh_row_ids(self, above: int = -1) -> DataProto:
         """Give every row whose `row_id` an earlier row has a new one, above the largest and above `above`;
@@ -405,7 +400,6 @@ class DataProto:
         return self
 
     # ---- disk
-    # ---------------------------------------------------------------------------------------------------
 
     def save_to_disk(self, folder: str | Path) -> None:
         """Write `tensors.safetensors` and `meta.json` into `folder`. Raises BatchError naming a field that

@@ -82,8 +82,8 @@ def test_rows_that_are_not_finished_or_lost_are_not_listed(store: RowStore) -> N
     running: Part = concurrent.futures.Future()
     lost: Part = concurrent.futures.Future()
     store.put([1], columns(1, 1))
-    store.keep([2], ["values"], running)
-    store.keep([3], ["values"], lost)
+    store.keep([2], columns(2, 1), running)
+    store.keep([3], columns(3, 1), lost)
     assert set(store.list()) == {1}
     running.set_result(columns(2, 1))
     lost.set_exception(WorkerLost("the process died", role="critic", rank=0, method="values"))
@@ -106,8 +106,18 @@ def test_a_batch_goes_by_reference_as_far_as_it_is_stored(store: RowStore) -> No
     arrived = StoredRows(sent.values, sent.places, tuple(part.result() for part in sent.shards)).gather()
     assert arrived.batch["values"][:, 0].tolist() == [3.0, 1.0]
     assert list(arrived.non_tensor_batch["uid"]) == ["u3", "u1"]
+    batch.batch["row_id"] += 10
+    assert store.by_reference(batch) is batch, "rows of other ids are not in the store"
     empty = batch.select_idxs([])
     assert store.by_reference(empty) is empty
+
+
+def test_a_stored_column_does_not_change(store: RowStore) -> None:
+    values = columns(1, 2)
+    store.put([1, 2], values)
+    values.batch["values"][0, 0] = 9.0
+    with pytest.raises(AssertionError, match="values was written in place, and the row store has it"):
+        store.by_reference(values | DataProto.from_dict({"row_id": torch.tensor([1, 2])}))
 
 
 def test_the_rows_of_a_whole_shard_are_its_own_tensors() -> None:

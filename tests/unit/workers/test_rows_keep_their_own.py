@@ -86,7 +86,10 @@ def test_from_the_estimator_to_the_micro_batch(method: str) -> None:
         int(row[0]): (a.clone(), r.clone())
         for row, a, r in zip(*(batch.batch[k] for k in ("responses", "advantages", "returns")))
     }
+    known = dict(zip(batch.batch["row_id"].tolist(), batch.batch["responses"][:, 0].tolist(), strict=True))
     batch = resample(batch, PFPPOConfig(reweight_method=method), generator(3, "pf_ppo", 1))  # type: ignore[arg-type]
+    for row_id, number in zip(batch.batch["row_id"].tolist(), batch.batch["responses"][:, 0].tolist()):
+        assert known.get(row_id, number) == number, "an id of a row that was not drawn stays its own"
     assert len(batch) == len(GROUPS) and len(set(batch.batch["row_id"].tolist())) == len(GROUPS), (
         "duplicates get ids of their own"
     )

@@ -91,19 +91,26 @@ def _factories(facts: RunFacts, process: WorkerHost) -> Factories:
     return {spec.name: partial(spec.build, builders) for spec in ROLES}
 
 
-def groups(backend: Backend, names: Sequence[str], config: PPOConfig) -> Roles:
-    """Return the groups of the roles `names` on a backend, which send the columns that this run reads."""
+def columns_also_read(
+    config: PPOConfig, backend: Backend
+) -> dict[str, dict[Callable[..., Any], Sequence[str]]]:
+    """Return, by role and method, the columns that it reads in this run beside those that it declares."""
     dealt = dealt_by(config.actor_rollout_ref.actor, backend.mesh("actor").num_parts)
-    also_read: dict[str, dict[Any, list[str]]] = {
+    return {
         "actor": {
             ActorWorker.log_probs: dealt,
             ActorWorker.update_mini_batch: [*dealt, *loss_columns(config)],
         },
         "reference": {ReferenceWorker.log_probs: dealt},
     }
+
+
+def groups(backend: Backend, names: Sequence[str], config: PPOConfig) -> Roles:
+    """Return the groups of the roles `names` on a backend, which send the columns that this run reads."""
+    more = columns_also_read(config, backend)
     return Roles(
         **{
-            spec.name: spec.group(backend, spec.name, also_read=also_read.get(spec.name, {}))
+            spec.name: spec.group(backend, spec.name, also_read=more.get(spec.name, {}))
             for spec in ROLES
             if spec.name in names
         }

@@ -114,14 +114,20 @@ def test_writing_into_large_arguments_is_refused(backend: RayBackend) -> None:
 
 
 def test_results_pass_from_rank_to_rank_without_the_driver(backend: RayBackend) -> None:
-    batch = big()
-    made = ask(backend).submit(Prober.echo, batch)
-    back = ask(backend, "other").call(Prober.echo, made.by_reference())
+    made = ask(backend).submit(Prober.state)
+    ask(backend, "other").call(Prober.load, made.by_reference())
     assert all(part._fetched is None for part in made.parts.values())  # type: ignore[attr-defined]
-    assert torch.equal(back.batch["x"], batch.batch["x"])
-    made.parts[0].result().batch["x"][0, 0] = 9.0
-    with pytest.raises(AssertionError, match=r"x in the result of counter\.echo was written in place"):
-        ask(backend, "other").submit(Prober.echo, made.by_reference())
+    made.parts[0].result()["value"][0] = 9.0
+    with pytest.raises(AssertionError, match=r"value in the result of counter\.state was written in place"):
+        ask(backend, "other").submit(Prober.load, made.by_reference())
+
+
+def test_writing_into_a_column_that_is_kept_is_noticed(group: CounterGroup) -> None:
+    batch = big() | DataProto.from_dict({"row_id": torch.arange(64)})
+    written = group.call_and_keep(Counter.double, batch)
+    written.batch["doubled"][0, 0] = 9.0
+    with pytest.raises(AssertionError, match="doubled was written in place"):
+        group.call(Counter.mean_of_both, batch | written.select(["doubled"], []))
 
 
 def test_an_argument_that_is_gone_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,9 +256,10 @@ def test_the_process_ends_within_its_grace_whatever_a_thread_does(where: str) ->
         "OMP_NUM_THREADS": "1",
     }
     words = [sys.executable, "-c", PROCESS, where]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         try:
-            assert process.stdout is not None
+            assert process.stdout is not None and process.stderr is not None
             url = f"http://127.0.0.1:{process.stdout.readline().strip()}{PLAIN}"
             headers = {"Authorization": f"Bearer {TOKEN}"}
             body = {"prompt": "z" if where == "tokenizer" else "a", "max_tokens": 4}
@@ -272,6 +273,7 @@ def test_the_process_ends_within_its_grace_whatever_a_thread_does(where: str) ->
             assert process.stdout.readline() == "begun\n"
             process.send_signal(signal.SIGTERM)
             assert process.wait(300) == 0  # what it waits for would take ten minutes
+            assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
 

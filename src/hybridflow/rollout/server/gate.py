@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import Iterable
@@ -62,6 +63,9 @@ class Gate:
             if begun:
                 raise
             await _send_error(error, counted)
+        except asyncio.CancelledError:  # the grace of running requests is over: nobody else cancels them
+            if not begun:
+                await _send_error(ApiError(503, "the server has ended before the answer was whole"), counted)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])

@@ -78,38 +78,34 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run_server(service: Service, bound: socket.socket, *, token: str | None, grace_s: int = 30) -> None:
-    """Serve until SIGINT or SIGTERM; then refuse new requests, give running ones `grace_s` seconds, and close
-    the engines. The process can end then, whatever a thread is doing.
+    """Serve until SIGINT or SIGTERM; then refuse new requests, wait for running ones, and close the engines,
+    all within about `grace_s` seconds. At its exit the process ends at once, whatever a thread is doing.
     """
     _raise_file_limit()
     try:
         DrainingServer(service, token=token, grace_s=grace_s).run([bound])
     finally:
         bound.close()
-        closed = _close_engines(service.client.replicas)
-    if not closed or service.readers.is_working:
-        # a thread is inside of C++ code, which does not survive that Python ends around it
-        atexit.register(_end_process)
+        _close_engines(service.client.replicas)
+    # Python's own end clears every module, for seconds, and a thread inside of C++ code does not survive that
+    atexit.register(_end_process)
 
 
-def _close_engines(replicas: Sequence[Replica]) -> bool:
-    """Close all engines within `CLOSE_S` seconds; False where one is still inside of a step."""
+def _close_engines(replicas: Sequence[Replica]) -> None:
+    """Close all engines within `CLOSE_S` seconds, and leave those that are still inside of a step."""
     for replica in replicas:
         with suppress(RolloutError):
             replica.close(0.0)  # they end their steps at the same time
     ends = time.monotonic() + CLOSE_S
-    closed = True
     for replica in replicas:
         try:
             replica.close(max(0.0, ends - time.monotonic()))
         except RolloutError as error:
             logger.warning("the process ends all the same: %s", error)
-            closed = False
-    return closed
 
 
 def _end_process() -> None:
-    """End the process at once, after everything else that is done at its end."""
+    """End the process at once, in place of Python's own end."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -128,7 +124,8 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 ws="none",
                 lifespan="off",
-                timeout_graceful_shutdown=grace_s,
+                # what is left of the grace is for closing the engines
+                timeout_graceful_shutdown=max(grace_s - round(CLOSE_S), (grace_s + 1) // 2),
                 server_header=False,
             )
         )

@@ -12,26 +12,20 @@ in, since this runs before micro-batches are cut. Nothing has a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import Ratio
 from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, zero_outside
-from hybridflow.algorithms.rollout_thresholds import OPTIONS, Rule, parse_is_threshold, parse_rejection
 from hybridflow.errors import ConfigError
 
-__all__ = [
-    "LEVELS",
-    "OPTIONS",
-    "Rule",
-    "correction_metrics",
-    "parse_is_threshold",
-    "parse_rejection",
-    "rejection",
-    "rollout_weights",
-]
-
 LEVELS = ("token", "sequence")
+Bounds = tuple[float | None, float]
+"""(None, u) truncates weights above u; (lo, hi) sets those outside to 0."""
+Rule = tuple[str, str, float, float]
+"""(token, seq_sum, seq_mean or seq_max; k1, k2 or k3; lower and upper bound of it in nats)."""
 _KEY = "algorithm.rollout_correction"
 
 
@@ -41,25 +35,24 @@ def rollout_weights(
     mask: Tensor,
     *,
     level: str,
-    threshold: float | str,
+    bounds: Bounds,
     batch_normalize: bool = False,
     normalize_over: Tensor | None = None,
 ) -> Tensor:
     """w_t = min(ρ_t, threshold); by token ρ_t = exp(logr_t), by sequence ρ_t = exp(clamp(Σ_t logr_t, ±20));
     with logr = clamp(logπ_old − logπ_rollout, ±20).
 
-    A threshold written `lo_hi` sets weights outside [lo, hi] to 0 instead (IcePop). old_log_prob,
-    rollout_log_prob [B, R] float, nats; mask [B, R] bool; `level` is token or sequence. Returns [B, R] float
-    without gradient, 0 outside the mask. `batch_normalize` divides by the mean of the truncated weights, over
-    tokens or (sequence) over rows with tokens, of `normalize_over` [B, R] bool (default: the mask). Raises
-    ConfigError for another level, and for a threshold that is not a number above 0 or `lo_hi` with 0 ≤ lo <
-    hi.
+    A threshold written `lo_hi` sets weights outside [lo, hi] to 0 instead (IcePop); `bounds` is either of
+    them. old_log_prob, rollout_log_prob [B, R] float, nats; mask [B, R] bool; `level` is token or sequence.
+    Returns [B, R] float without gradient, 0 outside the mask. `batch_normalize` divides by the mean of the
+    truncated weights, over tokens or (sequence) over rows with tokens, of `normalize_over` [B, R] bool
+    (default: the mask). Raises ConfigError for another level.
 
     Truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"; a lower bound too: IcePop, 2510.18855. Left out: weights of prefixes (products up
     to t).
     """
-    low, high = parse_is_threshold(threshold)
+    low, high = bounds
     weights = _ratios(_log_ratio(old_log_prob, rollout_log_prob, mask), level)
     if low is None:
         weights = weights.clamp(max=high)
@@ -81,20 +74,16 @@ def rejection(
     old_log_prob: Tensor,
     rollout_log_prob: Tensor,
     mask: Tensor,
-    *,
-    options: str,
-    thresholds: float | str | None,
+    rules: Iterable[Rule],
 ) -> Tensor:
     """k1 = −logr in [log lo, log hi], k2 = ½·logr² ≤ u, k3 = e^logr − 1 − logr ≤ u; logr = clamp(logπ_old −
     logπ_rollout, ±20).
 
-    `options` is a comma list of `token_k…` (each token for itself) and `seq_sum_k…`, `seq_mean_k…`,
-    `seq_max_k…` (the statistic over the row's tokens decides on the row as a whole); what stays has passed
-    them all. `thresholds` has one for each, by comma: `lo_hi` bounds the ratio π_rollout/π_old of k1 (of a
-    row: the product or the geometric mean of ratios), where one number u means [1/u, u]; one number is the
-    upper bound of k2 and k3. The maximum of k1 would see one side only: it is no option. old_log_prob,
+    `rules` are over `token` (each token for itself) or over `seq_sum`, `seq_mean`, `seq_max` (the statistic
+    over the row's tokens decides on the row as a whole); what stays has passed them all. The bounds of k1 are
+    those of the ratio π_rollout/π_old, of a row the product or the geometric mean of ratios. old_log_prob,
     rollout_log_prob [B, R] float, nats; mask [B, R] bool. Returns the tokens to keep, [B, R] bool, a subset
-    of the mask; a statistic that is no number is rejected. Raises ConfigError as `parse_rejection` does.
+    of the mask; a statistic that is no number is rejected.
 
     Rejection of whole rows by k1: Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse
     from the training-inference mismatch". k1, k2 and k3 are the estimators of John Schulman, "Approximating
@@ -102,16 +91,16 @@ def rejection(
     """
     log_ratio = _log_ratio(old_log_prob, rollout_log_prob, mask)
     keep = mask.bool()
-    for rule in parse_rejection(options, thresholds):
-        value = _statistic(log_ratio, rule.statistic)
-        if rule.over == "seq_sum":
+    for over, statistic, low, high in rules:
+        value = _statistic(log_ratio, statistic)
+        if over == "seq_sum":
             value = masked_sum(value, mask, dim=-1)[:, None]
-        elif rule.over == "seq_mean":
+        elif over == "seq_mean":
             value = masked_mean(value, mask, dim=-1)[:, None]
-        elif rule.over == "seq_max":
+        elif over == "seq_max":
             # k2 and k3 are never below the 0 that stands outside the mask
             value = value.amax(-1, keepdim=True)
-        keep = keep & (value >= rule.low) & (value <= rule.high)
+        keep = keep & (value >= low) & (value <= high)
     return keep
 
 
@@ -123,7 +112,7 @@ def correction_metrics(
     weights: Tensor | None = None,
     keep: Tensor | None = None,
     level: str = "token",
-    threshold: float | str = 2.0,
+    bounds: Bounds = (None, 2.0),
 ) -> dict[str, Ratio | float]:
     """How far training and rollout are apart: `rollout_corr/*`, also where nothing is corrected (weights,
     keep None).
@@ -166,7 +155,7 @@ def correction_metrics(
         ratios = ratios[:, 0]
         applied = zero_outside(applied, mask).amax(-1)
         units = rows
-    low, high = parse_is_threshold(threshold)
+    low, high = bounds
     found["rollout_is_ratio_fraction_high"] = _mean(ratios > high, units)
     found["rollout_is_ratio_fraction_low"] = _mean(ratios < (1.0 / high if low is None else low), units)
     found["rollout_is_mean"] = _mean(applied, units)

@@ -47,6 +47,29 @@ def seed(pattern: str) -> Rule:
     return Rule(pattern, (None, 42, 1, 0), "trainer.seed seeds every draw of the run", SEED)
 
 
+def sharding(block: str) -> tuple[Rule, ...]:
+    """Return the rules of the keys of FSDP below the blocks that a pattern matches."""
+    return (
+        Rule(rf"{block}\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
+        Rule(
+            rf"{block}\.model_dtype",
+            FLOAT32,
+            "the optimizer keeps float32 weights whatever the model computes in "
+            "(mixed_precision.param_dtype)",
+            "set bfloat16 or float32, or the `dtype` key of the model",
+        ),
+        seed(rf"{block}\.seed"),
+        ignored(rf"{block}\.wrap_policy(\..+)?", "each transformer block is one unit of sharding"),
+        Rule(
+            rf"{block}\.mixed_precision\.buffer_dtype",
+            FLOAT32,
+            "buffers are float32",
+            "buffers (rotary positions) stay in float32: leave it out",
+        ),
+        ignored(rf"{block}\.use_orig_params", "FSDP2 always keeps the original parameters"),
+    )
+
+
 FUSED_ALWAYS = (
     "it is always on: the head and the log-probs are one function over a chunk of tokens, and whole logits "
     "never exist"

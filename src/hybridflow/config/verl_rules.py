@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybridflow.config.verl_rule import (
-    FLOAT32,
     FSDP,
     FSDP2,
     FUSED_ALWAYS,
@@ -26,6 +25,7 @@ from hybridflow.config.verl_rule import (
     ignored,
     off,
     seed,
+    sharding,
 )
 
 ROLLOUT = r"actor_rollout_ref\.rollout\."
@@ -153,29 +153,12 @@ ENGINE: tuple[Rule, ...] = (
         "this model is sharded as the actor is",
         ONE_MODEL_LAYOUT,
     ),
-    Rule(
-        rf".+\.{FSDP}\.model_dtype",
-        FLOAT32,
-        "the optimizer keeps float32 weights whatever the model computes in "
-        "(fsdp_config.mixed_precision.param_dtype)",
-        "set bfloat16 or float32, or the `dtype` key of the model (actor_rollout_ref.model.dtype, "
-        "critic.model.dtype)",
-    ),
-    seed(rf".+\.{FSDP}\.seed"),
-    ignored(rf".+\.{FSDP}\.wrap_policy(\..+)?", "each transformer block is one unit of sharding"),
-    Rule(
-        rf".+\.{FSDP}\.mixed_precision\.buffer_dtype",
-        FLOAT32,
-        "buffers are float32",
-        "buffers (rotary positions) stay in float32: leave it out",
-    ),
-    ignored(rf".+\.{FSDP}\.use_orig_params", "FSDP2 always keeps the original parameters"),
+    *sharding(rf".+\.{FSDP}"),
     off(
         rf".+\.{FSDP}\.full_determinism",
         "every draw is keyed by trainer.seed, and on a CPU a run repeats to the bit with num_threads fixed; "
         "deterministic CUDA kernels are not in this version: leave it out",
     ),
-    Rule(rf".+\.{FSDP}\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
     off(
         r".+\.megatron\.(param|grad|optimizer)_offload",
         "the training engine is FSDP2: set fsdp_config.param_offload or fsdp_config.optimizer_offload of "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hybridflow.config.verl_rule import (
-    FLOAT32,
     FSDP2,
     FUSED_ALWAYS,
     FUSED_BACKEND,
@@ -17,7 +16,7 @@ from hybridflow.config.verl_rule import (
     Rule,
     ignored,
     off,
-    seed,
+    sharding,
 )
 
 SFT_RULES: tuple[Rule, ...] = (
@@ -52,23 +51,7 @@ SFT_RULES: tuple[Rule, ...] = (
         "supervised runs read files with messages, or with a prompt and a response: leave it out",
     ),
     off(r"data\.chat_template", "put the chat template into the tokenizer's folder (data.tokenizer)"),
-    Rule(r"engine\.strategy", FSDP2, "the engine is FSDP2", "set fsdp2"),
-    Rule(
-        r"engine\.model_dtype",
-        FLOAT32,
-        "the optimizer keeps float32 weights whatever the model computes in "
-        "(engine.mixed_precision.param_dtype)",
-        "set bfloat16 or float32, or model.dtype",
-    ),
-    seed(r"engine\.seed"),
-    ignored(r"engine\.wrap_policy(\..+)?", "each transformer block is one unit of sharding"),
-    Rule(
-        r"engine\.mixed_precision\.buffer_dtype",
-        FLOAT32,
-        "buffers are float32",
-        "buffers (rotary positions) stay in float32: leave it out",
-    ),
-    ignored(r"engine\.use_orig_params", "FSDP2 always keeps the original parameters"),
+    *sharding("engine"),
     Rule(r"engine\..+", OFF_OR_ONE, "the feature is off", LATER),
     FUSED_BACKEND,
     ignored(r"model\.(use_fused_kernels|fused_kernel_options\..+)", FUSED_ALWAYS),

@@ -20,7 +20,6 @@ from typing import Any
 from hybridflow.algorithms.aggregation import aggregate
 from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.algorithms.resampling import resample_rows
-from hybridflow.algorithms.rollout_correction import parse_rejection
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.root import check
 from hybridflow.config.explain import explain
@@ -33,6 +32,7 @@ from hybridflow.config.needs import (
     rows_per_prompt,
 )
 from hybridflow.config.resolve import resolve
+from hybridflow.config.thresholds import parse_rejection
 from hybridflow.config.tree import with_values
 from hybridflow.explain.equations import (
     AGGREGATIONS,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.rollout_correction import correction_metrics, rejection, rollout_weights
 from hybridflow.config.algorithm import RolloutCorrectionConfig
+from hybridflow.config.thresholds import parse_is_threshold, parse_rejection
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
@@ -38,6 +39,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
     rollout = batch.batch["rollout_log_probs"]
     own = sampled_rows(batch)[:, None]
     sampled = mask & own
+    bounds = parse_is_threshold(config.rollout_is_threshold)
     weights = None
     if config.rollout_is:
         weights = rollout_weights(
@@ -45,20 +47,18 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, log_probs
             rollout,
             batch.batch["response_mask"] & own,
             level=config.rollout_is,
-            threshold=config.rollout_is_threshold,
+            bounds=bounds,
             batch_normalize=config.rollout_is_batch_normalize,
             normalize_over=sampled,
         )
     keep = None
     if config.rollout_rs:
-        keep = rejection(
-            log_probs, rollout, sampled, options=config.rollout_rs, thresholds=config.rollout_rs_threshold
-        )
+        rules = parse_rejection(config.rollout_rs, config.rollout_rs_threshold)
+        keep = rejection(log_probs, rollout, sampled, rules)
     metrics = Metrics()
     level = config.rollout_is or "token"
-    threshold = config.rollout_is_threshold
     measured = correction_metrics(
-        log_probs, rollout, sampled, weights=weights, keep=keep, level=level, threshold=threshold
+        log_probs, rollout, sampled, weights=weights, keep=keep, level=level, bounds=bounds
     )
     num_weights = float(sampled.sum())
     if level == "sequence":

@@ -1,4 +1,4 @@
-"""The options of rollout correction with their thresholds, read from text: `2.0`, `0.5_5.0`, comma lists."""
+"""The syntax of the options of rollout correction and of their thresholds: `2.0`, `0.5_5.0`, comma lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened between a prompt and its reward: calls to the policy, and the rows that follow from them.
+"""The history of a sample, from prompt to reward: calls to the policy, and the rows that follow from them.
 
     Call, Call, … ──rows_of──► Lineage, … ──► Trajectory ──collate──► rows of a DataProto
 

@@ -185,7 +185,7 @@ def test_a_row_of_another_version_is_neither_compared_nor_taken(
     model: Path, tmp_path: Path, passes: list[int]
 ) -> None:
     with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact=true")) as trainer:
-        batch, _ = trainer.trajectories.for_training(iter(trainer.loader), 1)
+        batch = trainer.source.next(1).rows
         stale = batch.batch["response_mask"][0]
         batch.batch["policy_version"][0, stale] = -1
         batch.batch["rollout_log_probs"][0, stale] -= 1.0  # as under other weights
@@ -214,6 +214,7 @@ def test_rows_that_the_update_leaves_out_are_checked_beside_it(
         assert metrics.to_floats()[CHECKED] >= 8, "every row, here or in the first update"
         keep[:] = True
         keep[0] = False
+        trainer.source.publish(1)
         batch = trainer.source.next(2).rows
         batch.batch["rollout_log_probs"][0, 0] *= 1 + 1e-3
         with pytest.raises(

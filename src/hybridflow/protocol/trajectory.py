@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The history of a sample between its prompt and its reward: calls to the policy, and the rows that follow
-=======
 """The history of a sample, from prompt to reward: calls to the policy, and the rows that follow from them.
->>>>>>> trajectory
 
     Call, Call, … ──rows_of──► Lineage, … ──► Trajectory ──collate──► rows of a DataProto
 

@@ -1,4 +1,4 @@
-"""What the commands `main_ppo` and `main_sft` do: keys in, a whole run, an exit status out.
+"""The body of the commands `main_ppo` and `main_sft`: keys in, a whole run, an exit status out.
 
 The parts of a run are imported by `run`, not here, so that what is wrong with the keys, the run folder or the
 cluster is said before torch is loaded.

@@ -64,8 +64,9 @@ class BatchSource(Resumable, Protocol):
 
 
 class LoaderSource(Generic[Row]):
-    """What the sources have in common that read a loader in the trainer's thread, when they are asked for a
-    batch: they make nothing ahead, so nothing has to be parked while a validation runs.
+    """A base of sources that read a loader in the trainer's thread, when they are asked for a batch.
+
+    They make nothing ahead, so nothing has to be parked while a validation runs.
     """
 
     def __init__(self, loader: StatefulLoader[Row]) -> None:

@@ -174,11 +174,13 @@ def test_a_run_whose_pass_is_back_keeps_it_and_its_kernels_after_a_resume(
         train(model, tmp_path / "run", *keys, "trainer.total_training_steps=1")
     with caplog.at_level(logging.INFO), build(ppo_config(model, tmp_path / "run", *GRPO, *keys)) as trainer:
         assert trainer.state.step == 1 and actor_module(trainer).exact is not None
-        assert not trainer.state.exact.reuses
+        assert not trainer.step.old_log_probs.exact.reuses
     assert "exact mode: before the checkpoint that this run goes on from" in caplog.text
     again = (*keys, f"{ROLLOUT}.exact=true")
     with build(ppo_config(model, tmp_path / "run", *GRPO, *again)) as trainer:
-        assert trainer.state.step == 1 and trainer.state.exact.reuses, "asked for, it is tried anew"
+        assert trainer.state.step == 1 and trainer.step.old_log_probs.exact.reuses, (
+            "asked for, it is tried anew"
+        )
 
 
 def test_a_row_of_another_version_is_neither_compared_nor_taken(
@@ -194,7 +196,7 @@ def test_a_row_of_another_version_is_neither_compared_nor_taken(
         assert passes[-1] == 1 and found[APART] == 0.0 and found[TAKEN] == 1.0
         apart = (trained.batch["old_log_probs"] - batch.batch["rollout_log_probs"])[0, stale]
         assert bool((apart > 0.5).all()), "its old log-probs are the actor's"
-        assert trainer.state.exact.reuses and actor_module(trainer).exact is not None
+        assert trainer.step.old_log_probs.exact.reuses and actor_module(trainer).exact is not None
 
 
 def off_where_watched(real: Callable[[Tensor, Tensor], Metrics]) -> Callable[[Tensor, Tensor], Metrics]:

@@ -17,7 +17,7 @@ from hybridflow.workers.sft import SFTWorker
 
 METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "actor.log_probs": ("actor", ActorWorker.log_probs, {}),
-    "actor.update": ("actor", ActorWorker.update_mini_batch, {"watch": LogProbCheck(1, exact=False)}),
+    "actor.update": ("actor", ActorWorker.update_mini_batch, {"watch": LogProbCheck(1, 0, exact=False)}),
     "critic.values": ("critic", CriticWorker.values, {}),
     "critic.update": ("critic", CriticWorker.update_mini_batch, {}),
     "reference.log_probs": ("reference", ReferenceWorker.log_probs, {}),

@@ -170,7 +170,7 @@ class SFTTrainerConfig:
     )
     test_freq: int = key(
         -1,
-        "Compute the validation loss every so many steps, and at the end; -1: never.",
+        "Compute the validation loss every so many steps, and at the end; -1: only at the end.",
         minimum=-1,
     )
     save_freq: int = key(

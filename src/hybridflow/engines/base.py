@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from torch import Tensor
 from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.models.ask import Answers, Ask
-from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+
+if TYPE_CHECKING:  # losses need this module, and no model library
+    from hybridflow.models.policy import PolicyModel
 
 LossFn = Callable[[Answers, DataProto], tuple[Tensor, Metrics]]
 """(answers by name, each [b, R]; the micro-batch) -> (its share of the mini-batch's loss, 0-d; metrics)."""

@@ -1,16 +1,10 @@
-"""The questions that a model is asked about rows, as data, and the call of the module that answers them.
-
-Ask ──answer──► PolicyModel or ValueModel on packed rows ──► {name: [M]}, M predicted tokens
-"""
+"""The questions that a model is asked about rows, as data; `answer.py` has the call that answers them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
-from hybridflow.models.value import ValueModel
-from hybridflow.protocol.packing import PackedBatch
+from torch import Tensor
 
 Answers = dict[str, Tensor]
 """Answers by the names of the fields of `Ask`: [M] for packed rows, [b, R] for padded ones."""
@@ -35,18 +29,3 @@ class Ask:
     """Returns expected in the states in which the tokens are chosen, in units of the reward."""
     temperature: float = 1.0
     """Divisor of the logits before any of a policy's numbers are computed."""
-
-
-def answer(module: nn.Module, packed: PackedBatch, ask: Ask) -> Answers:
-    """Return the answers of `module` for packed rows, each [M] float32 or better."""
-    if isinstance(module, ValueModel):
-        assert ask == Ask(values=True), f"a value model has values alone, and is asked {ask}"
-        return {"values": module(packed)}
-    assert ask.log_probs and not ask.values, f"a policy has log-probs and no values, and is asked {ask}"
-    outputs = module(
-        packed,
-        temperature=ask.temperature,
-        with_entropy=ask.entropy,
-        with_sum_pi_squared=ask.sum_pi_squared,
-    )
-    return {name: value for name, value in outputs._asdict().items() if value is not None}

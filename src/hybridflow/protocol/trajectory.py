@@ -150,8 +150,8 @@ def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
             continue
         extended = [row for row in rows if row.begins(call.prompt)]
         if extended:
-            row = max(extended, key=lambda each: (len(each.token_ids), each.newest_call))
-            row.give(call.prompt.token_ids[len(row.token_ids) :])
+            row = max(extended, key=lambda each: (len(each.units), each.newest_call))
+            row.give(call.prompt.token_ids[len(row.units) :])
         else:
             row = _Row(call.prompt)
             rows.append(row)
@@ -165,13 +165,13 @@ class _Row:
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.segments: list[Segment] = []
-        self.token_ids = prompt.token_ids
+        self.units = prompt.key
         self.newest_call = -1
 
     def begins(self, prompt: Prompt) -> bool:
         """Return whether `prompt` begins with all tokens of this row, under the same media."""
-        start = Prompt(prompt.token_ids[: len(self.token_ids)], prompt.media)
-        return start.key == Prompt(self.token_ids, self.prompt.media).key
+        as_many_media = len(prompt.media) == len(self.prompt.media)
+        return as_many_media and prompt.key[: len(self.units)] == self.units
 
     def give(self, token_ids: tuple[int, ...]) -> None:
         """Add tokens that the policy read; add nothing where there are none."""
@@ -186,4 +186,4 @@ class _Row:
 
     def _add(self, segment: Segment) -> None:
         self.segments.append(segment)
-        self.token_ids += segment.token_ids
+        self.units += segment.token_ids

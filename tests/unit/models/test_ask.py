@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridflow.models.ask import Ask, answer
+from hybridflow.models.answer import answer
+from hybridflow.models.ask import Ask
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol import DataProto

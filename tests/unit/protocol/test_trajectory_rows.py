@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.protocol.trajectory import Call, Lineage, Outcome, Segment, rows_of
 
 
@@ -144,10 +144,13 @@ def test_the_longest_row_goes_on_and_of_equal_ones_the_newest() -> None:
 
 
 def test_other_media_under_equal_placeholders_never_share_a_row() -> None:
-    first = Call(Prompt((1, 2), ("cat",)), Output([3], [-1.0], [0]))
-    other = Call(Prompt((1, 2, 3, 4), ("dog",)), Output([5], [-1.0], [0]))
-    same = Call(Prompt((1, 2, 3, 4), ("cat",)), Output([5], [-1.0], [0]))
+    cat, dog = Medium(1, 1, "cat"), Medium(1, 1, "dog")
+    first = Call(Prompt((1, 2), (cat,)), Output([3], [-1.0], [0]))
+    other = Call(Prompt((1, 2, 3, 4), (dog,)), Output([5], [-1.0], [0]))
+    same = Call(Prompt((1, 2, 3, 4), (cat,)), Output([5], [-1.0], [0]))
+    more = Call(Prompt((1, 2, 3, 2), (cat, Medium(3, 1, "dog"))), Output([5], [-1.0], [0]))
     assert len(rows_of([first, other])) == 2 and len(rows_of([first, same])) == 1
+    assert len(rows_of([first, more])) == 2, "a row has the media of its first prompt"
 
 
 def test_a_segment_and_an_outcome_refuse_what_does_not_fit() -> None:

@@ -171,7 +171,7 @@ def test_every_bad_sample_is_blamed_and_the_others_score(pool: RewardPool) -> No
     assert [outcome.score for outcome in outcomes[1::2]] == [5.0] * len(table)
     for response, outcome in zip(table, outcomes[::2], strict=True):
         kind, text = table[response]
-        assert (response, outcome.error) == (response, kind)
+        assert (response, outcome.error) == (response, kind), outcome.detail
         assert text in outcome.detail
     assert outcomes[2 * list(table).index("hangs")].seconds >= TIMEOUT
 

@@ -138,7 +138,7 @@ def test_responses_end_at_their_stop_texts(max_num_seqs: int) -> None:
     asked = []
     for number, request in enumerate(free):
         params = SamplingParams(20, temperature=1.5, stop=kinds[number % 5], min_tokens=0)
-        asked.append(type(request)(request.request_id, request.prompt_token_ids, params, request.seed))
+        asked.append(type(request)(request.request_id, request.prompt, params, request.seed))
     outputs, ended = run(engine, asked), 0
     for request in asked:
         output, whole = outputs[request.request_id], wanted[request.request_id].token_ids

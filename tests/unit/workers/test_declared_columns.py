@@ -12,12 +12,11 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.controller.dispatch import registration_of
 from hybridflow.protocol import FIELDS, BatchError, DataProto
 from hybridflow.workers import ActorWorker, CriticWorker, ProcessRewardWorker, ReferenceWorker
-from hybridflow.workers.log_prob_check import LogProbCheck
 from hybridflow.workers.sft import SFTWorker
 
 METHODS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "actor.log_probs": ("actor", ActorWorker.log_probs, {}),
-    "actor.update": ("actor", ActorWorker.update_mini_batch, {"watch": LogProbCheck(1, 0, exact=False)}),
+    "actor.update": ("actor", ActorWorker.update_mini_batch, {}),
     "critic.values": ("critic", CriticWorker.values, {}),
     "critic.update": ("critic", CriticWorker.update_mini_batch, {}),
     "reference.log_probs": ("reference", ReferenceWorker.log_probs, {}),

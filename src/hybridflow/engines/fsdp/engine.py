@@ -24,7 +24,8 @@ from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.optimizer import MasterAdamW
 from hybridflow.errors import CheckpointError
-from hybridflow.models.ask import Answers, Ask, answer
+from hybridflow.models.answer import answer
+from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.export import save_config, save_hf, save_hf_sharded
 from hybridflow.models.lora import adapters_off, has_adapters, saved_names
 from hybridflow.models.policy import PolicyModel

@@ -71,6 +71,7 @@ class Trajectories:
         self.with_baselines = "reward_baselines" in needs
         self.with_demonstrations = "is_demonstration" in needs
         self._failed_steps = 0
+        self._newest_failure = "by its reward"
 
     def for_training(
         self, batches: Iterator[tuple[int, Sequence[PromptRow]]], step: int
@@ -309,11 +310,12 @@ class Trajectories:
             metrics.add_sum(f"training/num_failed/{trajectory.outcome.cause}", 1.0)
         generation = [one for one in failed if one.outcome.cause not in ("environment", "deadline")]
         if generation:
+            self._newest_failure = generation[0].outcome.detail
             logger.warning(
                 "%d of %d trajectories failed; the first, %s",
                 len(generation),
                 len(trajectories),
-                generation[0].outcome.detail,
+                self._newest_failure,
             )
         without_baseline = set()
         if self.with_baselines:
@@ -330,8 +332,8 @@ class Trajectories:
         logger.warning("step %d: every trajectory has failed, so nothing is learned", step)
         if self._failed_steps == MAX_FAILED_STEPS:
             raise RolloutError(
-                f"every trajectory of the last {MAX_FAILED_STEPS} steps has failed: the warnings above say "
-                "why, and training/num_failed/… counts them by cause"
+                f"every trajectory of the last {MAX_FAILED_STEPS} steps has failed; one of them, "
+                f"{self._newest_failure}"
             )
 
     @property

@@ -87,6 +87,9 @@ def build(
         save_freq = trainer.save_freq
         if save_freq <= 0:
             save_freq = total_steps  # at the end
+        test_freq = trainer.test_freq
+        if test_freq <= 0:
+            test_freq = total_steps  # at the end, as whoever gives validation data expects
         with run.recorded(state, store, source) as trackers:
             yield Trainer(
                 source=source,
@@ -97,7 +100,7 @@ def build(
                 trackers=trackers,
                 timer=run.timer,
                 total_steps=total_steps,
-                test_freq=trainer.test_freq,
+                test_freq=test_freq,
                 save_freq=save_freq,
                 signals=run.signals,
             )

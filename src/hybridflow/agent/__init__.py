@@ -1,6 +1,6 @@
 """The agent room: prompt rows become trajectories by talking to the policy."""
 
-from hybridflow.agent.collate import collate, place_scores
+from hybridflow.agent.collate import collate
 from hybridflow.agent.single_turn import (
     RequestBatch,
     build_requests,
@@ -14,5 +14,4 @@ __all__ = [
     "collate",
     "demonstration_outputs",
     "one_more_each",
-    "place_scores",
 ]

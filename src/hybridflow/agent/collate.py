@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.columns import place_scores
 from hybridflow.protocol.packing import make_rows
 from hybridflow.protocol.trajectory import Trajectory
 
@@ -88,16 +88,3 @@ def uid(trajectory: Trajectory) -> str:
     """Return the name of the trajectory's group, "step-number"."""
     step, number = divmod(trajectory.group, GROUPS_PER_STEP)
     return f"{step}-{number}"
-
-
-def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Return scores [B] as [B, R], each on the last sampled token of its row.
-
-    A row without sampled tokens gets none.
-    """
-    placed = torch.zeros(response_mask.shape, dtype=scores.dtype)
-    rows = response_mask.any(-1).nonzero().flatten()
-    if len(rows):  # else there may be no column at all
-        positions = torch.arange(response_mask.shape[1]) * response_mask[rows]
-        placed[rows, positions.max(-1).values] = scores[rows]
-    return placed

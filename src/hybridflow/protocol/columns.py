@@ -1,5 +1,5 @@
-"""Operations on one column: to an array of objects, comparison, indexing and joining. DataProto is built on
-these.
+"""Operations on one column: to an array of objects, comparison, indexing, joining; scores of rows on tokens.
+DataProto is built on these.
 """
 
 from __future__ import annotations
@@ -119,3 +119,16 @@ def join(name: str, columns: Sequence[Tensor]) -> Tensor:
                 f"and of shape {tuple(column.shape[1:])} {column.dtype}: pad them to one width first"
             )
     return torch.cat(list(columns))
+
+
+def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """Return scores [B] as [B, R], each on the last sampled token of its row.
+
+    A row without sampled tokens gets none.
+    """
+    placed = torch.zeros(response_mask.shape, dtype=scores.dtype)
+    rows = response_mask.any(-1).nonzero().flatten()
+    if len(rows):  # else there may be no column at all
+        positions = torch.arange(response_mask.shape[1]) * response_mask[rows]
+        placed[rows, positions.max(-1).values] = scores[rows]
+    return placed

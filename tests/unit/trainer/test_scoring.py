@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.agent import place_scores
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import RewardError
+from hybridflow.protocol.columns import place_scores
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Lineage, Outcome, Segment, Trajectory
 from hybridflow.rewards.in_process import InProcessScorer

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class EstimatorFacts(NamedTuple):
-    """What an advantage estimator computes, and from what."""
+    """The facts of an advantage estimator: its formula, and what it reads."""
 
     formula: str
     papers: tuple[str, ...]
@@ -61,7 +61,7 @@ class EstimatorFacts(NamedTuple):
 
 
 class LossFacts(NamedTuple):
-    """What a policy loss computes, and its defaults where the configuration sets none."""
+    """The facts of a policy loss: its formula, and its defaults where the configuration sets none."""
 
     formula: str
     papers: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""What a run would do, said before it runs: its steps, processes and memory, and its formulas."""
+"""Explanations of a run before it starts: its steps, processes, memory and formulas."""

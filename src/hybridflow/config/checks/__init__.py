@@ -1,1 +1,1 @@
-"""What is wrong with a configuration, file by file as the schema has it; `root.check` asks all of them."""
+"""The checks of a configuration, one file for each part of the schema; `root.check` runs all of them."""

@@ -32,7 +32,7 @@ class Trap(float):
         return open, (os.environ["TRAP"], "w")
 
 def sockets():
-    for number in range(3, 64):
+    for number in range(3, 4096):
         try:
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 yield number
@@ -68,7 +68,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         import pickle
         noise(pickle.dumps(Trap(1.0)))
     if solution_str == "closes":
-        os.closerange(3, 256)
+        os.closerange(3, 4096)
     if solution_str == "stdout":
         os.write(1, b"to stdout\\n")
         print("more", flush=True)

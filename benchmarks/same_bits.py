@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo-ray2": ("tiny/grpo", RAY),
     "ppo-ray2": ("tiny/ppo", RAY),
 }
-TIMES = ("timing", "perf/", "memory", "cpu")
+TIMES = ("timing", "perf/", "seconds", "memory", "cpu")
 """Parts of the names of metrics that depend on the machine's load."""
 
 

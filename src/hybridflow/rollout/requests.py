@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 from hybridflow.errors import RolloutError
@@ -105,9 +105,27 @@ def whole_of(request: GenerationRequest, rest: GenerationOutput) -> GenerationOu
     )
 
 
-def check_ids(requests: Sequence[GenerationRequest]) -> None:
-    """RolloutError where two requests of one call have the same id."""
-    if len({request.request_id for request in requests}) != len(requests):
+def check_ids(requests: Sequence[GenerationRequest], running: Container[int] = ()) -> None:
+    """RolloutError where two requests have the same id, or one has that of a request that is `running`."""
+    ids = {request.request_id for request in requests}
+    if len(ids) != len(requests) or any(number in running for number in ids):
         raise RolloutError(
-            "two requests of one generate() call have the same request_id: they must be unique"
+            "two requests that run at the same time have the same request_id: they must be unique"
         )
+
+
+def sort_out(
+    requests: Iterable[GenerationRequest], problem_of: Callable[[GenerationRequest], str | None]
+) -> tuple[list[GenerationRequest], list[GenerationOutput]]:
+    """Return the requests that an engine can serve, and the outputs of those that it cannot, by the problems
+    that `problem_of` finds.
+    """
+    good = []
+    outputs = []
+    for request in requests:
+        problem = problem_of(request)
+        if problem is None:
+            good.append(request)
+        else:
+            outputs.append(refused(request, problem))
+    return good, outputs

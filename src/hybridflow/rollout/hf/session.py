@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
 from hybridflow.rollout.hf.batch import Batch
-from hybridflow.rollout.requests import aborted, refused
+from hybridflow.rollout.requests import aborted, check_ids, sort_out
 
 
 class HFSession:
@@ -53,10 +53,15 @@ class HFSession:
         return self._batch is None and not self._waiting
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
-        """Add requests, which wait for the next batch; those that cannot be served come back at once."""
-        problems = [self._problem(request) for request in requests]
-        self._waiting += [request for request, problem in zip(requests, problems) if problem is None]
-        return [refused(request, problem) for request, problem in zip(requests, problems) if problem]
+        """Add requests, which wait for the next batch; those that cannot be served come back at once.
+
+        RolloutError for an id that is in use.
+        """
+        decoded = [] if self._batch is None else [row.request for row in self._batch.rows]
+        check_ids(requests, {request.request_id for request in [*self._waiting, *decoded]})
+        good, outputs = sort_out(requests, self._problem)
+        self._waiting += good
+        return outputs
 
     def step(self) -> list[GenerationOutput]:
         """Decode one batch to its end; outputs of rows that were aborted meanwhile came from `abort`."""

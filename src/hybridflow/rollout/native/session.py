@@ -12,7 +12,7 @@ from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
 from hybridflow.rollout.native.generation import Generation
-from hybridflow.rollout.requests import refused
+from hybridflow.rollout.requests import check_ids, sort_out
 
 
 class Session:
@@ -73,19 +73,8 @@ class Session:
         """
         self._check_open()
         requests = list(requests)
-        ids = {request.request_id for request in requests}
-        if len(ids) != len(requests) or ids & self._live:
-            raise RolloutError(
-                "two requests that run at the same time have the same request_id: they must be unique"
-            )
-        good = []
-        outputs = []
-        for request in requests:
-            problem = self._problem(request)
-            if problem is None:
-                good.append(request)
-            else:
-                outputs.append(refused(request, problem))
+        check_ids(requests, self._live)
+        good, outputs = sort_out(requests, self._problem)
         self._live |= {request.request_id for request in good}
         self._generation.add(good)
         return outputs

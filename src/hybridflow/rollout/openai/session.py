@@ -7,10 +7,9 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
 from hybridflow.rollout.openai.calls import Calls
-from hybridflow.rollout.requests import aborted
+from hybridflow.rollout.requests import aborted, check_ids
 
 if TYPE_CHECKING:
     import httpx
@@ -54,10 +53,7 @@ class OpenAISession:
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
         """Send requests; RolloutError for an id that is in use."""
-        if any(request.request_id in self._requests for request in requests):
-            raise RolloutError(
-                "two requests that run at the same time have the same request_id: they must be unique"
-            )
+        check_ids(requests, self._requests)
         self._requests |= {request.request_id: request for request in requests}
         self._calls.add({request.request_id: partial(self._answer, request) for request in requests})
         return []

@@ -19,7 +19,7 @@ from hybridflow.rollout.base import (
 )
 from hybridflow.rollout.push.receiver import NOTHING
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Runner, Submission
-from hybridflow.rollout.requests import refused, whole_of
+from hybridflow.rollout.requests import check_ids, sort_out, whole_of
 
 
 @dataclass
@@ -109,10 +109,7 @@ class PushedSession:
         if not requests:
             return []
         began = perf_counter()
-        if any(request.request_id in self._rows for request in requests):
-            raise RolloutError(
-                "two requests that run at the same time have the same request_id: they must be unique"
-            )
+        check_ids(requests, self._rows)
         if not self._rows:
             self._version = self._newest_version()
         if self._version == NOTHING:
@@ -120,14 +117,7 @@ class PushedSession:
                 f"{self._runner.name} has no weights yet, or only a part of a push came: update_weights must "
                 "come first"
             )
-        outputs = []
-        good = []
-        for request in requests:
-            problem = self._problem(request)
-            if problem is None:
-                good.append(request)
-            else:
-                outputs.append(refused(request, problem))
+        good, outputs = sort_out(requests, self._problem)
         self._rows |= {request.request_id: _Row(request, self._version) for request in good}
         self._stats.prefill_tokens += sum(len(context) for context in {one.context for one in good})
         self._stats.max_rows = max(self._stats.max_rows, len(self._rows))

@@ -71,7 +71,7 @@ class Trajectories:
         self.with_baselines = "reward_baselines" in needs
         self.with_demonstrations = "is_demonstration" in needs
         self._failed_steps = 0
-        self._newest_failure = "by its reward"
+        self._newest_failure = ""
 
     def for_training(
         self, batches: Iterator[tuple[int, Sequence[PromptRow]]], step: int
@@ -308,14 +308,16 @@ class Trajectories:
         failed = [trajectory for trajectory in trajectories if trajectory.failed]
         for trajectory in failed:
             metrics.add_sum(f"training/num_failed/{trajectory.outcome.cause}", 1.0)
+        if failed:
+            self._newest_failure = failed[0].outcome.detail
+        # failures of the reward function have been told by its manager
         generation = [one for one in failed if one.outcome.cause not in ("environment", "deadline")]
         if generation:
-            self._newest_failure = generation[0].outcome.detail
             logger.warning(
-                "%d of %d trajectories failed; the first, %s",
+                "%d of %d trajectories failed; the first: %s",
                 len(generation),
                 len(trajectories),
-                self._newest_failure,
+                generation[0].outcome.detail,
             )
         without_baseline = set()
         if self.with_baselines:
@@ -332,7 +334,7 @@ class Trajectories:
         logger.warning("step %d: every trajectory has failed, so nothing is learned", step)
         if self._failed_steps == MAX_FAILED_STEPS:
             raise RolloutError(
-                f"every trajectory of the last {MAX_FAILED_STEPS} steps has failed; one of them, "
+                f"every trajectory of the last {MAX_FAILED_STEPS} steps has failed; the newest reason: "
                 f"{self._newest_failure}"
             )
 
@@ -374,6 +376,8 @@ class Trajectories:
         limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} allows no more"
         if batches != filters.max_num_gen_batches:
             limit = f"the last {MAX_BARREN_BATCHES} of them gave none"
+        if self._newest_failure:
+            limit += f"; some trajectories have failed ({self._newest_failure})"
         return (
             f"dynamic sampling wanted data.train_batch_size={data.train_batch_size} groups whose "
             f"{filters.metric} varies{means}, and kept "
